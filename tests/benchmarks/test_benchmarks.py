@@ -79,28 +79,6 @@ def test_a_body_that_cannot_run_here_is_no_failure(tmp_path, capsys):
     assert "not measured, backend is 'native', but the tensors are float16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("main", "words", "message"),
-    [
-        (ops.main, ["--ops", "sorting"], "'sorting' is unknown; expected some of headwise_memory"),
-        (ops.main, ["--shapes", "gpt-2"], "'gpt-2' is unknown; expected some of smollm2-135m"),
-        (models.main, ["--phases", "sleep"], "'sleep' is unknown; expected some of train, generate, prefill"),
-    ],
-)
-def test_unknown_names_are_refused(main, words, message, capsys):
-    with pytest.raises(SystemExit):
-        main(words)
-    assert message in capsys.readouterr().err
-
-
-def test_what_no_model_can_be_measured_at_is_refused(tmp_path, tiny_base):
-    message = "base is 'gpt-2'; expected one of llama-3.1-8b, llama-3.2-1b, smollm2-135m, or the path"
-    with pytest.raises(SystemExit, match=message):
-        models.main(["--base", "gpt-2"], tmp_path / "model.csv")
-    with pytest.raises(SystemExit, match="batch is 3; expected a multiple of accumulation = 2"):
-        models.main(["--base", tiny_base, "--batches", "3", "--device", "cpu"], tmp_path / "model.csv")
-
-
 @pytest.fixture
 def tiny_base(tmp_path):
     """Return the path of the config of a tiny Llama."""
@@ -108,6 +86,22 @@ def tiny_base(tmp_path):
     path = tmp_path / "tiny-llama.json"
     path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"], "dtype": "float32"}))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (ops.main, "--ops sorting", "'sorting' is unknown; expected some of headwise_memory"),
+        (ops.main, "--shapes gpt-2", "'gpt-2' is unknown; expected some of smollm2-135m"),
+        (models.main, "--phases sleep", "'sleep' is unknown; expected some of train, generate, prefill"),
+        (models.main, "--base gpt-2", "base is 'gpt-2'; expected one of llama-3.1-8b, llama-3.2-1b, smollm2-135m, or the path"),
+        (models.main, "--base BASE --batches 3 --device cpu", "batch is 3; expected a multiple of accumulation = 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(main, words, message, tiny_base, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([tiny_base if word == "BASE" else word for word in words.split()], tmp_path / "rows.csv")
+    assert message in f"{ended.value} {capsys.readouterr().err}"
 
 
 # The base, a dense model, and one with layers of memory.
@@ -165,7 +159,7 @@ def test_memories_hold_values_and_a_step_trains_what_is_new(method, tiny_base):
     assert generating["peak_gb"] <= measured["peak_gb"]
 
 
-def test_the_peak_is_what_was_held_at_once():
+def test_the_peak_is_what_was_held_at_once_and_both_kinds_of_full_memory_are_known():
     def run():
         first = torch.ones(1 << 20)
         del first
@@ -173,14 +167,10 @@ def test_the_peak_is_what_was_held_at_once():
         return second.shape, third.shape
 
     assert peak_bytes(run, "cpu") == 4 * ((1 << 20) + (1 << 18))
-
-
-def test_both_kinds_of_full_memory_are_known():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55)
-    assert is_out_of_memory(caught.value)
-    assert not is_out_of_memory(RuntimeError("other"))
+    assert is_out_of_memory(caught.value) and not is_out_of_memory(RuntimeError("other"))
 
 
 def test_rows_are_appended_only_to_a_file_of_the_same_columns(tmp_path):

@@ -1,6 +1,8 @@
 """Small checkpoints of every method that adds memory, made once for all tests of this folder."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,13 @@ class Checkpoints:
                 Path(changes["corpus"]).write_text("\n".join(map(json.dumps, ENTRIES)))
             upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
         return output
+
+
+def imported(folder: Path, copy: str = "") -> Any:
+    """Return the module of a checkpoint under a name of its own; another copy of it has other classes."""
+    name = f"carried_{folder.name.replace('-', '_')}_{copy}"
+    if name not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(name, folder / "modeling_midus.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

@@ -1,18 +1,15 @@
 """What serving engines such as vLLM ask of the code that a checkpoint carries, beside what transformers asks."""
 
 import ast
-import importlib.util
 import inspect
 import itertools
 import json
-import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from carried.made import METHODS
+from carried.made import METHODS, imported
 from pairs import by_default
 from tiny import NATIVE_FAMILIES, prompt
 from torch import nn
@@ -28,16 +25,6 @@ served = pytest.mark.parametrize(
 )
 
 
-def copy_of_code(folder: Path, name: str) -> Any:
-    """Return the module of a checkpoint, with classes that no other copy of it has."""
-    spec = importlib.util.spec_from_file_location(
-        f"{folder.name.replace('-', '_')}_{name}", folder / "modeling_midus.py"
-    )
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def of_llama(module: Any, kind: str) -> Any:
     return getattr(module, f"MidusLlama{kind}")
 
@@ -47,7 +34,7 @@ def of_llama(module: Any, kind: str) -> Any:
 def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(method, checkpoints):
     """An engine sends the config to another process by value, where the model's own code is loaded from its file."""
     folder = checkpoints("llama", method)
-    sent, own = copy_of_code(folder, "sent"), copy_of_code(folder, "own")
+    sent, own = imported(folder, "sent"), imported(folder, "own")
     configs = [of_llama(module, "Config").from_pretrained(folder) for module in (sent, own)]
     assert type(configs[0]) is not type(configs[1])
     models = [of_llama(own, "ForCausalLM").from_pretrained(folder, config=config).eval() for config in configs]
@@ -60,7 +47,7 @@ def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(me
 def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, checkpoints, monkeypatch):
     """An engine's Transformers backend sets attention of the engine's name in the config, and makes the model by it."""
     folder = checkpoints("llama", "moc")
-    code = copy_of_code(folder, "served")
+    code = imported(folder, "served")
     config = of_llama(code, "Config").from_pretrained(folder)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, engine, ALL_ATTENTION_FUNCTIONS["sdpa"])
     config._attn_implementation = engine
@@ -98,7 +85,7 @@ def attention_calls(module: nn.Module) -> list[ast.Call]:
 def test_each_layer_has_one_module_whose_source_calls_the_attention_function_once(family, method, checkpoints):
     """vLLM reads the source of each forward, and gives a cache to each layer index of those in which it finds the call."""
     folder = checkpoints(family, method)
-    code = copy_of_code(folder, "read")
+    code = imported(folder, "read")
     (model_class,) = [
         value for name, value in vars(code).items() if name.startswith("Midus") and name.endswith("ForCausalLM")
     ]
@@ -118,7 +105,7 @@ def test_keyword_arguments_of_an_engine_reach_the_attention_of_every_layer(famil
     """SGLang's Transformers backend passes a batch and attention by layer, which the attention function reads."""
     folder = checkpoints(family, method)
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    model = getattr(copy_of_code(folder, "sglang"), architecture).from_pretrained(folder).eval()
+    model = getattr(imported(folder, "sglang"), architecture).from_pretrained(folder).eval()
     assert model._supports_attention_backend
     reached = []
 

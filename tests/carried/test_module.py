@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 import torch
-from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
-from pairs import by_default, wanted_by_tests
+from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES, imported
+from pairs import by_default
 
 import midus_hf
 from midus_hf.carried import standins
@@ -30,27 +29,17 @@ ROOT = Path(__file__).parent.parent.parent
 # What a carried module may import beside Python's own library: torch, transformers, and what this one installs.
 OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 
-# Parts that some memories need, by the methods that need them, or by how their names begin.
+# What memories need beside the sites and services that their layers name, by the methods that do, or by how their names begin.
 NEEDED_BY = {
     "AttentionHost": ("hier-kv", "moda", "packs"),
     "PackBank": ("packs",),
-    "AttentionAdapters": ("hier-lora-qk", "hier-lora-vo"),
-    "AttentionHeads": ("hier-kv",),
-    "DepthHeads": ("moda",),
-    "InsideFeedForward": ("hier-lora-ffn",),
-    "BesideFeedForward": ("engram", "hier-ffn", "ultramem-v2"),
-    "BehindAttention": ("engram", "moc"),
-    "Skip": ("ultramem-v2",),
     "MemoryBank": ("hier-",),
     "BankLayout": ("hier-",),
     "TrainedBank": (),
-    "Tables": ("engram", "moc", "ultramem-v2"),
-    "States": ("engram", "moc", "packs"),
     "Tokens": ("engram", "moc", "packs"),
     "RouterReports": ("moc",),
-    "WholeSequences": ("moc",),
-    "ScaledInitialisation": ("ultramem-v2",),
 }
+LAYERS = {name: layer_class(options()) for name, options in MEMORY_TYPES.items()}
 
 of_all_cases = pytest.mark.parametrize(("family", "method"), CASES)
 on_llama = pytest.mark.parametrize("method", METHODS)
@@ -58,16 +47,6 @@ on_llama = pytest.mark.parametrize("method", METHODS)
 
 def source_of(folder: Path) -> str:
     return (folder / "modeling_midus.py").read_text(encoding="utf-8")
-
-
-def imported(folder: Path) -> Any:
-    """The module of a checkpoint, under a name of its own."""
-    name = f"carried_{folder.name.replace('-', '_')}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, folder / "modeling_midus.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def imports_of(source: str) -> set[str]:
@@ -83,29 +62,23 @@ def imports_of(source: str) -> set[str]:
 
 
 @of_all_cases
-def test_a_checkpoint_carries_one_module_of_few_lines(family, method, checkpoints):
-    (path,) = checkpoints(family, method).rglob("*.py")
-    assert path.name == "modeling_midus.py"
-    assert len(path.read_text().splitlines()) <= MOST_LINES[method]
-
-
-@of_all_cases
-def test_the_header_tells_version_and_memories_and_the_digest_of_what_follows(family, method, checkpoints):
+def test_a_checkpoint_carries_one_module_whose_header_tells_what_it_is_for(family, method, checkpoints):
     folder = checkpoints(family, method)
-    opening, header, body = source_of(folder).split('"""', 2)
-    assert opening == ""
-    assert f"midus-hf {__version__} wrote this module" in header
+    assert [path.name for path in folder.rglob("*.py")] == ["modeling_midus.py"]
+    source = source_of(folder)
+    assert source.count("\n") <= MOST_LINES[method]
+    opening, header, body = source.split('"""', 2)
+    assert opening == "" and f"midus-hf {__version__} wrote this module" in header
     for entry in json.loads((folder / "config.json").read_text())["memory"]:
         assert f"{entry['type']} memory" in header
     digest = header.strip().rpartition("SHA-256 of what follows: ")[2]
     assert digest == hashlib.sha256(body.removeprefix("\n\n").encode()).hexdigest()
 
 
-@of_all_cases
-def test_the_module_defines_each_name_that_it_reads_and_imports_none_that_it_does_not(family, method, checkpoints):
-    path = checkpoints(family, method) / "modeling_midus.py"
+def test_modules_define_each_name_that_they_read_and_import_none_that_they_do_not(checkpoints):
+    paths = [checkpoints(*case) / "modeling_midus.py" for case in CASES]
     rules = ("--isolated", "--no-cache", "--select=F401,F811,F821,F822", "--output-format=concise")
-    checked = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, path], capture_output=True, text=True)
+    checked = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, *paths], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout
 
 
@@ -121,28 +94,26 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for name, methods in NEEDED_BY.items():
         assert (name in classes) is any(map(method.startswith, methods)), name
-    (model,) = json.loads((checkpoints(family, method) / "config.json").read_text())["architectures"]
+    config = json.loads((checkpoints(family, method) / "config.json").read_text())
+    layer = LAYERS[config["memory"][0]["type"]]
+    others = set(LAYERS.values()) - set(layer.__mro__)
+    assert not classes & {each.__name__ for each in others}
+    for part in {part for each in LAYERS.values() for part in (*each.sites, *each.services)}:
+        is_needed = any(issubclass(each, part) for each in (*layer.sites, *layer.services))
+        assert part.__name__ in NEEDED_BY or (part.__name__ in classes) is is_needed, part
+    (model,) = config["architectures"]
     own = model.removesuffix("ForCausalLM")
     assert model in classes and all(name.startswith(own) for name in classes if name.startswith("Midus")), own
-    carried = imported(checkpoints(family, method)).MEMORY_TYPES
-    layers = {name: layer_class(options()).__name__ for name, options in MEMORY_TYPES.items()}
-    other_memories = {layer for name, layer in layers.items() if name not in carried}
-    assert not classes & other_memories
 
 
 @of_all_cases
 def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints):
-    tree = ast.parse(source_of(checkpoints(family, method)))
-    forwards = [
-        (owner.name, function)
-        for owner in ast.walk(tree)
-        if isinstance(owner, ast.ClassDef)
-        for function in owner.body
-        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+    owners = [
+        node for node in ast.walk(ast.parse(source_of(checkpoints(family, method)))) if isinstance(node, ast.ClassDef)
     ]
-    assert forwards
+    forwards = {owner.name: each for owner in owners for each in owner.body if getattr(each, "name", "") == "forward"}
     # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps these alone.
-    by_place = {owner: function.args.vararg.arg for owner, function in forwards if function.args.vararg}
+    by_place = {owner: forward.args.vararg.arg for owner, forward in forwards.items() if forward.args.vararg}
     assert by_place == {"HostLayer": "args"}
 
 
@@ -168,38 +139,26 @@ def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
                 assert before == text, f"{name} of {other} and of {method}"
 
 
-_WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]
-
 _WRITE_AGAIN = """
-import hashlib
-import json
-import sys
+import hashlib, json, sys
 from transformers import AutoConfig
-import midus_hf
 from midus_hf.carried.module import carried_module
 
-digests = {}
-for folder in reversed(json.loads(sys.argv[1])):
-    digests[folder] = hashlib.sha256(carried_module(AutoConfig.from_pretrained(folder)).encode()).hexdigest()
-print(json.dumps(digests))
+folders = sys.argv[:0:-1]  # in another order
+print(json.dumps({each: hashlib.sha256(carried_module(AutoConfig.from_pretrained(each)).encode()).hexdigest() for each in folders}))
 """
 
 
-@pytest.fixture(scope="module")
-def written_again(request, checkpoints) -> dict[str, str]:
-    """Digests of the modules that a process in which sets have another order writes, in another order."""
-    folders = [str(checkpoints(*case)) for case in wanted_by_tests(request, "family", "method")]
+def test_the_same_config_gives_the_same_module_in_any_process(checkpoints):
+    """In the other process sets have another order."""
+    cases = by_default([("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")], ALL_CASES)
+    folders = [str(checkpoints(*case)) for case in cases]
     environment = os.environ | {"PYTHONHASHSEED": "14", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", _WRITE_AGAIN, json.dumps(folders)]
+    command = [sys.executable, "-c", _WRITE_AGAIN, *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(("family", "method"), by_default(_WRITTEN_TWICE, ALL_CASES))
-def test_the_same_config_gives_the_same_module_in_any_process(family, method, checkpoints, written_again):
-    folder = checkpoints(family, method)
-    assert written_again[str(folder)] == hashlib.sha256(source_of(folder).encode()).hexdigest()
+    expected = {folder: hashlib.sha256(source_of(Path(folder)).encode()).hexdigest() for folder in folders}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -259,30 +218,23 @@ STANDS_FOR = {
 
 def test_a_stand_in_takes_the_place_of_nothing_else():
     definers: dict[str, list[str]] = {}
-    for package in (midus_hf,):
-        for result in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if result.name.startswith("midus_hf.cli"):
-                continue  # no checkpoint carries commands
-            path = Path(importlib.util.find_spec(result.name).origin)
-            for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
-                    for name in defined(statement):
-                        definers.setdefault(name, []).append(result.name)
-
+    for module in pkgutil.walk_packages(midus_hf.__path__, "midus_hf."):
+        path = Path(importlib.util.find_spec(module.name).origin)
+        # No checkpoint carries commands.
+        for statement in () if module.name.startswith("midus_hf.cli") else ast.parse(path.read_text()).body:
+            for name in defined(statement):
+                definers.setdefault(name, []).append(module.name)
     plain = reference_modules()
-    names = {
-        name: module
-        for module in (*plain, standins.__name__)
-        for name in Source(module, {"midus_hf"}).definitions
-        if not name.startswith("_")
-    }
-    assert set(STANDS_FOR) <= set(names)
-    for name, module in names.items():
-        replaced = [each for each in definers[name] if each != module]
-        if module in plain:
-            assert len(replaced) <= 1 and all(each.startswith("midus_hf.ops.") for each in replaced), name
-        else:
-            assert replaced == ([STANDS_FOR[name]] if name in STANDS_FOR else []), name
+    stood_for = {}
+    for module in (*plain, standins.__name__):
+        for name in Source(module, {"midus_hf"}).definitions:
+            others = [each for each in definers[name] if each != module and not name.startswith("_")]
+            assert len(others) <= 1, name
+            if module in plain:
+                assert all(each.startswith("midus_hf.ops.") for each in others), name
+            elif others:
+                stood_for[name] = others[0]
+    assert stood_for == STANDS_FOR
 
 
 def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints, tmp_path):

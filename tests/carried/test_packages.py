@@ -28,20 +28,12 @@ def written(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def computed(source: str, call: str):
-    scope: dict = {"__name__": "carried"}
-    exec(source, scope)
-    return eval(call, scope)
-
-
-def test_two_definitions_of_one_name_are_refused(written):
-    with pytest.raises(
-        ValueError, match=r"of_others\.aa and of_others\.zz both define scale, and the code of a checkpoint needs"
-    ):
-        written(
-            "zz.apply",
-            aa="def scale(x):\n    return 2 * x\n\n\ndef doubled(x):\n    return scale(x)\n",
-            zz="""
+SCALE = "def scale(x):\n    return 2 * x\n"
+REFUSALS = {
+    "two definitions of one name": (
+        {
+            "aa": f"{SCALE}\n\ndef doubled(x):\n    return scale(x)\n",
+            "zz": """
             from of_others.aa import doubled
 
             def scale(x):
@@ -50,42 +42,14 @@ def test_two_definitions_of_one_name_are_refused(written):
             def apply(x):
                 return scale(x) + doubled(x)
             """,
-        )
-
-
-def test_variables_may_have_the_name_of_a_definition(written):
-    source = written(
-        "zz.both",
-        aa="def scale(x):\n    return 2 * x\n",
-        zz="""
-        from of_others.aa import scale
-
-        def apply(scale):
-            return scale + 1
-
-        def both(x):
-            return apply(x) + scale(x)
-        """,
-    )
-    assert computed(source, "both(1)") == 4
-
-
-def test_a_definition_may_be_imported_under_another_name(written):
-    source = written(
-        "zz.apply",
-        aa="def scale(x):\n    return 2 * x\n",
-        zz="from of_others.aa import scale as doubled\n\n\ndef apply(x):\n    return doubled(x)\n",
-    )
-    assert computed(source, "apply(1)") == 2
-
-
-def test_a_name_that_another_definition_has_is_refused_as_another_name(written):
-    with pytest.raises(ValueError, match=r"of_others\.zz and of_others\.aa both define doubled, and the code"):
-        written(
-            "zz.apply",
-            aa="def scale(x):\n    return 2 * x\n",
-            bb="from of_others.aa import scale as doubled\n\n\ndef other(x):\n    return doubled(x)\n",
-            zz="""
+        },
+        r"of_others\.aa and of_others\.zz both define scale, and the code of a checkpoint needs",
+    ),
+    "a name that another definition has as another name": (
+        {
+            "aa": SCALE,
+            "bb": "from of_others.aa import scale as doubled\n\n\ndef other(x):\n    return doubled(x)\n",
+            "zz": """
             from of_others.bb import other
 
             def doubled(x):
@@ -94,41 +58,95 @@ def test_a_name_that_another_definition_has_is_refused_as_another_name(written):
             def apply(x):
                 return doubled(x) + other(x)
             """,
+        },
+        r"of_others\.zz and of_others\.aa both define doubled, and the code",
+    ),
+    **{
+        f"statements that nobody would know to be needed: {kind}": (
+            {"zz": f"{statement}\n\ndef apply(x):\n    return x\n"},
+            "which is neither an import, nor a call, nor the only definition of a name",
         )
+        for kind, statement in {
+            "try": "try:\n    import json as fast\nexcept ImportError:\n    fast = None\n",
+            "augmented": "NAMES = []\nNAMES += ['b']\n",
+            "subscript": "TABLE = {}\nTABLE['a'] = 1\n",
+            "loop": "for number in range(3):\n    pass\n",
+        }.items()
+    },
+    **{
+        f"a module that is imported itself: {form}": (
+            {"tables": "SIZE = 3\n", "zz": f"{form}\n\n\ndef apply():\n    return tables.SIZE\n"},
+            r"of_others\.zz reads tables, which no module of of_others defines .* Import names from",
+        )
+        for form in ("from of_others import tables", "from . import tables", "import of_others.tables as tables")
+    },
+}
 
 
-def test_what_stands_for_definitions_of_ours_stands_for_none_of_others(written):
-    stands = {"module_of": Name("midus_hf.carried.standins", "module_of")}
-    source = written(
-        "zz.apply", stands, zz="def module_of(x):\n    return x + 1\n\n\ndef apply(x):\n    return module_of(x)\n"
-    )
-    assert computed(source, "apply(1)") == 2
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_taken_along_is_refused(case, written):
+    sources, message = REFUSALS[case]
+    with pytest.raises(ValueError, match=message):
+        written("zz.apply", **sources)
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("sources", "expected"),
     [
-        "try:\n    import json as fast\nexcept ImportError:\n    fast = None\n",
-        "NAMES = []\nNAMES += ['b']\n",
-        "TABLE = {}\nTABLE['a'] = 1\n",
-        "for number in range(3):\n    pass\n",
+        (
+            {
+                "aa": SCALE,
+                "zz": """
+                from of_others.aa import scale
+
+                def added(scale):
+                    return scale + 1
+
+                def apply(x):
+                    return added(x) + scale(x)
+                """,
+            },
+            4,
+        ),
+        (
+            {
+                "aa": SCALE,
+                "zz": "from of_others.aa import scale as doubled\n\n\ndef apply(x):\n    return doubled(x)\n",
+            },
+            2,
+        ),
+        ({"zz": "def module_of(x):\n    return x + 1\n\n\ndef apply(x):\n    return module_of(x)\n"}, 2),
+        (
+            {
+                "tables": "SIZE = 3\nUNUSED = 4\n",
+                "more": "from .tables import SIZE\n\n\ndef size():\n    return SIZE\n",
+                "zz": """
+                from of_others.more import size
+                from .tables import SIZE as AGAIN
+
+                def apply(x):
+                    return size() + AGAIN
+                """,
+            },
+            6,
+        ),
     ],
-    ids=["try", "augmented", "subscript", "loop"],
+    ids=[
+        "a variable with the name of a definition",
+        "imported under another name",
+        "named like a stand-in",
+        "either form of import",
+    ],
 )
-def test_statements_that_nobody_would_know_to_be_needed_are_refused(written, statement):
-    with pytest.raises(ValueError, match="which is neither an import, nor a call, nor the only definition of a name"):
-        written("zz.apply", zz=f"{statement}\n\ndef apply(x):\n    return x\n")
-
-
-READER = """
-class Reader:
-    def __call__(self):
-        return "up"
-
-    def _reset(self):
-        return None
-"""
+def test_definitions_compute_what_they_did(sources, expected, written):
+    scope = {"__name__": "carried"}
+    source = written("zz.apply", {"module_of": Name("midus_hf.carried.standins", "module_of")}, **sources)
+    exec(source, scope)
+    assert "UNUSED" not in source and scope["apply"](1) == expected
 
 
 def test_classes_are_kept_whole(written):
-    assert "_reset" in written("zz.Reader", zz=READER)
+    reader = (
+        "class Reader:\n    def __call__(self):\n        return 'up'\n\n    def _reset(self):\n        return None\n"
+    )
+    assert "_reset" in written("zz.Reader", zz=reader)

@@ -121,29 +121,21 @@ def choice(address: str, endpoint: str, model: str, **asked: Any) -> dict[str, A
         return json.load(reply)["choices"][0]
 
 
-def answer(address: str, model: str) -> str:
-    """Ask a server for 8 greedy tokens in a chat."""
-    messages = [{"role": "user", "content": QUESTION}]
-    return choice(address, "chat/completions", model, messages=messages)["message"]["content"]
-
-
 @pytest.mark.product
-def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
-    with server(folder, False) as address:
-        for name in ("headwise", "chapters"):  # classes of the same names, of two modules
-            assert answer(address, name) == alone[name]["text"]
+@pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("headwise",))])
+def test_a_server_of_one_model_or_many_answers_what_generate_does(package_present, models, folder, alone):
+    """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
+    with server(folder, package_present, *models) as address:
+        for name in models or ("headwise", "chapters"):  # classes of the same names, of two modules
+            messages = [{"role": "user", "content": QUESTION}]
+            chat = choice(address, "chat/completions", name, messages=messages)
+            assert chat["message"]["content"] == alone[name]["text"]
             prompt = f"{QUESTION} "  # what the template makes of the question
             assert choice(address, "completions", name, prompt=prompt)["text"] == alone[name]["text"]
-
-
-@pytest.mark.product
-def test_a_server_of_one_model_answers_what_generate_does(folder, alone):
-    """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
-    with server(folder, True, "headwise") as address:
-        assert answer(address, "headwise") == alone["headwise"]["text"]
+        words = ("chat", "headwise", f"{address}/v1", "max_new_tokens=8", "do_sample=false")
         # Offline, its client refuses to ask any server.
         talk = subprocess.run(
-            command(True, "chat", "headwise", f"{address}/v1", "max_new_tokens=8", "do_sample=false"),
+            command(package_present, *words),
             **{"cwd": folder, "env": environment(folder, offline="0"), "input": f"{QUESTION}\n!exit\n", "text": True},
             **{"capture_output": True, "timeout": MOST_SECONDS},
         )

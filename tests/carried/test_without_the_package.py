@@ -9,8 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from carried import computing
-from carried.made import CASES, INFERRED, KINDS, METHODS
-from carried.test_module import imported
+from carried.made import CASES, INFERRED, KINDS, METHODS, imported
 from models.fresh_process import run_python
 from pairs import by_default, wanted_by_tests
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,6 @@ READ_BY_ATTENTION = ("hier-kv", "hier-lora-qk", "hier-lora-vo", "moda")
 BY_VALUE = [case for case in CASES if case[1] in SENT and case[1] not in READ_BY_ATTENTION]
 
 _RUN = """
-import json
 import os
 import sys
 import cloudpickle
@@ -46,24 +44,23 @@ def sent_to_another_process(name, inputs):
     classes = cloudpickle.loads(open(f"{name}.pickle", "rb").read())
     return logits_of(classes["model"].from_pretrained(name, config=classes["config"].from_pretrained(name)).eval(), inputs)
 
-findings = {"absent": [is_absent(name) for name in ("midus_hf", "upscalers")]}
-for name in json.load(open("names.json")):
+found = {"absent": [is_absent(name) for name in ("midus_hf", "upscalers")]}
+for name in names:
     inputs = torch.load(f"{name}.pt")
     born, acting = (loaded(f"{name}_{kind}") for kind in ("born", "acting"))
     package = type(born).__module__.rpartition(".")[0]
-    findings[name] = [module for module in sys.modules if module.startswith(package + ".")]
-    results = {"born": logits_of(born, inputs), "acting": computed(acting, inputs)}
+    modules = [module for module in sys.modules if module.startswith(package + ".")]
+    born.save_pretrained(f"{name}_again", max_shard_size="8KB")
+    found[name] = {"modules": modules, "born": logits_of(born, inputs), "acting": computed(acting, inputs)}
     if os.path.exists(f"{name}_acting.pickle"):
-        results["pickled"] = sent_to_another_process(f"{name}_acting", inputs)
-    torch.save(results, f"{name}_found.pt")
-print(json.dumps(findings))
+        found[name]["pickled"] = sent_to_another_process(f"{name}_acting", inputs)
+torch.save(found, "found.pt")
 """
 
 _TRACE = """
-import json
 import torch._dynamo
 
-results = {}
+found = {}
 for name in names:
     model, inputs = loaded(f"{name}_acting"), {**torch.load(f"{name}.pt"), "use_cache": False}
     with torch.no_grad():
@@ -71,8 +68,8 @@ for name in names:
         compiled = torch.compile(model, fullgraph=True, backend="eager")(**inputs).logits
         exported = torch.export.export(model, (), inputs).module()(**inputs).logits
     torch._dynamo.reset()
-    results[name] = {"compiles": torch.equal(eager, compiled), "exports": torch.equal(eager, exported)}
-print(json.dumps(results))
+    found[name] = {"compiles": torch.equal(eager, compiled), "exports": torch.equal(eager, exported)}
+torch.save(found, "graphs.pt")
 """
 
 
@@ -101,9 +98,8 @@ def inputs_of(method: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(request, checkpoints, tmp_path_factory) -> Path:
-    """What a process without the package found of each case, which has it as it was made, and with noise on all tensors."""
+    """Each case as it was made, and with noise on all tensors, beside its inputs."""
     folder = tmp_path_factory.mktemp("without")
-    names = []
     for family, method in wanted_by_tests(request, "family", "method"):
         made, name = checkpoints(family, method), name_of(family, method)
         shutil.copytree(made, folder / f"{name}_born")
@@ -111,23 +107,27 @@ def folder(request, checkpoints, tmp_path_factory) -> Path:
         torch.save(inputs_of(method), folder / f"{name}.pt")
         if (family, method) in BY_VALUE:
             pickle_by_value(made, folder / f"{name}_acting.pickle")
-        names.append(name)
-    (folder / "names.json").write_text(json.dumps(names))
-    (folder / "findings.json").write_text(json.dumps(without_the_package(_RUN, folder)))
     return folder
+
+
+def without_the_package(request: Any, folder: Path, program: str, file: str) -> dict[str, Any]:
+    """Run a program on wanted cases in a process without the package, behind functions of `computing`; return what it saved."""
+    names = [name_of(*case) for case in wanted_by_tests(request, "family", "method")]
+    functions = Path(computing.__file__).read_text(encoding="utf-8")
+    run_python(f"{functions}\nnames = {names!r}\n{program}", folder, package_present=False)
+    return torch.load(folder / file)
+
+
+@pytest.fixture(scope="module")
+def found(request, folder) -> dict[str, Any]:
+    """What a process without the package found of each case, which it saved again."""
+    return without_the_package(request, folder, _RUN, "found.pt")
 
 
 @pytest.fixture(scope="module")
 def graphs(request, folder) -> dict[str, dict[str, bool]]:
     """Return for each traced model whether its graphs compute what the model does, in a process without the package."""
-    names = [name_of(*case) for case in wanted_by_tests(request, "family", "method")]
-    return without_the_package(f"names = {names!r}\n{_TRACE}", folder)
-
-
-def without_the_package(program: str, folder: Path) -> dict[str, Any]:
-    """Run a program behind the functions of `computing`, and return the JSON that it prints last."""
-    functions = Path(computing.__file__).read_text(encoding="utf-8")
-    return json.loads(run_python(functions + program, folder, package_present=False).splitlines()[-1])
+    return without_the_package(request, folder, _TRACE, "graphs.pt")
 
 
 def pickle_by_value(checkpoint: Path, path: Path) -> None:
@@ -144,33 +144,28 @@ def pickle_by_value(checkpoint: Path, path: Path) -> None:
     cloudpickle.unregister_pickle_by_value(module)
 
 
-def findings(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "findings.json").read_text())
-
-
-def results(folder: Path, family: str, method: str) -> dict[str, Any]:
-    return torch.load(folder / f"{name_of(family, method)}_found.pt")
-
-
-def with_the_package(folder: Path, kind: str, family: str, method: str) -> Any:
-    """Return a case's model in this process, whose classes are the package's."""
-    model = computing.loaded(folder / f"{name_of(family, method)}_{kind}")
+def with_the_package(folder: Path) -> Any:
+    """Return a folder's model in this process, whose classes are the package's."""
+    model = computing.loaded(folder)
     assert type(model).__module__.startswith("midus_hf.")
     return model
 
 
 @pytest.mark.parametrize(("family", "method"), [*CASES, *ON_LLAMA, *INFERRED])
-def test_the_module_alone_computes_what_the_package_does(family, method, folder):
-    assert findings(folder)["absent"] == [True] * 2
-    (module,) = findings(folder)[name_of(family, method)]
+def test_the_module_alone_computes_what_the_package_does(family, method, folder, found):
+    assert found["absent"] == [True] * 2
+    name = name_of(family, method)
+    there = found[name]["acting"]
+    (module,) = found[name]["modules"]
     assert module.endswith(".modeling_midus")
-    there = results(folder, family, method)
-    born = computing.logits_of(with_the_package(folder, "born", family, method), inputs_of(method))
-    assert torch.equal(there["born"], born)
-    here, there = (
-        computing.computed(with_the_package(folder, "acting", family, method), inputs_of(method)),
-        there["acting"],
-    )
+    # Saved without the package, in shards, it has the same code and record, and is loaded with the package.
+    saved, again = folder / f"{name}_born", folder / f"{name}_again"
+    assert [path.read_text() for path in again.glob("*.py")] == [(saved / "modeling_midus.py").read_text()]
+    model = with_the_package(again)
+    assert model.config.upscale == json.loads((saved / "config.json").read_text())["upscale"]
+    born = computing.logits_of(model, inputs_of(method))
+    assert torch.equal(found[name]["born"], born)
+    here = computing.computed(with_the_package(folder / f"{name}_acting"), inputs_of(method))
     torch.testing.assert_close(there["logits"], here["logits"], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(here["logits"], born, atol=1e-2)
     assert torch.equal(here["tokens"], there["tokens"])
@@ -180,8 +175,8 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder)
 
 
 @pytest.mark.parametrize(("family", "method"), BY_VALUE)
-def test_its_classes_compute_the_same_where_they_were_sent_by_value(family, method, folder):
-    result = results(folder, family, method)
+def test_its_classes_compute_the_same_where_they_were_sent_by_value(family, method, found):
+    result = found[name_of(family, method)]
     assert torch.equal(result["pickled"], result["acting"]["logits"])
 
 

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from look.chapter_models import routed_model
-from look.memory_models import write_text
-from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
+from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank, write_text
+from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
@@ -48,7 +47,7 @@ def room(tmp_path_factory):
         for saved, name in zip(saved_pair("llama", "midus-hml"), ("base", "made"), strict=True)
     )
     acting(loaded(made)).save_pretrained(folder / "trained")
-    routed_model().save_pretrained(folder / "chapters")
+    chapter_model(dtype=torch.float32, layers=(0, 2)).save_pretrained(folder / "chapters")
     depth_model(dtype=torch.float32, kind="reused").save_pretrained(folder / "depth")
     for checkpoint in (base, made, *(folder / name for name in ("trained", "chapters", "depth"))):
         with_tokenizer(checkpoint)

@@ -11,22 +11,17 @@ import pytest
 from midus_hf.files.outputs import OutputFolder, alone_in, unfinished_path, whole_file
 
 
-def test_it_is_there_when_it_is_complete(tmp_path):
-    path = tmp_path / "record.json"
-    path.write_text("old")
-    with whole_file(path) as partial:
-        partial.write_text("new")
-        assert path.read_text() == "old" and partial.parent == path.parent
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_after_an_error_the_old_one_stays_alone(tmp_path):
+def test_it_takes_the_place_of_the_old_one_when_it_is_complete_and_not_after_an_error(tmp_path):
     path = tmp_path / "record.json"
     path.write_text("old")
     with pytest.raises(KeyError), whole_file(path) as partial:
         partial.write_text("half")
         raise KeyError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with whole_file(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old" and partial.parent == path.parent
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
 def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tmp_path):

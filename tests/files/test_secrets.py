@@ -1,7 +1,5 @@
 """What counts as a secret, and what is shown in its place."""
 
-from pathlib import Path
-
 import pytest
 
 from midus_hf.files.secrets import for_record, names_secret, without_secrets
@@ -23,28 +21,27 @@ def test_a_key_names_a_secret_by_its_ending(key, is_secret):
 
 
 def test_secrets_are_hidden_at_any_depth_and_nothing_else_is():
+    inner = {"dtype": "auto", "inner": [{"secret": {"user": ["a", 3, True, None]}}]}
     values = {
         "hub_token": "abc",
         "pad_token": "<pad>",
-        "model_init_kwargs": {"token": "abc", "dtype": "auto", "inner": [{"secret": {"user": ["a", 3, True, None]}}]},
+        "model_init_kwargs": {"token": "abc", **inner},
         "api_key": 7,
         "password": "",
         "corpus": ("hf_SECRETSECRET", "https://jane:pass@host/texts", "hf_datasets/texts", "org/model@main"),
     }
-    assert without_secrets(values) == {
+    hidden = without_secrets(values)
+    assert hidden == {
+        **values,
         "hub_token": "<hidden>",
-        "pad_token": "<pad>",
         "model_init_kwargs": {
             "token": "<hidden>",
-            "dtype": "auto",
+            **inner,
             "inner": [{"secret": {"user": ["<hidden>", 3, True, None]}}],
         },
-        "api_key": 7,
-        "password": "",
         "corpus": ("<hidden>", "https://<hidden>@host/texts", "hf_datasets/texts", "org/model@main"),
     }
-    assert values["hub_token"] == "abc"
-    assert without_secrets(without_secrets(values)) == without_secrets(values)
+    assert values["hub_token"] == "abc" and without_secrets(hidden) == hidden
 
 
 @pytest.mark.parametrize(
@@ -65,20 +62,10 @@ def test_secrets_are_hidden_within_texts(text, shown):
 def test_records_name_the_home_folder_by_a_tilde(monkeypatch, tmp_path):
     home = tmp_path / "jane"
     monkeypatch.setenv("HOME", str(home))
-    values = {
-        "model": str(home / "models" / "a"),
-        "texts": [str(home)],
-        "other": f"{home}t/x",
-        "below": f"/mnt{home}/x",
-    }
-    assert for_record(values) == {
-        "model": "~/models/a",
-        "texts": ["~"],
-        "other": f"{home}t/x",
-        "below": f"/mnt{home}/x",
-    }
-    (tmp_path / "link").symlink_to(tmp_path / "jane")
+    others = [f"{home}t/x", f"/mnt{home}/x"]
+    assert for_record({"a": f"{home}/models/a", "b": [str(home), *others]}) == {"a": "~/models/a", "b": ["~", *others]}
+    (tmp_path / "link").symlink_to(home)
     monkeypatch.setenv("HOME", str(tmp_path / "link"))
     assert for_record([str(tmp_path / "link" / "a"), str(home / "a")]) == ["~/a", "~/a"]
     monkeypatch.setenv("HOME", "/")
-    assert for_record(str(Path("/data"))) == "/data"
+    assert for_record("/data") == "/data"

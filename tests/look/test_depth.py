@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from models.depth_models import depth_model
+from models.depth_reference import add_depth
+from tiny import tiny_model
 from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.depth import DepthReading, depth_map, depth_panels, depth_rows, depth_table, record_depth
-from midus_hf.look.pictures import as_png, draw_panels
-from midus_hf.memories.depth_attention.layer import DepthAttention
+from midus_hf.look.depth import DepthReading, depth_map, depth_rows, depth_table, record_depth
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 
 HEADS = 4
@@ -30,61 +30,20 @@ def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
     return readings
 
 
-def joint_shares_into(result):
-    """A hook that keeps, by layer, what the value of each slot is multiplied with, `[B, H, T, n]`, and the sequence, `[B, H, T]`.
-
-    Scores of both are laid side by side in one softmax, and those of the depth in one of their own.
-    """
-
-    def keep(memory, arguments, options, output):
-        if "sequence" not in options:
-            return
-        sequence, query = options["sequence"], arguments[0]
-        group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
-        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
-        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in options["keys"]], -1)
-        scores, slots = scores * sequence.scaling, slots * sequence.scaling
-        if sequence.softcap is not None:
-            scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
-        places = torch.arange(tokens)
-        window = getattr(sequence.module, "sliding_window", None) or tokens
-        hidden = (places > places[:, None]) | (places[:, None] - places >= window)
-        joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
-        gate = 1.0 if memory.gate is None else memory.gate[:, None, None]
-        closed = slots.softmax(-1) if memory.options.joining == "added" else torch.zeros_like(slots)
-        of_sequence = (1 - gate) + gate * joint[..., :tokens].sum(-1, keepdim=True)
-        result[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
-
-    return keep
-
-
-def expected_shares(model, tokens):
-    """The mean share of each slot by layer, `[H, n]`, and of the sequence, `[H]`."""
-    results = {}
-    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    handles = [module.register_forward_hook(joint_shares_into(results), with_kwargs=True) for module in modules]
-    with torch.no_grad():
-        model(tokens)
-    for handle in handles:
-        handle.remove()
-    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in results.values()]
-
-
 @pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "some"])
 @pytest.mark.parametrize(
     ("of_family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")]
 )
 def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
-    model = depth_model(of_family, kind)
+    model, native, text = depth_model(of_family, kind), tiny_model(of_family, torch.float64), rows(12)
     model.set_attn_implementation(attention)
-    text = rows(12)
-    readings = read(model, text)
-    expected = expected_shares(model, text.rows[0][None, :-1])
-    assert len(readings) == len(expected)
-    for reading, (shares, of_sequence) in zip(readings, expected, strict=True):
-        assert len(reading.slots) == shares.shape[1]
-        torch.testing.assert_close(reading.shares, shares)
-        torch.testing.assert_close(reading.sequence_shares, of_sequence)
+    add_depth(native, model)
+    with torch.no_grad():
+        native(text.rows[0][None, :-1], use_cache=False)
+    readers = [layer.self_attn for layer in native.model.layers if hasattr(layer.self_attn, "slot_shares")]
+    for reading, expected in zip(read(model, text), readers, strict=True):
+        torch.testing.assert_close(reading.shares, expected.slot_shares.mean((0, 2)))
+        torch.testing.assert_close(reading.sequence_shares, expected.sequence_share.mean((0, 2)))
 
 
 def test_slots_are_told_by_the_layer_that_wrote_them():
@@ -108,17 +67,18 @@ def test_batches_and_padding_change_nothing(attention, kind):
         torch.testing.assert_close(one.shares, other.shares)
 
 
+@torch.no_grad()
 def test_padding_in_front_is_not_counted():
     model, row = depth_model(), rows(8).rows[0][:-1]
-    padded = torch.cat([torch.zeros(4, dtype=torch.long), row])[None]
-    mask = (torch.arange(12) >= 4).long()[None]
-    for arguments in ({"attention_mask": mask}, {"attention_mask": None}):
-        with record_depth(model) as records, torch.no_grad():
-            model(padded, **arguments)
-        tokens = 8 if arguments["attention_mask"] is not None else 12
+    padded, mask = torch.cat([torch.zeros(4, dtype=torch.long), row])[None], (torch.arange(12) >= 4).long()[None]
+    for call, tokens in (
+        (lambda: model(padded), 12),
+        (lambda: model(padded, attention_mask=mask), 8),
+        (lambda: model.model(padded, mask), 8),
+    ):
+        with record_depth(model) as records:
+            call()
         assert {reading.tokens for reading in records} == {tokens}
-    with record_depth(model) as records, torch.no_grad():
-        model.model(padded, mask)  # by place
     for reading, alone in zip(records, read(model, rows(8)), strict=True):
         torch.testing.assert_close(reading.shares, alone.shares)
 
@@ -138,45 +98,19 @@ def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
             assert depth is not None or depth_shares.min() > 0
 
 
-def test_gates_are_those_of_heads():
-    model = depth_model()
-    (first, *_) = read(model, rows(9))
-    assert first.gates.tolist() == model.model.layers[1].memories["depth-attention"].depth_gate.tolist()
-
-
 def test_reports_name_what_is_read_most():
-    pytest.importorskip("matplotlib")
     readings = read(depth_model(kind="reused"), rows(12))
-    first, last = readings[0], readings[-1]
-    row = depth_rows(readings)[0]
-    assert row["shares"] == first.shares.tolist() and row["slots"][1] == {"layer": 0, "source": "ffn"}
-    table = depth_table(readings)
-    head = int(first.shares.sum(1).argmax())
-    assert table.rows[0][2] == f"{first.shares.sum(1)[head]:.1%} ({head})"
-    most = last.shares.mean(0)
-    assert table.rows[-1][-1].startswith(f"{last.slots[int(most.argmax())]} {most.max():.1%}, ")
+    first, last, rest = readings[0], readings[-1], depth_rows(readings)[0]
+    assert rest["shares"] == first.shares.tolist() and rest["slots"][1] == {"layer": 0, "source": "ffn"}
+    table, of_heads, of_slots = depth_table(readings), first.shares.sum(1), last.shares.mean(0)
+    assert table.rows[0][2] == f"{of_heads.max():.1%} ({int(of_heads.argmax())})"
+    assert table.rows[-1][-1].startswith(f"{last.slots[int(of_slots.argmax())]} {of_slots.max():.1%}, ")
     closed = read(depth_model(kind="reused", acting=False), rows(9))
     assert depth_table(closed).rows[0][-2:] == ["0 to 0", "nothing"]
-    assert as_png(draw_panels(depth_panels(readings))).startswith(b"\x89PNG")
 
 
-def test_records_within_one_another_each_tell_what_was_read_in_them():
-    model, first, second = depth_model(), rows(12), rows(5)
-    with record_depth(model) as outer:
-        read_rows(model, first)
-        with record_depth(model) as inner:
-            read_rows(model, second)
-    assert {reading.tokens for reading in outer} == {17}
-    assert depth_rows(inner) == depth_rows(read(model, second))
-
-
-def test_passes_that_train_are_recorded_once_and_draw_nothing():
-    model, tokens = depth_model(dtype=torch.float32), rows(9).rows[0][None, :-1]
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    with record_depth(model) as records:
-        model(tokens, labels=tokens).loss.backward()
-    assert {reading.tokens for reading in records} == {9}
-    model = depth_model("llama", base={"attention_dropout": 0.5}).train()
+def test_a_pass_that_trains_draws_nothing_for_the_record():
+    model, tokens = depth_model("llama", base={"attention_dropout": 0.5}).train(), rows(9).rows[0][None, :-1]
     torch.manual_seed(0)
     with torch.no_grad():
         usual = model(tokens).logits
@@ -201,7 +135,7 @@ def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded
     model, text = depth_model(kind=kind), rows(9)
     model.set_attn_implementation(attention)
     *_, reading = read(model, text)
-    for head in range(4):
+    for head in range(HEADS):
         result = depth_map(model, text.rows[0][:-1], 3, head)
         assert result.sequence.shape == (9, 9) and result.depth.shape == (9, len(result.slots))
         total = 1.0 if kind == "reused" else 2 - reading.gates[head].item()
@@ -213,22 +147,16 @@ def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded
         assert result.depth[:, -1].mean().item() == pytest.approx(reading.shares[head, -1].item())
 
 
-def test_without_the_depth_a_map_is_the_attention_of_the_model():
+def test_without_the_depth_a_map_is_the_attention_of_the_model_which_stays_as_it_was():
     model, row = depth_model(kind="reused", acting=False), rows(9).rows[0]
     model.set_attn_implementation("eager")
     weights = model(row[None], output_attentions=True).attentions
-    for head in range(4):
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.train().modules()]
+    for head in range(HEADS):
         result = depth_map(model, row, 2, head)
         torch.testing.assert_close(result.sequence, weights[2][0, head].detach())
-        assert not result.depth.any()
-
-
-def test_a_map_leaves_the_model_as_it_was():
-    model = depth_model().train()
-    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    depth_map(model, rows(9).rows[0], 1, 0)
-    assert model.training
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
+        assert not result.depth.any() and model.training
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
 
 
 def test_attention_whose_masks_do_not_tell_is_refused():

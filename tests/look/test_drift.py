@@ -3,14 +3,13 @@
 import pytest
 import torch
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair
-from tiny import prompt, save_tiny_model, tiny_model
+from tiny import prompt, tiny_model
 from torch.nn import functional as F
 from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
 from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, other_base
 from midus_hf.look.effects import Effect
-from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -44,6 +43,9 @@ def test_divergence_is_that_of_the_definition(family):
     assert result.loss == pytest.approx(losses[0].mean, rel=1e-5)
     assert result.base_loss == pytest.approx(losses[1].mean, rel=1e-5)
     assert result.loss_effect.difference == pytest.approx(result.loss - result.base_loss, abs=1e-9)
+    (line,), (row,) = drift_table([result]).rows, drift_rows([result])
+    assert line[:3] == ["text", "40", f"{result.divergence:.5f}"] and " ± " in line[2]
+    assert row["divergence"] == result.divergence.difference and row["loss_effect_error"] > 0
 
 
 def test_long_rows_are_compared_in_parts(monkeypatch):
@@ -54,17 +56,6 @@ def test_long_rows_are_compared_in_parts(monkeypatch):
     assert parts.divergence.difference == pytest.approx(whole.divergence.difference) and parts.changed == whole.changed
 
 
-def test_a_base_of_other_tokens_is_refused():
-    with refused("the model predicts 128 tokens and the base 96; expected one vocabulary"):
-        other_base(tiny_model("llama"), tiny_model("llama", vocab_size=96))
-
-
-def test_batches_of_no_rows_are_refused():
-    model = tiny_model("llama")
-    with refused("batch_size is 0; expected at least 1"):
-        drift(model, other_base(model, model), [TEXT], batch_size=0)
-
-
 def test_broken_weights_are_an_error():
     model, broken = tiny_model("llama"), tiny_model("llama")
     broken.lm_head.weight.data[5] = torch.nan
@@ -72,32 +63,12 @@ def test_broken_weights_are_an_error():
         drift(broken, other_base(broken, model), [TEXT])
 
 
-def test_a_model_without_some_layers_of_its_base_does_not_hold_it():
+def test_models_and_requests_that_do_not_fit_are_refused():
     model = loaded(saved_pair("llama", "midus-hml")[1])
+    with refused("the model predicts 128 tokens and the base 96; expected one vocabulary"):
+        other_base(model, tiny_model("llama", vocab_size=96))
+    with refused("batch_size is 0; expected at least 1"):
+        drift(model, other_base(model, model), [TEXT], batch_size=0)
     model.config.upscale["plan"].pop(0)
     with refused("base is 'self', but the model does not have all layers of its base; expected"):
         base_within(model)
-
-
-def test_a_checkpoint_keeps_its_base_until_that_trains(tmp_path):
-    _, folder = saved_pair("llama", "moc")
-    model = acting(loaded(folder))
-    model.save_pretrained(tmp_path / "memory-trained")
-    assert keeps_base(tmp_path / "memory-trained") is True
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
-    model.save_pretrained(tmp_path / "base-trained")
-    assert keeps_base(tmp_path / "base-trained") is False
-    del model.config.upscale["base_sha256"]
-    model.save_pretrained(tmp_path / "unknown")
-    assert keeps_base(tmp_path / "unknown") is None
-    with pytest.raises(RequestError, match=r"was not made by upscale: its config\.json has no 'upscale' entry"):
-        keeps_base(save_tiny_model("llama", tmp_path / "base"))
-
-
-def test_reports_have_a_row_per_text():
-    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
-    result = drift(model, base_within(model), [TEXT])
-    table = drift_table(result)
-    assert table.rows[0][:3] == ["text", "40", f"{result[0].divergence:.5f}"] and " ± " in table.rows[0][2]
-    (row,) = drift_rows(result)
-    assert row["divergence"] == result[0].divergence.difference and row["loss_effect_error"] > 0

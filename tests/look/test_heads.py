@@ -9,8 +9,7 @@ from tiny import FAMILIES, save_tiny_model, tiny_model
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
-from midus_hf.look.heads import Answer, head_importance, heads_panels, heads_rows, heads_table
-from midus_hf.look.pictures import as_png, draw_panels
+from midus_hf.look.heads import Answer, head_importance, heads_rows, heads_table
 from upscalers.runs.upscale import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
@@ -44,22 +43,17 @@ def by_definition(model, answer: Answer) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     model = tiny_model(family, torch.float64).eval()
+    model.model.layers[0].requires_grad_(False)
+    before = [parameter.requires_grad for parameter in model.parameters()]
     result = head_importance(model, ANSWERS)
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(layer.self_attn.o_proj._forward_pre_hooks for layer in model.model.layers)
     absolute = sum(by_definition(model, answer) for answer in ANSWERS)
     tokens = torch.full((model.config.num_hidden_layers, 1), float(sum(len(answer.ids) - 1 for answer in ANSWERS)))
     tokens[-1] = sum(len(answer.ids) - answer.prompt_tokens for answer in ANSWERS)
     torch.testing.assert_close(result.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
     assert (result.answers, result.layers, result.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
-
-
-def test_the_model_is_as_it_was(tmp_path):
-    model = tiny_model("llama").eval()
-    model.model.layers[0].requires_grad_(False)
-    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    head_importance(model, ANSWERS)
-    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(layer.self_attn.o_proj._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important(tmp_path):
@@ -75,19 +69,27 @@ def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important(tmp_path
     assert after.loss == pytest.approx(before.loss)
 
 
-@pytest.mark.parametrize("prompt", [0, 3])
-def test_an_answer_has_a_prompt_and_a_token(prompt):
-    with refused(f"an answer has 3 tokens, of which the prompt has {prompt}; expected some of each"):
-        head_importance(tiny_model("llama"), [Answer(torch.tensor([3, 4, 5]), prompt)])
-
-
-def test_without_answers_there_is_nothing_to_measure():
-    with refused("there is no answer to measure; expected one or more"):
-        head_importance(tiny_model("llama"), [])
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (
+            [Answer(torch.tensor([3, 4, 5]), 0)],
+            "an answer has 3 tokens, of which the prompt has 0; expected some of each",
+        ),
+        (
+            [Answer(torch.tensor([3, 4, 5]), 3)],
+            "an answer has 3 tokens, of which the prompt has 3; expected some of each",
+        ),
+        ([], "there is no answer to measure; expected one or more"),
+    ],
+    ids=["no prompt", "no answer", "nothing"],
+)
+def test_what_cannot_be_measured_is_refused(answers, message):
+    with refused(message):
+        head_importance(tiny_model("llama"), answers)
 
 
 def test_a_report_has_every_number():
-    pytest.importorskip("matplotlib")
     result = head_importance(tiny_model("llama").eval(), ANSWERS)
     rows, scores = json.loads(json.dumps(heads_rows("a", result))), result.absolute
     assert torch.tensor([row["importance"] for row in rows], dtype=torch.float64).equal(scores)
@@ -96,4 +98,3 @@ def test_a_report_has_every_number():
     assert heads_table("a", rows).rows[2][4:] == [str(best), f"{scores[2, best]:.4g}"]
     other = heads_rows("b", dataclasses.replace(result, base_layers=[0, 2, 3, 4]))
     assert heads_table("b", other).rows[2][:2] == ["2", "3"]
-    assert as_png(draw_panels(heads_panels({"a": rows, "b": other}))).startswith(b"\x89PNG")

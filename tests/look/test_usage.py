@@ -4,15 +4,27 @@ import math
 
 import pytest
 import torch
-from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
-from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from models.chapter_models import chapter_model, memories_of
 from models.hierarchical_models import hierarchical_model
+from models.upscaled import NEW_LAYERS, upscaled_model
 from tiny import prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, read_rows
-from midus_hf.look.usage import MemoryUsage, every_count, record_usage, summarise, usage_curve, usage_rows, usage_table
+from midus_hf.look.usage import every_count, record_usage, summarise, usage_curve, usage_rows, usage_table
+
+# Memories that retrieve slots.
+KINDS = {
+    "headwise": {},
+    "headwise with layer norm": {"memory_options": {"n": 5, "k": 2, "query_norm": "layer"}},
+    "product-key": {"memory_type": "product-key"},
+    "linear": {"memory_type": "linear"},
+}
+
+
+def memories(model):
+    return {layer: model.model.layers[layer].memory for layer in NEW_LAYERS}
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
@@ -46,9 +58,9 @@ def counted_by_hand(memory, attention_output) -> torch.Tensor:
     return counts
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
-    model = memory_model(family, entry)
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_are_those_of_every_slot_scored_and_sorted(family, kind):
+    model = upscaled_model(family, **KINDS[kind])
     batches = [prompt(length=6, seed=seed) for seed in (1, 2)]
     with record_usage(model) as usage, torch.no_grad():
         for tokens in batches:
@@ -64,87 +76,69 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
         assert torch.equal(counts, expected[position])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("entry", ["headwise", "product-key"])
-def test_what_checkpointing_computes_again_is_not_counted_again(family, entry, use_reentrant):
-    counts = []
-    for checkpointing in (False, True):
-        model = memory_model(family, entry).train()
-        if checkpointing:
-            enable_checkpointing(model, use_reentrant)
-        with record_usage(model) as usage:
-            model(prompt(), labels=prompt(), use_cache=False).loss.backward()
-        counts.append(usage)
-    assert all(torch.equal(counts[0][layer], counts[1][layer]) for layer in counts[0])
-    assert all(of_layer.sum() == prompt().numel() * 4 * 3 for of_layer in counts[0].values())
+@torch.no_grad()
+def routed_model(family):
+    """A model whose residual stream has 100 or -100 in its first element, by which tokens choose chapters: nothing adds to it."""
+    model = chapter_model(family, dtype=torch.float32, chapters=6, routing="token", layers=(0, 2))
+    embedding = model.get_input_embeddings()
+    kinds = torch.where(torch.arange(model.config.vocab_size) < 64, 100.0, -100.0)
+    embedding.weight[:, 0] = kinds / getattr(embedding, "embed_scale", torch.ones(()))
+    for block in model.model.layers:
+        for projection in (block.self_attn.o_proj, block.mlp.down_proj):
+            projection.weight[0] = 0
+    for memory in memories_of(model):
+        memory.output_projection.weight[0] = 0
+        memory.router_bias.zero_()
+        memory.router_weight.zero_()
+        memory.router_weight[:, 0] = torch.tensor([0.0, 8, 7, 0, -7, -8])
+    return model
 
 
 def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
+    """Chapters 1 and 2 of the first kind, 4 and 5 of the other; the shared one, which all read, is not counted."""
     model = routed_model(family)
     with record_usage(model) as usage:
-        for kinds in READ:
-            read_rows(model, rows_of(kinds), batch_size=2)  # of other lengths: padding does not count
-    opened = [sum(28 for read in READ.values() if chapter in read) for chapter in range(SHARED, CHAPTERS)]
+        for first in (3, 64):
+            text = [torch.arange(first, first + length + 1) for length in (12, 12, 7)]  # padding does not count
+            read_rows(model, TextRows("text", text, [0, 1, 2]), batch_size=2)
     assert {position: counts.tolist() for position, counts in usage.items()} == {
-        f"{layer} chapters": [opened] for layer in LAYERS
+        f"{layer} chapters": [[31, 31, 0, 31, 31]] for layer in (0, 2)
     }
 
 
+@torch.no_grad()
 def test_a_compiled_model_is_counted_like_any_other():
-    tokens = prompt(length=6)
-    with torch.no_grad():
-        model = memory_model("llama")
-        with record_usage(model) as plain:
-            plain_logits = model(tokens).logits
-        compiled = torch.compile(model, backend="eager")
-        compiled(tokens)  # so that it has been compiled before there is a hook
-        with record_usage(compiled) as usage:
-            logits = compiled(tokens).logits
-        again = compiled(tokens).logits
+    model, tokens = upscaled_model("llama"), prompt(length=6)
+    with record_usage(model) as plain:
+        expected = model(tokens).logits
+    compiled = torch.compile(model, backend="eager")
+    compiled(tokens)  # so that it has been compiled before there is a hook
+    with record_usage(compiled) as usage:
+        logits = compiled(tokens).logits
     assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
-    assert torch.equal(logits, plain_logits)
-    torch.testing.assert_close(again, plain_logits)
-    assert not has_hooks(model)
-
-
-def test_two_recordings_at_a_time_do_not_disturb_each_other():
-    model = memory_model("llama")
-    with record_usage(model) as outer, torch.no_grad():
-        with record_usage(model) as inner:
-            model(prompt(length=4, batch=1))
-        model(prompt(length=4, batch=1))
-    for layer, counts in outer.items():
-        assert torch.equal(counts, 2 * inner[layer])
+    assert torch.equal(logits, expected)
+    torch.testing.assert_close(compiled(tokens).logits, expected)
 
 
 def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
-    model = memory_model("llama")
+    model = upscaled_model("llama")
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     with record_usage(model) as usage, torch.no_grad():
         model(prompt(), use_cache=False)
-    assert list(map(str, usage)) == ["1", "3"] and all(counts.any() for counts in usage.values())
-
-
-def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
-    even = torch.full((2, 10), 7)
-    single = torch.zeros(2, 10, dtype=torch.int64)
-    single[:, 3] = 9
-    none = torch.zeros(2, 10, dtype=torch.int64)
-    assert summarise(even) == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
-    assert summarise(single) == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
-    assert summarise(none) == MemoryUsage(0.0, 0.0, 0.0)
-
-
-def test_curves_are_sorted_multiples_of_the_mean():
-    counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
-    assert usage_curve(counts) == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
+    assert list(map(str, usage)) == ["1", "4"] and all(counts.any() for counts in usage.values())
 
 
 def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
-    counts = torch.tensor([[5, 3, 2, 0], [1, 1, 0, 0]])
-    entropies = [-sum(p * math.log(p) for p in shares) for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))]
-    perplexity = sum(math.exp(entropy) / 4 for entropy in entropies) / 2
-    assert summarise(counts) == MemoryUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
+    perplexity = sum(math.prod(share**-share for share in shares) / 4 for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))) / 2
+    for counts, expected in (
+        ([[7] * 10] * 2, (1, 1, 0.1)),
+        ([[0, 9] + 8 * [0]] * 2, (0.1, 0.1, 1)),
+        ([[0] * 10] * 2, (0, 0, 0)),
+        ([[5, 3, 2, 0], [1, 1, 0, 0]], (5 / 8, perplexity, 0.5)),
+    ):
+        usage = summarise(torch.tensor(counts))
+        assert (usage.used, usage.perplexity, usage.largest) == pytest.approx(expected)
+    assert usage_curve(torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])) == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
 
 
 # Levels of `hierarchical_model`; the second has no blocks.

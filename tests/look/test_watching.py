@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from look.chapter_models import routed_model
-from look.memory_models import memory_model
+from models.chapter_models import chapter_model
 from models.depth_models import depth_model
+from models.gradients import enable_checkpointing
 from models.hierarchical_models import hierarchical_model
+from models.upscaled import upscaled_model
 from tiny import prompt
 from training.tiny_run import refused
 
@@ -27,6 +28,7 @@ class Watch(NamedTuple):
     tokens: Callable[[Any], set[float]]  # that each memory was seen to read
     memory: str = ""  # name of its module, or nothing if it has no parameters
     inputs: dict[str, Any] = {}  # of a pass, beside tokens
+    is_reentrant: bool = True  # whether it takes reentrant checkpointing
 
 
 def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
@@ -34,10 +36,13 @@ def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
 
 
 WATCHES = {
-    "slots": Watch(lambda folder: memory_model("llama"), record_usage, tokens_of(4 * 3), "memory"),
-    "slots of product keys": Watch(lambda folder: memory_model("llama", "product-key"), record_usage, tokens_of(4 * 3), "memory"),
+    "slots": Watch(lambda folder: upscaled_model("llama"), record_usage, tokens_of(4 * 3), "memory"),
+    "slots of product keys": Watch(
+        lambda folder: upscaled_model("llama", memory_type="product-key"), record_usage, tokens_of(4 * 3), "memory"
+    ),
     "opened chapters": Watch(
-        lambda folder: routed_model(routing="chunk", chunk_size=4), record_usage, tokens_of(2), "memories.chapters"
+        lambda folder: chapter_model(routing="chunk", dtype=torch.float32), record_usage, tokens_of(2), "memories.chapters",
+        is_reentrant=False,
     ),
     "depth": Watch(
         lambda folder: depth_model(),
@@ -67,21 +72,25 @@ def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
     model = watch.model(tmp_path)
     with torch.no_grad():
         usual, before = model(ROW, **watch.inputs).logits, hooks_and_attributes(model)
-        with watch.record(model) as recorded:
-            assert hooks_and_attributes(model) != before
-            assert torch.equal(model(ROW, **watch.inputs).logits, usual)
-    assert watch.tokens(recorded) == {5} and hooks_and_attributes(model) == before
+        with watch.record(model) as outer:
+            model(ROW, **watch.inputs)
+            with watch.record(model) as inner:
+                assert hooks_and_attributes(model) != before
+                assert torch.equal(model(ROW, **watch.inputs).logits, usual)
+    assert watch.tokens(outer) == {10} and watch.tokens(inner) == {5} and hooks_and_attributes(model) == before
     with pytest.raises(RuntimeError, match="stopped"), watch.record(model):
         raise RuntimeError("stopped")
     assert hooks_and_attributes(model) == before
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_losses_gradients_and_running_statistics_are_what_they_were(watch, bf16, tmp_path):
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "checkpointed", "reentrant"])
+def test_losses_gradients_and_running_statistics_are_what_they_were_and_each_token_counts_once(watch, how, tmp_path):
     results = []
     for number, context in enumerate((contextlib.nullcontext, watch.record)):
         model = watch.model(tmp_path / str(number)).train()
-        with context(model), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        if how == "checkpointed" or (how == "reentrant" and watch.is_reentrant):
+            enable_checkpointing(model, how == "reentrant")
+        with context(model) as recorded, torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
             loss = model(ROW, labels=ROW, use_cache=False, **watch.inputs).loss
             loss.backward()
         gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -89,6 +98,7 @@ def test_losses_gradients_and_running_statistics_are_what_they_were(watch, bf16,
     plain, watched = results
     assert plain.keys() == watched.keys() and any(watch.memory in name for name in plain)
     assert all(torch.equal(tensor, watched[name]) for name, tensor in plain.items())
+    assert watch.tokens(recorded) == {5}
 
 
 def test_a_generated_token_counts_once(watch, tmp_path):

@@ -41,19 +41,14 @@ def start(tmp_path, seconds: float) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_the_environment_says_where_it_is_and_home_is_the_default(cache, monkeypatch):
-    assert cache_root() == cache
-    monkeypatch.delenv("MIDUS_CACHE")
-    assert cache_root() == Path.home() / ".cache" / "midus_hf"
-
-
-def test_a_folder_is_built_once(cache):
+def test_a_folder_is_built_once_where_the_environment_says_or_at_home(cache, monkeypatch):
     calls = []
     for _ in range(2):
         folder = cached_folder("thing-1", lambda folder: calls.append((folder / "a").write_text("x")))
-        assert [path.name for path in folder.iterdir()] == ["a"]
+        assert folder == cache / "thing-1" and [path.name for path in folder.iterdir()] == ["a"]
     assert len(calls) == 1
-    assert folder == cache / "thing-1"
+    monkeypatch.delenv("MIDUS_CACHE")
+    assert cache_root() == Path.home() / ".cache" / "midus_hf"
 
 
 def test_a_failed_build_leaves_nothing_and_the_next_succeeds(cache):

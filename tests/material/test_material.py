@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ ROWS = {"piqa": 1500, "openbookqa": 500, "commonsenseqa": 1217, "boolq": 3270, "
 CHOICES = {"piqa": 2, "openbookqa": 4, "commonsenseqa": 5, "boolq": 2, "logiqa": 4, "mmlu": 4}
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
 def test_the_quantised_model_is_the_published_one():
     check_sha256(smollm2_gguf(), GGUF_SHA256)
 
@@ -44,15 +49,30 @@ def test_the_converted_model_is_a_plain_float32_llama_that_continues_a_sentence_
     assert tokenizer.decode(output[0, -1]) == " Paris"
 
 
-def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
-    parts = addresses()
-    train, held_out = ({path.name for path in folder.iterdir()} for folder in (parts.train, parts.held_out))
-    assert (len(train), len(held_out)) == (210, 23)
-    assert not train & held_out
-    assert sorted(train | held_out)[9::10] == sorted(held_out)
-    texts = [path.read_text() for folder in (parts.train, parts.held_out) for path in folder.iterdir()]
-    assert len(set(texts)) == 233
-    assert 10_000_000 < sum(map(len, texts)) < 11_000_000
+@pytest.mark.parametrize(
+    ("parts", "counts", "least", "most"),
+    [(addresses, (210, 23), 10_000_000, 11_000_000), (factbook, (226, 25), 7_000_000, 8_000_000)],
+)
+def test_every_tenth_text_is_held_out_and_none_is_in_both_parts(parts, counts, least, most):
+    train, held_out = (
+        {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+        for folder in (parts().train, parts().held_out)
+    )
+    assert (len(train), len(held_out)) == counts
+    texts = train | held_out
+    assert sorted(texts)[9::10] == sorted(held_out)
+    assert len(set(texts.values())) == sum(counts) and least < sum(map(len, texts.values())) < most
+    if parts is factbook:
+        for text in texts.values():
+            country = text.partition(" / ")[0]
+            assert all(line.startswith(f"{country} / ") for line in text.splitlines())
+
+
+def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
+    train, held_out = (rows_of(path) for path in (chats().train, chats().held_out))
+    assert (len(train), len(held_out)) == (22091, 2454)
+    roles = {tuple(message["role"] for message in row["messages"]) for row in train + held_out}
+    assert roles == {("user", "assistant")}
 
 
 def test_excerpts_are_the_beginnings_of_held_out_texts():
@@ -62,17 +82,6 @@ def test_excerpts_are_the_beginnings_of_held_out_texts():
         excerpts = read_corpus(str(path))["text"][:]
         assert len(excerpts) == count
         assert all(any(whole[:1000] == excerpt for whole in wholes[kind]) for excerpt in excerpts)
-
-
-def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
-    train, held_out = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in (chats().train, chats().held_out)
-    )
-    assert (len(train), len(held_out)) == (22091, 2454)
-    assert {tuple(message["role"] for message in row["messages"]) for row in train + held_out} == {
-        ("user", "assistant")
-    }
 
 
 def test_there_are_questions_for_every_local_task():
@@ -86,8 +95,7 @@ def test_there_are_questions_for_every_local_task():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_gold_index_is_that_of_a_choice_and_every_choice_is_gold_somewhere(name):
-    lines = (benchmarks() / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line]
+    rows = rows_of(benchmarks() / f"{name}.jsonl")
     assert len(rows) == ROWS[name]
     for row in rows:
         assert len(row["choices"]) == CHOICES[name]
@@ -111,22 +119,8 @@ def test_stages_have_parts_of_which_none_holds_a_text_of_another():
     folder = stages()
     assert {path.name for path in folder.iterdir()} == {"addresses", "factbook", "glosses", "elements"}
     for stage in folder.iterdir():
-        parts = {}
-        for part in ("corpus", "validation", "text"):
-            lines = (stage / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
-            parts[part] = [json.loads(line)["text"] for line in lines]
+        names = ("corpus", "validation", "text")
+        parts = {part: [row["text"] for row in rows_of(stage / f"{part}.jsonl")] for part in names}
         assert len({text for texts in parts.values() for text in texts}) == sum(map(len, parts.values())), stage.name
         assert 18_000 < sum(map(len, parts["corpus"])) < 230_000, stage.name
         assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
-
-
-def test_every_tenth_country_is_held_out_and_every_line_says_of_which_it_is():
-    train, held_out = (
-        {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-        for folder in (factbook().train, factbook().held_out)
-    )
-    assert (len(train), len(held_out)) == (226, 25) and not train.keys() & held_out.keys()
-    assert 6_500_000 < sum(map(len, train.values())) < 7_000_000
-    for text in (*train.values(), *held_out.values()):
-        name = text.partition(" / ")[0]
-        assert all(line.startswith(f"{name} / ") for line in text.splitlines())

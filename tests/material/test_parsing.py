@@ -55,25 +55,16 @@ def test_a_line_that_begins_with_another_letter_stays_in_its_choice():
     ],
 )
 def test_a_row_that_contradicts_itself_is_malformed(change):
-    row = {"question": "?", "options": "A. x\nB. y", "answer": "B. y"}
-    assert multiple_choice_row(row, 2) == {"question": "?", "choices": ["x", "y"], "gold": 1}
+    row = {"question": "?", "options": "A. x\nB. y", "answer": "B. y", "passage": " Once. "}
+    assert multiple_choice_row(row, 2) == {"question": "?", "choices": ["x", "y"], "gold": 1, "passage": "Once."}
     assert multiple_choice_row({**row, **change}, 2) is None
 
 
-def test_a_passage_is_kept():
-    row = {"question": "?", "options": "A. x\nB. y", "answer": "A. x", "passage": " Once. "}
-    assert multiple_choice_row(row, 2)["passage"] == "Once."
-
-
-@pytest.mark.parametrize(("answer", "gold"), [("True", 1), ("False", 0), (True, 1), (False, 0)])
-def test_yes_and_no_become_choices(answer, gold):
+@pytest.mark.parametrize(("answer", "gold"), [("True", 1), ("False", 0), (True, 1), (False, 0), (None, None)])
+def test_yes_and_no_become_choices_and_questions_without_either_or_a_passage_are_malformed(answer, gold):
     row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
-    assert boolq_row(row) == {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
-
-
-def test_yes_and_no_questions_without_an_answer_or_a_passage_are_malformed():
-    row = {"question": "is it", "title": "It", "passage": "It is.", "answer": "True"}
-    assert boolq_row({**row, "answer": None}) is None
+    expected = {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
+    assert boolq_row(row) == (None if gold is None else expected)
     assert boolq_row({**row, "passage": " "}) is None
 
 
@@ -140,15 +131,13 @@ COUNTRY = {
 
 
 def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
-    assert country_lines("X", COUNTRY)[:2] == [
+    lines = country_lines("X", COUNTRY)
+    assert lines[:2] == [
         "X / Introduction / Background: An old country; it is.",
         "X / Geography / Elevation extremes / highest point: Mount Fogo (Pico) 2,829 m",
     ]
-    assert (
-        "X / Economy / Exchange rates: X dollars (XXD) per US dollar; 5.3 (2014 est.); 5.2 (2013 est.)"
-        in country_lines("X", COUNTRY)
-    )
-    assert not any("note" in line for line in country_lines("X", COUNTRY))
+    assert "X / Economy / Exchange rates: X dollars (XXD) per US dollar; 5.3 (2014 est.); 5.2 (2013 est.)" in lines
+    assert not any("note" in line for line in lines)
 
 
 @pytest.mark.parametrize(

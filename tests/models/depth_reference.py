@@ -115,10 +115,13 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
         mass = masses("bhtd,btnhd->bhtn", attention.turned_twice, keys)
         gate, alone = depth.gate(attention.place), read / total.unsqueeze(-1)
         of_depth = torch.einsum("bhtn,btnhd->bhtd", mass, values)
-        both = (read + of_depth) / (total + mass.sum(-1)).unsqueeze(-1)
-        start = alone
+        divisor = (total + mass.sum(-1)).unsqueeze(-1)
+        both, start, closed = (read + of_depth) / divisor, alone, 0.0
         if depth.options.joining == "added":
-            start = alone + of_depth / mass.sum(-1, keepdim=True)
+            start, closed = alone + of_depth / mass.sum(-1, keepdim=True), mass / mass.sum(-1, keepdim=True)
+        # What the value of each slot is multiplied with, `[B, H, T, n]`, and those of the sequence together, `[B, H, T]`.
+        attention.slot_shares = (1 - gate) * closed + gate * mass / divisor
+        attention.sequence_share = ((1 - gate) + gate * total.unsqueeze(-1) / divisor).squeeze(-1)
         return ((1 - gate) * start + gate * both).transpose(1, 2), None
     return (read / total.unsqueeze(-1)).transpose(1, 2), None
 

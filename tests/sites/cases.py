@@ -73,66 +73,39 @@ CASES = {
     )
 }
 
-# Every site, on a family without and one with norms behind attention and feed-forward network.
-SOME = [(case, family) for family in ("llama", "gemma3") for case in CASES]
-
-# Beside those, every family at the sites where most of a family's own code runs.
-MOST = SOME + [
+# Every site on a family without and on one with norms behind attention and feed-forward network, and on every other family the
+# sites where most of a family's own code runs.
+USUAL = [(case, family) for family in ("llama", "gemma3") for case in CASES]
+USUAL += [
     (case, family)
     for family in NATIVE_FAMILIES
     if family not in ("llama", "gemma3")
     for case in ("inside heads", "inside-attention")
 ]
 
-# For what takes long: every site, and those where a family with more norms and kinds of layers differs most.
-FEW = [(case, "llama") for case in CASES] + [
-    (case, "gemma3") for case in ("shared tables", "inside heads", "behind-attention", "skip", "inserted")
-]
-
-# Every site on every family.
-ALL = [(case, family) for family in NATIVE_FAMILIES for case in CASES]
-
 
 def everywhere() -> pytest.MarkDecorator:
-    """Run a test on every row of the table, `case`, and on every `family`: on the pairs of `MOST`, and with the product on all."""
-    return _parametrized(MOST, ALL)
+    """Run a test on every row of the table, `case`, and on every `family`: on usual pairs, and with the product on all."""
+    return _parametrized(by_default(USUAL, [(case, family) for family in NATIVE_FAMILIES for case in CASES]))
 
 
-def each(
-    pairs: Iterable[tuple[str, str]], **others: Iterable[Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on every row of these pairs, `case`, with a `family` that is another one for each row and each test.
+def each(names: Iterable[str] = CASES) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on rows of the table, `case`, with a `family` that is another one for each row and each test.
 
-    So every row and every family meet every test. With the product it runs on these pairs as well.
-
-    Args:
-        pairs: Names of a row and of a family.
-        others: Values of other parameters of the test, in turn; with the product each pair with each of them.
+    So every row and every family meet every test. With the product each row runs with each family.
     """
-    pairs = list(pairs)
+    names = list(names)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        rows = dict.fromkeys(case for case, _ in pairs)
-        kept = taking_turns(rows, NATIVE_FAMILIES, first=zlib.crc32(test.__name__.encode()))
-        every = [*kept, *(pair for pair in pairs if pair not in kept)]
-        in_turn = zip(kept, itertools.cycle(itertools.product(*others.values())), strict=False)
-        return _parametrized(
-            [(*pair, *values) for pair, values in in_turn],
-            [(*pair, *values) for pair in every for values in itertools.product(*others.values())],
-            others,
-        )(test)
+        kept = taking_turns(names, NATIVE_FAMILIES, first=zlib.crc32(test.__name__.encode()))
+        return _parametrized(by_default(kept, itertools.product(names, NATIVE_FAMILIES)))(test)
 
     return decorate
 
 
-def _parametrized(
-    kept: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, ...]], others: Iterable[str] = ()
-) -> pytest.MarkDecorator:
-    values = [
-        pytest.param(CASES[name], *values, id="-".join(map(str, (name, *values))).replace(" ", "-"))
-        for name, *values in by_default(kept, every)
-    ]
-    return pytest.mark.parametrize(("case", "family", *others), values)
+def _parametrized(pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    values = [pytest.param(CASES[name], family, id=f"{name}-{family}".replace(" ", "-")) for name, family in pairs]
+    return pytest.mark.parametrize(("case", "family"), values)
 
 
 def give_values(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:

@@ -5,27 +5,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from sites import toy_inserted, toy_methods
 from sites.cases import SiteCase, give_values
+from sites.toys import ToyAttentionOptions, ToyFfnOptions, ToyHeadsOptions, ToyOptions
 from transformers import PreTrainedModel
 
 from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import load
 from tests.upscalers.conftest import base, command, in_process, shared_base  # noqa: F401 - fixtures
-from upscalers.methods.contract import METHODS
+from upscalers.methods.contract import METHODS, register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod, InsertedMemoryMethod
 from upscalers.runs.upscale import upscale
+
+_OPTIONS = {
+    "toy": ToyOptions,
+    "toy-attention": ToyAttentionOptions,
+    "toy-ffn": ToyFfnOptions,
+    "toy-heads": ToyHeadsOptions,
+}
+_SAID = {"summary": "a toy memory", "paper": None, "identity": True}
+for _name, _options in _OPTIONS.items():
+    register_method(_name)(type(_name, (AttachedMemoryMethod,), {**_SAID, "memory_options": _options}))
+register_method("toy-inserted")(type("toy-inserted", (InsertedMemoryMethod,), {**_SAID, "options_class": ToyOptions}))
 
 _REGISTRIES = (MEMORY_TYPES, METHODS)
 
 
 def _take_away_toys() -> list[dict]:
     """Take out of each registry what toys have entered, since tests elsewhere list what a registry has."""
-    own = toy_inserted.__name__.partition(".")[0], toy_methods.__name__.partition(".")[0]
-    taken = []
-    for registry in _REGISTRIES:
-        toys = {name: entry for name, entry in registry.items() if entry.__module__.partition(".")[0] in own}
-        taken.append({name: registry.pop(name) for name in toys})
-    return taken
+    return [{name: each.pop(name) for name in list(each) if name.startswith("toy")} for each in _REGISTRIES]
 
 
 # Whatever imports a toy after this finds it imported, and registers nothing.
@@ -33,7 +40,7 @@ _TOYS = _take_away_toys()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def toys() -> Iterator[None]:
+def registered_toys() -> Iterator[None]:
     """The toy memories and their methods are there for the tests of a module."""
     for registry, entries in zip(_REGISTRIES, _TOYS, strict=True):
         registry.update(entries)

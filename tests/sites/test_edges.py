@@ -2,31 +2,30 @@
 
 import pytest
 import torch
+from models.cases import CASES as MODELS
 from sites.cases import CASES
-from sites.toy_memory import Toy
+from sites.toys import Toy
 from tiny import prompt
 
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs
 from midus_hf.memories.options import SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.memories.tables import DeclaredModule
-from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 
+@torch.no_grad()
 def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkeypatch):
-    model = toy_model(CASES["beside-ffn"], "llama", acting=False)
-    mask = torch.ones_like(prompt())
+    plain, mask, seen, honest = toy_model(CASES["beside-ffn"], "llama"), torch.ones_like(prompt()), [], Toy.forward
     mask[0, :4] = 0
-    with torch.no_grad():
-        expected = model(prompt(), attention_mask=mask).logits
-        assert not torch.equal(expected, model(prompt()).logits)
-    seen = []
-    honest = Toy.forward
+    expected = plain(prompt(), attention_mask=mask).logits
+    assert not torch.equal(expected, plain(prompt()).logits)
 
     def forward(self, hidden_states, *, attention_mask=None, **rest):
         seen.append(attention_mask)
@@ -34,11 +33,10 @@ def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkey
 
     monkeypatch.setattr(Toy, "forward", forward)
     monkeypatch.setattr(Toy, "forward_arguments", ("attention_mask",))
-    model = type(model)(model.config)
-    model.load_state_dict(toy_model(CASES["beside-ffn"], "llama", acting=False).state_dict())
-    with torch.no_grad():
-        assert torch.equal(model.eval()(prompt(), attention_mask=mask).logits, expected)
-    assert len(seen) == 4 and all(torch.equal(arguments, mask) for arguments in seen)
+    model = type(plain)(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(model(prompt(), attention_mask=mask).logits, expected)
+    assert len(seen) == 4 and all(torch.equal(passed, mask) for passed in seen)
 
 
 @pytest.mark.parametrize("case", ["beside-ffn", "behind-layer", "skip"])
@@ -71,8 +69,6 @@ def test_a_plan_that_repeats_the_layer_behind_which_a_memory_adds_is_refused(tmp
 
 
 def test_linear_layers_may_be_declared_as_values():
-    from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-
     module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
     assert module.declared_tensor("map.weight") is module.map.weight and module.names_of("value") == ["map.weight"]
 
@@ -88,10 +84,21 @@ def test_a_base_that_is_stripped_has_its_own_dtype_though_most_bytes_were_those_
     assert (tmp_path / "stripped" / "config.json").read_bytes() == (base / "config.json").read_bytes()
 
 
-def test_a_memory_knows_which_of_its_layers_it_is_in(base, tmp_path):
-    upscale(base=base, method="toy", output=tmp_path / "out", options={"layers": [0, 2, 3]}, verify=False)
-    model = load(tmp_path / "out").get_decoder()
-    assert [model.layers[layer].memories["toy"].index for layer in (0, 2, 3)] == [0, 1, 2]
+def test_embeddings_need_the_ids_beside_them(tmp_path):
+    model = MODELS["ngram"].model("llama", tmp_path)
+    embeddings = model.get_input_embeddings()(prompt())
+    with torch.no_grad():
+        expected = model(prompt()).logits
+        assert torch.equal(model(inputs_embeds=embeddings, token_ids=prompt()).logits, expected)
+        with pytest.raises(
+            ValueError, match="inputs_embeds is passed alone, and a memory of this model reads input_ids"
+        ):
+            model(inputs_embeds=embeddings)
+
+
+def test_a_memory_knows_which_of_its_layers_it_is_in(toy_model):
+    model = toy_model(CASES["behind-attention"], "llama").get_decoder()
+    assert [model.layers[layer].memories["toy"].index for layer in (1, 3)] == [0, 1]
 
 
 def test_a_layer_that_reads_two_shared_tables_is_refused(monkeypatch):

@@ -17,24 +17,13 @@ LAYERS = (
     r"expected all, a number from 1 to 4, a share such as 0\.25, early:N, middle:N or late:N for N neighbours, or a list of "
     r"ascending indices .*: 0, 1, 2, 3\."
 )
+WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0, 5, True, {"a": 1}]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "layers=[1, 4]"], rf"layers is \[1, 4\]; {LAYERS}"),
-        (["--set", "layers=[-1]"], rf"layers is \[-1\]; {LAYERS}"),
-        (["--set", "layers=[2, 1]"], rf"layers is \[2, 1\]; {LAYERS}"),
-        (["--set", "layers=[1, 1]"], rf"layers is \[1, 1\]; {LAYERS}"),
-        (["--set", "layers=[]"], rf"layers is \[\]; {LAYERS}"),
-        (["--set", "layers=[true]"], rf"layers is \[True\]; {LAYERS}"),
-        (["--set", "layers=[1.0]"], rf"layers is \[1\.0\]; {LAYERS}"),
-        (["--set", "layers=none"], rf"layers is 'none'; {LAYERS}"),
-        (["--set", "layers=null"], rf"layers is None; {LAYERS}"),
-        (["--set", "layers=0"], rf"layers is 0; {LAYERS}"),
-        (["--set", "layers=5"], rf"layers is 5; {LAYERS}"),
-        (["--set", "layers=true"], rf"layers is True; {LAYERS}"),
-        (["--set", "layers={1: 2}"], rf"layers is \{{1: 2\}}; {LAYERS}"),
+        *((["--set", f"layers={json.dumps(value)}"], f"layers is {re.escape(repr(value))}; {LAYERS}") for value in WRONG_LAYERS),
         (["--set", "site=beside"], "site is 'beside'; expected one of: beside-ffn, behind-attention, behind-layer, skip"),
         (["--set", "site=inside-ffn"], "site is 'inside-ffn'; expected one of: beside-ffn, "),
         (["--set", "site=inserted"], "site is 'inserted'; expected one of: beside-ffn, behind-attention, behind-layer, skip"),
@@ -52,10 +41,7 @@ LAYERS = (
         (["--set", "rnak=2"], r"toy has no option 'rnak'\. Expected one of: .*rank"),
         # The last of two methods counts.
         (["--method", "toy-ffn", "--set", "span=1"], "toy-ffn has no option 'span'"),
-        (
-            ["--method", "toy-inserted", "--set", "share=2"],
-            "memory of type 'toy' is inserted, and its options make its layers share tables",
-        ),
+        (["--method", "toy-inserted", "--set", "share=2"], "memory of type 'toy' is inserted, and its options make its layers share"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -93,54 +79,51 @@ def test_the_methods_say_what_they_take(command):
 
 
 INSERTED = {"type": "toy", "site": "inserted", "layers": [1]}
+IN_A_BLOCK = "memory 'toy' is attached to layer 1, which was inserted for a memory"
+NO_NAME = "expected words joined by hyphens"
+
+
+def toy(*layers: int, **changes) -> dict:
+    return {"type": "toy", "layers": list(layers), **changes}
 
 
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ([{"type": "toy", "layers": [0]}] * 2, "two memories have the name 'toy'; expected a separate name for each"),
+        ([toy(0), toy(0)], "two memories have the name 'toy'; expected a separate name for each"),
+        ([toy(0), toy(2, type="toy-ffn", name="toy")], "two memories have the name 'toy'"),
+        ([INSERTED, toy(0, 1)], IN_A_BLOCK),
+        ([toy(1), INSERTED], IN_A_BLOCK),
+        ([INSERTED, toy(0, site="skip", into=[1])], IN_A_BLOCK),
         (
-            [{"type": "toy", "layers": [0]}, {"type": "toy-ffn", "name": "toy", "layers": [2]}],
-            "two memories have the name 'toy'",
-        ),
-        ([INSERTED, {"type": "toy", "layers": [0, 1]}], "memory 'toy' is attached to layer 1, which was inserted for a memory"),
-        ([{"type": "toy", "layers": [1]}, INSERTED], "memory 'toy' is attached to layer 1, which was inserted for a memory"),
-        (
-            [INSERTED, {"type": "toy", "site": "skip", "layers": [0], "into": [1]}],
-            "memory 'toy' is attached to layer 1, which was inserted for a memory",
-        ),
-        (
-            [{"type": "toy", "site": "skip", "layers": [0, 1], "into": [2]}],
+            [toy(0, 1, site="skip", into=[2])],
             r"'toy' reads at layers \[0, 1\] and adds behind \[2\]; expected a layer to add behind for each",
         ),
         (
-            [{"type": "toy", "site": "skip", "layers": [1, 2], "into": [2, 1]}],
+            [toy(1, 2, site="skip", into=[2, 1])],
             r"reads at layers \[1, 2\] and adds behind \[2, 1\]; expected a layer to add behind for each, at or after it",
         ),
-        ([{"type": "toy", "site": "skip", "layers": [0]}], "'toy' has no 'into'; expected a layer to add behind for each"),
-        ([{"type": "toy", "site": "skip", "layers": [0], "into": [4]}], "'toy' names layer 4; expected 0 <= layer < 4"),
-        ([{"type": "toy", "site": "skip", "layers": [0], "into": 1}], "into is 1; expected a list of layer indices"),
+        ([toy(0, site="skip")], "'toy' has no 'into'; expected a layer to add behind for each"),
+        ([toy(0, site="skip", into=[4])], "'toy' names layer 4; expected 0 <= layer < 4"),
+        ([toy(0, site="skip", into=1)], "into is 1; expected a list of layer indices"),
         ([{**INSERTED, "name": "toy"}], r"memory entry of type 'toy' has no option 'name'\."),
-        ([{"type": "toy", "layers": [0], "into": [1]}], r"memory entry of type 'toy' has no option 'into'\."),
-        ([{"type": "toy", "layers": [0], "span": 1}], r"memory entry of type 'toy' has no option 'span'\."),
-        ([{"type": "toy", "layers": [0], "name": "a.b"}], r"'toy' has name = 'a\.b'; expected words joined by hyphens"),
-        ([{"type": "toy", "layers": [0], "name": "a--b"}], "'toy' has name = 'a--b'; expected words joined by hyphens"),
-        ([{"type": "toy", "layers": [0], "name": ""}], "'toy' has name = ''; expected words joined by hyphens"),
+        ([toy(0, into=[1])], r"memory entry of type 'toy' has no option 'into'\."),
+        ([toy(0, span=1)], r"memory entry of type 'toy' has no option 'span'\."),
         *(
-            (
-                [{"type": "toy", "layers": [0, 1], "name": name}],
-                f"has name = '{name}'; expected words joined by hyphens, and no word of a torch",
-            )
+            ([toy(0, name=name)], re.escape(f"'toy' has name = {name!r}; {NO_NAME}"))
+            for name in ("a.b", "a--b", "", 5)
+        ),
+        *(
+            ([toy(0, name=name)], f"has name = '{name}'; {NO_NAME}, and no word of a torch")
             for name in ("keys", "type", "forward")
         ),
-        ([{"type": "toy", "layers": [0], "name": 5}], "'toy' has name = 5; expected words joined by hyphens"),
-        ([{"type": "toy", "layers": [0], "site": "inside-ffn"}], "'toy' has site = 'inside-ffn'; expected one of: beside-ffn"),
-        ([{"type": "toy-ffn", "layers": [0], "site": "inserted"}], "'toy-ffn' has site = 'inserted'; expected one of: inside-ffn"),
-        ([{"type": "toy", "layers": [4]}], "'toy' names layer 4; expected 0 <= layer < 4"),
-        ([{"type": "toy", "layers": [0], "rank": 0}], r"rank is 0; expected 1 or more\."),
+        ([toy(0, site="inside-ffn")], "'toy' has site = 'inside-ffn'; expected one of: beside-ffn"),
+        ([toy(0, type="toy-ffn", site="inserted")], "'toy-ffn' has site = 'inserted'; expected one of: inside-ffn"),
+        ([toy(4)], "'toy' names layer 4; expected 0 <= layer < 4"),
+        ([toy(0, rank=0)], r"rank is 0; expected 1 or more\."),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_planning_and_models_refuse_a_wrong_entry_with_the_same_words(memory, message, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from look.memory_models import memory_model
+from models.upscaled import upscaled_model
 from training.steered_runs import executed_with_rates
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -256,7 +256,7 @@ def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
 
 
 def batch_norm_model(family: str):
-    return memory_model(family, "product-key").to(torch.bfloat16)
+    return upscaled_model(family, memory_type="product-key").to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("bf16", [True, False])

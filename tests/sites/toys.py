@@ -145,28 +145,3 @@ class ToyHeads(MemoryModule):
     def forward(self, query, key, value, output, *, toy_scale=None):
         added = (query @ self.table).transpose(1, 2)
         return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])
-
-
-@register_memory("toy-ids")
-@dataclass(kw_only=True)
-class ToyIdsOptions(MemoryOptions):
-    """A row for each hash of a token's id."""
-
-    sites = ("beside-ffn", "behind-layer")
-
-    rows: int = option(5, "rows that ids are hashed to")
-
-    def tensors(self, sizes):
-        return {"row_bank": DeclaredTensor((self.rows, sizes.hidden_size), "value", ZEROS)}
-
-
-@layer_of(ToyIdsOptions)
-class ToyIds(MemoryModule):
-    """Adds the row of each token's id, whatever the hidden states are."""
-
-    sites = (BesideFeedForward, BehindLayer)
-    forward_arguments = ("input_ids",)
-
-    def forward(self, hidden_states, *, input_ids):
-        assert input_ids.shape == hidden_states.shape[:2]
-        return self.row_bank[input_ids % len(self.row_bank)]
