@@ -9,6 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from pairs import by_default, in_turn
+from tiny import NATIVE_FAMILIES
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -349,7 +350,8 @@ def test_a_type_that_no_run_proves_is_proven_here(wiring, model_type):
     prove(model_type, wiring)
 
 
-def test_types_that_no_run_proves_have_a_module():
+def test_types_that_no_run_proves_have_a_module_and_a_row_of_families():
+    assert {*PROVEN} == {family.config_class.model_type for family in NATIVE_FAMILIES.values()}
     assert {*PROVEN} == {file.stem for file in Path(families.__path__[0]).glob("*.py")} - {"__init__"}
 
 
