@@ -79,6 +79,32 @@ def test_a_definition_may_be_imported_under_another_name(written):
     assert computed(source, "apply(1)") == 2
 
 
+def test_modules_may_import_names_of_one_another_in_either_form(written):
+    source = written(
+        "zz.apply",
+        tables="SIZE = 3\nUNUSED = 4\n",
+        more="from .tables import SIZE\n\n\ndef size():\n    return SIZE\n",
+        zz="""
+        from of_others.more import size
+        from .tables import SIZE as AGAIN
+
+        def apply():
+            return size() + AGAIN
+        """,
+    )
+    assert "UNUSED" not in source and computed(source, "apply()") == 6
+
+
+@pytest.mark.parametrize(
+    "form", ["from of_others import tables", "from . import tables", "import of_others.tables as tables"]
+)
+def test_a_module_that_is_imported_itself_is_refused(form, written):
+    with pytest.raises(
+        ValueError, match=r"of_others\.zz reads tables, which no module of of_others defines .* Import names from"
+    ):
+        written("zz.apply", tables="SIZE = 3\n", zz=f"{form}\n\n\ndef apply():\n    return tables.SIZE\n")
+
+
 def test_a_name_that_another_definition_has_is_refused_as_another_name(written):
     with pytest.raises(ValueError, match=r"of_others\.zz and of_others\.aa both define doubled, and the code"):
         written(

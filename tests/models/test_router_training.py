@@ -10,6 +10,7 @@ from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import PreTrainedModel
 
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.reports import RouterReports
 
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
@@ -124,9 +125,11 @@ def test_a_model_without_routers_takes_no_such_option_further():
     assert "router_logits" not in output
 
 
-def test_a_trainer_keeps_the_columns_that_routers_read():
-    names = set(inspect.signature(model_with().forward).parameters)
+def test_a_trainer_keeps_the_columns_that_routers_read_and_no_predictions_of_what_they_tell():
+    model = model_with()
+    names = set(inspect.signature(model.forward).parameters)
     assert {"input_ids", "labels", "token_mask", "output_router_logits"} <= names
+    assert {*model.config.keys_to_ignore_at_inference} == {CACHE, "router_logits", "aux_loss"}
 
 
 def test_a_pass_that_trains_without_labels_says_what_is_missing():
