@@ -62,17 +62,14 @@ def test_what_layers_add_is_as_large_at_every_depth(depth):
     assert at_the_end[0] == pytest.approx(0.14, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "memory", [ENTRY, {"type": "headwise", "layers": [1], "n": 8, "k": 3}], ids=lambda entry: entry["type"]
-)
-def test_projections_that_write_to_the_residual_stream_are_drawn_narrower_beside_it_once_and_no_others(
-    native_family, memory
-):
-    model, seen = built(native_family, memory), 0
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("is_there", [True, False], ids=["beside it", "beside another memory"])
+def test_projections_that_write_to_the_residual_stream_are_drawn_narrower_once_and_no_others(family, is_there):
+    model, seen = built(family, ENTRY if is_there else {"type": "headwise", "layers": [1], "n": 8, "k": 3}), 0
     width, scale = model.config.initializer_range, (2 * model.config.num_hidden_layers) ** -0.5
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".memor" not in name:
-            writes = memory is ENTRY and name.endswith(("self_attn.o_proj", "mlp.down_proj"))
+            writes = is_there and name.endswith(("self_attn.o_proj", "mlp.down_proj"))
             assert module.weight.std().item() == pytest.approx(width * scale if writes else width, rel=0.15)
             torch.manual_seed(1)
             drawn = torch.empty_like(module.weight).normal_(0, width)
@@ -80,7 +77,7 @@ def test_projections_that_write_to_the_residual_stream_are_drawn_narrower_beside
             model._init_weights(module)
             assert torch.equal(module.weight, drawn * scale if writes else drawn), name
             seen += writes
-    assert seen == (2 * model.config.num_hidden_layers if memory is ENTRY else 0)
+    assert seen == (2 * model.config.num_hidden_layers if is_there else 0)
 
 
 def test_what_a_checkpoint_holds_is_loaded_as_it_is(native_family, tmp_path):
