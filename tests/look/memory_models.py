@@ -43,12 +43,6 @@ def memories(model: PreTrainedModel) -> dict[int, RetrievalMemory]:
     return {layer: model.model.layers[layer].memory for layer in MEMORY_LAYERS}
 
 
-def enable_checkpointing(model: PreTrainedModel, use_reentrant: bool = False) -> None:
-    # transformers 5.23 renamed the method; 5.17 has the old name alone.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
-
-
 def has_hooks(model: PreTrainedModel) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in memories(model).values())
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
-from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from look.memory_models import ENTRIES, has_hooks, memories, memory_model
+from models.gradients import enable_checkpointing
 from models.hierarchical_models import hierarchical_model
 from tiny import prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
