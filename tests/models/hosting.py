@@ -36,3 +36,11 @@ def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **a
     """Return the logits of tokens that go through a cache in steps of so many."""
     parts = tokens.split(steps, dim=1)
     return torch.cat([model(part, **{CACHE: cache}, use_cache=True, **arguments).logits for part in parts], dim=1)
+
+
+def by_full_passes(model: Any, tokens: torch.Tensor, new_tokens: int, **arguments: Any) -> torch.Tensor:
+    """Return greedy tokens behind these, each by a pass over all tokens before it."""
+    for _ in range(new_tokens):
+        last = logits(model, tokens, **arguments)[:, -1]
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
+    return tokens

@@ -1,12 +1,10 @@
-"""Layers that share a bank of chapters: its gradient, and what one 'generate' call keeps of it."""
-
-import copy
+"""Layers that share a bank of chapters: its gradient, a stand-in for it, and what masks tell its routers."""
 
 import pytest
 import torch
 from models.chapter_models import chapter_model, memories_of
-from models.generated_logits import CLOSE, generated, passed
 from models.gradients import enable_checkpointing
+from models.hosting import logits
 from tiny import prompt
 
 from midus_hf.memories.decode_cache import decode_cache
@@ -40,67 +38,32 @@ def test_gradients_of_rows_are_those_of_the_whole_bank(options, checkpointing):
     assert 0 < read.coalesce().indices().shape[1] < len(table) / 2
 
 
-SHARES = {"shared": {}, "own": {"share": "none"}, "neighbours": {"share": "every:1"}}
-
-
-def through_data(model):
-    model.get_parameter(BANK).data.add_(1)
-
-
-def another_bank(model):
-    tables = model.model.memory_tables["chapters"]["0"]
-    tables.bank = torch.nn.Parameter(tables.bank + 1)
-
-
-# In place and by another tensor: whatever writes into parameters does one or the other.
-@pytest.mark.parametrize("change", (through_data, another_bank), ids=lambda change: change.__name__)
-def test_generate_follows_a_bank_that_changed_since_the_last_call(change):
+def test_what_is_kept_serves_no_stand_in_for_a_shared_bank_and_no_later_one():
     model = chapter_model()
-    before = generated(model)
-    torch.testing.assert_close(before[:, 0], passed(model), **CLOSE)
-    with torch.no_grad():
-        change(model)
-    after = generated(model)
-    assert not torch.allclose(after[:, 0], before[:, 0], atol=1e-4), "the change changed nothing"
-    torch.testing.assert_close(after[:, 0], passed(model), **CLOSE)
-    torch.testing.assert_close(after, generated(copy.deepcopy(model)), **CLOSE)
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_what_is_kept_is_read_and_nothing_is_projected_again(share, native_family):
-    model, seen = chapter_model(native_family, **SHARES[share]), []
-    for memory in memories_of(model):
-        memory.register_forward_pre_hook(lambda module, _: seen.append(not module.decode_cache.is_empty))
-        memory.key_projection.register_forward_pre_hook(lambda *_: seen.append(None))
-    logits = generated(model)
-    assert seen == [True] * 6
-    torch.testing.assert_close(logits[:, 0], passed(model), **CLOSE)
-
-
-def test_it_serves_no_stand_in_for_a_shared_bank():
-    model = chapter_model()
+    changed = model.get_parameter(BANK).detach() + 1
     with torch.no_grad(), decode_cache(model):
-        stand_in = {BANK: model.get_parameter(BANK) + 1}
-        shifted = torch.func.functional_call(model, stand_in, (prompt(7),)).logits
-    with torch.no_grad():
-        model.get_parameter(BANK).add_(1)
-        torch.testing.assert_close(shifted, model(prompt(7)).logits, **CLOSE)
+        before = logits(model, prompt(7))
+        shifted = torch.func.functional_call(model, {BANK: changed}, (prompt(7),)).logits
+    assert not torch.allclose(shifted, before, atol=1e-4)
+    model.model.memory_tables["chapters"]["0"].bank = torch.nn.Parameter(changed)
+    torch.testing.assert_close(logits(model, prompt(7)), shifted)
+    with decode_cache(model):
+        torch.testing.assert_close(logits(model, prompt(7)), shifted)
 
 
-@pytest.mark.parametrize("options", SHARES.values(), ids=SHARES)
-def test_half_precision_keeps_half_precision(options):
-    model = chapter_model(dtype=torch.bfloat16, **options)
-    with torch.no_grad(), decode_cache(model):
-        kept = model(prompt(7)).logits
-    with torch.no_grad():
-        expected = model.double()(prompt(7)).logits
-    assert (kept.double() - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_masks_of_pairs_of_tokens_tell_padding_and_documents(routing):
+    """As a collator makes them that packs documents, and as transformers makes them for a padded batch."""
+    model, tokens = chapter_model(routing=routing), prompt(8)[:1]
+    apart = torch.cat([logits(model, tokens[:, :3]), logits(model, tokens[:, 3:])], dim=1)
+    blocks = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).tril().bool()[None, None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    torch.testing.assert_close(logits(model, tokens, attention_mask=blocks, position_ids=positions), apart)
 
-
-def test_it_is_not_saved(tmp_path):
-    model = chapter_model()
-    names = set(model.state_dict())
-    with torch.no_grad(), decode_cache(model):
-        model.save_pretrained(tmp_path)
-        assert names == set(model.state_dict()) and not any("kept" in name for name in names)
-        assert all(memory.decode_cache.is_empty for memory in memories_of(copy.deepcopy(model)))
+    padded = torch.cat([torch.zeros_like(tokens[:, :2]), tokens], dim=1)
+    seen = torch.ones(10, 10).tril().bool()
+    seen[:, :2] = False
+    of_padding = torch.zeros(1, 1, 10, 10, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    positions = (torch.arange(10)[None] - 2).clamp(min=0)
+    shifted = logits(model, padded, attention_mask=of_padding, position_ids=positions)
+    torch.testing.assert_close(shifted[:, 2:], logits(model, tokens))

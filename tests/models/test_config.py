@@ -5,10 +5,10 @@ import types
 
 import pytest
 import torch
-from models.fresh_process import run_python
+from models.hosting import host_config, logits
 from models.test_task_heads import kinds_of
 from models.upscaled import memory_config, upscaled_model
-from tiny import FAMILIES, NATIVE_FAMILIES, tiny_model
+from tiny import prompt, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from midus_hf.models import FAMILIES as MEMORY_FAMILIES
@@ -17,27 +17,20 @@ ENTRY = {"type": "headwise", "layers": [1, 4], "n": 8, "k": 3}
 
 
 def config_of(family: str, **changes):
-    fields = {**memory_config(tiny_model(family)).to_dict(), **changes}
-    config_class = MEMORY_FAMILIES[FAMILIES[family].config_class.model_type].config_class
-    return config_class(**{key: value for key, value in fields.items() if key != "model_type"})
-
-
-def test_every_tested_family_hosts_memory_and_every_host_is_tested(tmp_path):
-    # In a process of its own: here, other tests may have read families on demand.
-    printed = run_python(
-        "import midus_hf.models; print(*midus_hf.models.FAMILIES)", folder=tmp_path, package_present=True
-    )
-    assert {family.config_class.model_type for family in NATIVE_FAMILIES.values()} == set(printed.split())
-    for model_type, model_class in MEMORY_FAMILIES.items():
-        assert model_class.config_class.__bases__[-1].model_type == model_type
-        assert model_class.config_class.model_type.startswith("midus_")
+    config = memory_config(tiny_model(family))
+    fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+    return type(config)(**{**fields, **changes})
 
 
 def test_memory_entries_and_every_other_field_travel_through_config_json(family, tmp_path):
     config = config_of(family, upscale={"method": "by hand", "new_layers": [1, 4]})
     assert config.memory == [ENTRY]
     config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["memory"] == [ENTRY]
+    saved, name = json.loads((tmp_path / "config.json").read_text()), type(config).__name__.removesuffix("Config")
+    assert saved["memory"] == [ENTRY]
+    models = {f"AutoModel{kind}": kind for kind in ("ForCausalLM", *kinds_of(family))}
+    classes = {"AutoConfig": "Config", "AutoModel": "Model", **models}
+    assert saved["auto_map"] == {auto: f"modeling_midus.{name}{kind}" for auto, kind in classes.items()}
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is type(config)
     assert again.memory == [ENTRY]
@@ -52,14 +45,11 @@ def test_memory_entries_and_every_other_field_travel_through_config_json(family,
 @pytest.mark.parametrize("memory", [None, []])
 def test_without_entries_the_model_is_the_family_s_own(family, memory, tmp_path):
     base = tiny_model(family)
-    fields = {key: value for key, value in base.config.to_dict().items() if key != "model_type"}
-    model_class = MEMORY_FAMILIES[base.config.model_type]
-    model = model_class(model_class.config_class(**{**fields, "memory": memory})).eval()
-    assert model.config.memory == []
-    assert not [name for name, _ in model.named_modules() if name.endswith("memory")]
-    assert model.load_state_dict(base.state_dict()).missing_keys == []
+    model = MEMORY_FAMILIES[base.config.model_type](host_config(base.config, memory)).eval()
+    model.load_state_dict(base.state_dict())
+    assert torch.equal(logits(model, prompt()), logits(base, prompt()))
     model.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).memory == []
+    assert model.config.memory == AutoConfig.from_pretrained(tmp_path).memory == []
 
 
 def test_a_config_does_not_share_its_entries_with_the_caller(family):
@@ -92,41 +82,6 @@ def test_layer_types_count_the_blocks(family):
         config_of(family, layer_types=base_types)
 
 
-def test_a_config_names_the_code_that_loads_it(family):
-    config = config_of(family)
-    name = type(config).__name__.removesuffix("Config")
-    assert config.to_dict()["auto_map"] == {
-        "AutoConfig": f"modeling_midus.{name}Config",
-        "AutoModel": f"modeling_midus.{name}Model",
-        "AutoModelForCausalLM": f"modeling_midus.{name}ForCausalLM",
-        **{f"AutoModel{kind}": f"modeling_midus.{name}{kind}" for kind in kinds_of(family)},
-    }
-
-
-def test_importing_the_package_is_enough_for_the_auto_classes(tmp_path):
-    for family in FAMILIES:
-        upscaled_model(family).save_pretrained(tmp_path / family)
-    printed = run_python(
-        f"""
-import midus_hf
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-for family in {list(FAMILIES)}:
-    names = [type(auto.from_pretrained(family)).__name__ for auto in (AutoConfig, AutoModel, AutoModelForCausalLM)]
-    model_type = AutoConfig.from_pretrained(family).model_type
-    print(family, *names, type(AutoModel.from_config(AutoConfig.from_pretrained(family))).__module__)
-    assert type(AutoConfig.for_model(model_type)).__name__ == names[0]
-""",
-        tmp_path,
-        package_present=True,
-    )
-    expected = []
-    for family in FAMILIES:
-        model = upscaled_model(family)
-        names = (type(model.config).__name__, type(model.model).__name__, type(model).__name__)
-        expected.append(" ".join([family, *names, type(model).__module__]))
-    assert printed.splitlines() == expected
-
-
 def test_no_plan_splits_a_model_over_processes(family):
     """A plan that split the head alone would cut a tied model where nothing else is cut."""
     model = upscaled_model(family)
@@ -154,14 +109,13 @@ def test_parallelism_that_splits_a_model_is_refused(asked, message, tmp_path):
             auto.from_pretrained(tmp_path, **asked)
 
 
-def test_building_a_model_twice_from_one_seed_gives_the_same_bytes(family):
+def test_a_model_is_drawn_by_the_seed(family):
     config = config_of(family)
-    model_class = MEMORY_FAMILIES[type(config).__bases__[-1].model_type]
-    states = []
-    for seed in (0, 0, 1):
+
+    def drawn(seed):
         torch.manual_seed(seed)
-        states.append(model_class(config).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    name = "model.layers.1.memory.row_keys"
-    assert not torch.equal(states[0][name], states[2][name])
-    assert not states[0]["model.layers.1.memory.value_bank"].any()
+        return AutoModelForCausalLM.from_config(config).state_dict()
+
+    first, again, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["model.layers.1.memory.row_keys"], other["model.layers.1.memory.row_keys"])

@@ -4,24 +4,34 @@ import pytest
 import torch
 from models.depth_models import KINDS, depth_model
 from models.depth_reference import add_depth
-from models.gradients import check_close, loss_and_gradients
+from models.gradients import check_close, gradients_of, loss_and_gradients
 from models.hosting import logits
 from tiny import prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-OTHERS = {
-    "layers of one kind": {"layers": [1, 3]},
-    "the paper's": {"joining": "joint", "attention_slots": "reused"},
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+# Families, kinds and options: also the paper's model, which is the joint one, layers of one kind alone, and longer keys.
+COMPARED = [
+    *((family, kind, {}) for family in ("llama", "gemma3") for kind in KINDS),
+    *(
+        (family, kind, {})
+        for family in ("qwen2", "qwen3", "gemma2", "mistral", "olmo2")
+        for kind in ("default", "reused", "projected")
+    ),
+    *((family, "joint", {}) for family in ("qwen3", "olmo2")),
+    *((family, "default", {"layers": [1, 3]}) for family in ("llama", "qwen3", "gemma3", "olmo2")),
+    *(("qwen3", kind, {"base": {"rope_parameters": YARN}}) for kind in ("default", "projected")),
+]
 
 
 def distance(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def compare(family, kind="default", **options):
+@pytest.mark.parametrize(("family", "kind", "options"), COMPARED, ids=str)
+def test_logits_and_every_gradient_are_those_of_hooks_on_the_base(family, kind, options):
     model, tokens = depth_model(family, kind, **options), prompt()
     native = tiny_model(family, torch.float64, **(options.get("base") or {}))
     plain = logits(native, tokens)
@@ -38,30 +48,6 @@ def compare(family, kind="default", **options):
     for name, parameter in model.named_parameters():
         assert gradients[name].any(), name
         assert distance(parameter.grad, gradients[name]) < 5e-6, name
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_every_gradient_are_those_of_hooks_on_the_base(family, kind):
-    compare(family, kind)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2"])
-@pytest.mark.parametrize("kind", ["default", "reused", "projected"])
-def test_they_are_on_the_other_families_too(family, kind):
-    compare(family, kind)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_they_are_in_other_models(family, kind):
-    compare(family, **OTHERS[kind])
-
-
-@pytest.mark.parametrize("kind", ["default", "projected"])
-def test_they_are_where_the_rotation_makes_keys_longer(kind):
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
-    compare("qwen3", kind, base={"rope_parameters": yarn})
 
 
 def gate_of(model, layer=2):
@@ -96,17 +82,11 @@ def test_a_gate_beyond_a_bound_is_the_bound_with_the_gradient_that_leads_back(
 def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
     """Also where rows that are padding alone read nothing of the sequence."""
     attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
-    model, texts = (
-        depth_model(native_family, kind, torch.float32).train(),
-        [prompt(length, 1, 1) for length in (11, 6)],
-    )
+    model, texts = depth_model(native_family, kind, torch.float32).train(), [prompt(size, 1, 1) for size in (11, 6)]
     model.set_attn_implementation(attention)
-    expected: dict[str, torch.Tensor] = {}
     for text in texts:
-        model.zero_grad()
         model(text, labels=text, num_items_in_batch=15, use_cache=False).loss.backward()
-        for name, value in model.named_parameters():
-            expected[name] = expected.get(name, 0) + value.grad
+    expected = gradients_of(model)
     for before in (True, False):
         padded = [
             torch.nn.functional.pad(text, (11 - text.shape[1], 0) if before else (0, 11 - text.shape[1]))
@@ -123,7 +103,7 @@ def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
         }
         model.zero_grad()
         model(tokens, labels=labels, use_cache=False, **arguments).loss.backward()
-        check_close({name: value.grad for name, value in model.named_parameters()}, expected, 1e-4)
+        check_close(gradients_of(model), expected, 1e-4)
 
 
 def told(module, query, key, value, mask, *, scaling, **_):

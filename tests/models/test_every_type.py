@@ -9,6 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from pairs import by_default, in_turn
+from tiny import NATIVE_FAMILIES
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -145,18 +146,6 @@ def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, w
         assert (model_type, wiring) not in UNPROVEN
 
 
-def added_twice(added):
-    return lambda self, at, hidden, read, inputs: added(self, at, added(self, at, hidden, read, inputs), read, inputs)
-
-
-def reading_another_tensor(added):
-    return lambda self, at, stream, read, inputs: added(self, at, stream, stream, inputs)
-
-
-def not_reached(added):
-    return lambda self, at, hidden_states, read, inputs: hidden_states
-
-
 def noisy_in(dtype):
     def change(added):
         def with_added(self, *inputs):
@@ -166,26 +155,6 @@ def noisy_in(dtype):
         return with_added
 
     return change
-
-
-def doubled(read):
-    return lambda self, *inputs: 2 * read(self, *inputs)
-
-
-def detached(read):
-    return lambda self, *inputs: read(self, *inputs).detach()
-
-
-def doubled_in_steps(read):
-    return lambda self, name, stream, inputs: read(self, name, stream, inputs) * (2 if stream.shape[1] == 1 else 1)
-
-
-def without_mask(forward):
-    return lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None})
-
-
-def raising(forward):
-    return lambda self, *args, **kwargs: {}["depth"]
 
 
 def with_another_tensor(host):
@@ -199,53 +168,77 @@ def with_another_tensor(host):
 STATED = (
     r"logits of a memory at {} and of a base that states what it computes differ by up to .*; expected equal bits\."
 )
-
-
+NOISY = r"logits at initialisation in {} differ by up to .*; expected equal bits\."
 SITES = ("beside-ffn", "behind-attention", "behind-layer")
-WRONG_LAYERS = [
-    *((site, "with_added", added_twice, STATED.format(site)) for site in SITES),
-    *((site, "with_added", reading_another_tensor, STATED.format(site)) for site in SITES[:2]),
-    ("skip", "read", doubled, STATED.format("skip")),
-    *(
-        ("beside-ffn", name, change, message)
-        for name, change, message in (
-            ("with_added", not_reached, r"a memory at beside-ffn changes no logit; expected a change\."),
-            *(
-                (
-                    "with_added",
-                    noisy_in(dtype),
-                    rf"logits at initialisation in {name} differ by up to .*; expected equal bits\.",
-                )
-                for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
-            ),
-            ("forward", without_mask, r"logits with padding at initialisation in \w+ differ .*"),
-            (
-                "read",
-                detached,
-                r"model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.",
-            ),
-            (
-                "read",
-                doubled_in_steps,
-                r"with a cache, logits differ by \S+ from those of one pass, and by \S+ .*; expected at most 1\.0e-04\.",
-            ),
-            (
-                "host",
-                with_another_tensor,
-                r"a model with memory has other tensors than its base, such as model\.layers\.0\.gain\.",
-            ),
-            ("forward", raising, "the proof ended with KeyError: 'depth'"),
+# What is wrong: the wiring, a method of the layer, what is made of it, and what the proof says.
+WRONG_LAYERS = {
+    **{
+        f"added twice {site}": (
+            site,
+            "with_added",
+            lambda added: lambda self, at, stream, *read: added(self, at, added(self, at, stream, *read), *read),
+            STATED.format(site),
         )
+        for site in SITES
+    },
+    **{
+        f"reading another tensor {site}": (
+            site,
+            "with_added",
+            lambda added: lambda self, at, stream, read, inputs: added(self, at, stream, stream, inputs),
+            STATED.format(site),
+        )
+        for site in SITES[:2]
+    },
+    "doubled": ("skip", "read", lambda read: lambda self, *inputs: 2 * read(self, *inputs), STATED.format("skip")),
+    "not reached": (
+        "beside-ffn",
+        "with_added",
+        lambda added: lambda self, at, stream, read, inputs: stream,
+        r"a memory at beside-ffn changes no logit; expected a change\.",
     ),
-]
+    "noisy in bfloat16": ("beside-ffn", "with_added", noisy_in(torch.bfloat16), NOISY.format("bfloat16")),
+    "noisy in float32": ("beside-ffn", "with_added", noisy_in(torch.float32), NOISY.format("float32")),
+    "without a mask": (
+        "beside-ffn",
+        "forward",
+        lambda forward: lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None}),
+        r"logits with padding at initialisation in \w+ differ .*",
+    ),
+    "detached": (
+        "beside-ffn",
+        "read",
+        lambda read: lambda self, *inputs: read(self, *inputs).detach(),
+        r"model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.",
+    ),
+    "doubled in steps": (
+        "beside-ffn",
+        "read",
+        lambda read: (
+            lambda self, name, stream, *inputs: read(self, name, stream, *inputs) * (2 if stream.shape[1] == 1 else 1)
+        ),
+        r"with a cache, logits differ by \S+ from those of one pass, and by \S+ .*; expected at most 1\.0e-04\.",
+    ),
+    "with another tensor": (
+        "beside-ffn",
+        "host",
+        with_another_tensor,
+        r"a model with memory has other tensors than its base, such as model\.layers\.0\.gain\.",
+    ),
+    "raising": (
+        "beside-ffn",
+        "forward",
+        lambda forward: lambda self, *args, **kwargs: {}["depth"],
+        "the proof ended with KeyError: 'depth'",
+    ),
+}
 
 
-@pytest.mark.parametrize(("wiring", "name", "change", "message"), WRONG_LAYERS)
+@pytest.mark.parametrize(("wiring", "name", "change", "message"), WRONG_LAYERS.values(), ids=WRONG_LAYERS)
 def test_a_layer_that_is_wired_wrongly_fails_the_proof(wiring, name, change, message, monkeypatch):
     (layer_class,) = FAMILIES["llama"].model_class.layer_classes
-    owner = (
-        layer_class if name in vars(layer_class) else HostLayer
-    )  # transformers gives each layer class a forward of its own
+    # transformers gives each layer class a forward of its own
+    owner = layer_class if name in vars(layer_class) else HostLayer
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     with pytest.raises(UnprovenArchitecture) as refused:
         prove.__wrapped__("llama", wiring)
@@ -265,14 +258,6 @@ def with_blocks_of_the_next_layer(of):
     return lambda self, memory_class, name, layer: of(self, memory_class, name, (layer + 1) % 4)
 
 
-def with_keys_and_values_swapped(pair):
-    return lambda *inputs: pair(*inputs)[::-1]
-
-
-def with_values_as_keys(rows_of):
-    return lambda fetched, name: rows_of(fetched, "memory_values")
-
-
 def left_as_they_are(function):
     return lambda attention, heads, *others: heads
 
@@ -285,46 +270,44 @@ def without_the_oldest_slot(begin):
     return shorter
 
 
-@pytest.mark.parametrize(
-    ("wiring", "owner", "name", "change"),
-    [
-        ("hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
-        ("hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
-        ("hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-        ("hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-        ("hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-        ("hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
-        ("hier-kv", hierarchical, "_rows_of", with_values_as_keys),
-        ("hier-kv", sites, "unrotated", left_as_they_are),
-        ("depth-attention", DepthHeads, "_projected", with_keys_and_values_swapped),
-        ("depth-attention", DepthHeads, "__init__", without_the_oldest_slot),
-        ("depth-attention", depth_site, "rotated", left_as_they_are),
-        ("depth-attention", depth_site, "normalised_keys", left_as_they_are),
-    ],
-)
-def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(wiring, owner, name, change, monkeypatch):
-    """Change how memories inside attention or feed-forward networks are wired, in Qwen 3, which normalises queries and keys."""
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(UnprovenArchitecture, match=r"^qwen3.*: logits .*differ by up to"):
-        prove.__wrapped__("qwen3", wiring)
+# Of memories inside attention or feed-forward networks: a type, a wiring, and what is changed of what.
+WRONG_INSIDE = [
+    ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
+    ("qwen3", "hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
+    ("qwen3", "hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
+    ("qwen3", "hier-lora-qk", parts.PROJECTION_NAMES, "key", lambda _: "v_proj"),
+    ("qwen3", "hier-lora-vo", parts.PROJECTION_NAMES, "value", lambda _: "k_proj"),
+    ("qwen3", "hier-lora-ffn", parts.PROJECTION_NAMES, "up", lambda _: "gate_proj"),
+    ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
+    ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
+    ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
+    (
+        "qwen3",
+        "hier-kv",
+        hierarchical,
+        "_rows_of",
+        lambda rows_of: lambda fetched, _: rows_of(fetched, "memory_values"),
+    ),
+    ("qwen3", "hier-kv", sites, "unrotated", left_as_they_are),
+    ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
+    ("qwen3", "depth-attention", DepthHeads, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),
+    ("qwen3", "depth-attention", DepthHeads, "__init__", without_the_oldest_slot),
+    ("qwen3", "depth-attention", depth_site, "rotated", left_as_they_are),
+    ("qwen3", "depth-attention", depth_site, "normalised_keys", left_as_they_are),
+]
 
 
-@pytest.mark.parametrize(
-    ("wiring", "role", "other"),
-    [("hier-lora-qk", "key", "v_proj"), ("hier-lora-vo", "value", "k_proj"), ("hier-lora-ffn", "up", "gate_proj")],
-)
-def test_a_projection_that_stands_for_another_fails_the_proof(wiring, role, other, monkeypatch):
-    monkeypatch.setitem(parts.PROJECTION_NAMES, role, other)
-    with pytest.raises(
-        UnprovenArchitecture, match=r"^qwen3: logits of a memory .* differ by up to .*; expected equal bits"
-    ):
-        prove.__wrapped__("qwen3", wiring)
-
-
-def test_layers_that_do_not_rotate_and_are_taken_for_others_fail_the_proof(monkeypatch):
-    monkeypatch.setattr(heads, "rotates", lambda *_: True)
-    with pytest.raises(UnprovenArchitecture, match=r"^smollm3: logits of a memory hier-kv .* differ by up to"):
-        prove.__wrapped__("smollm3", "hier-kv")
+@pytest.mark.parametrize(("model_type", "wiring", "owner", "name", "change"), WRONG_INSIDE)
+def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(
+    model_type, wiring, owner, name, change, monkeypatch
+):
+    """In Qwen 3, since it normalises queries and keys."""
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, change(owner[name]))
+    else:
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(UnprovenArchitecture, match=rf"^{model_type}: logits .*differ by up to"):
+        prove.__wrapped__(model_type, wiring)
 
 
 def test_a_block_without_gradient_fails_the_proof(monkeypatch):
@@ -349,7 +332,8 @@ def test_a_type_that_no_run_proves_is_proven_here(wiring, model_type):
     prove(model_type, wiring)
 
 
-def test_types_that_no_run_proves_have_a_module():
+def test_types_that_no_run_proves_have_a_module_and_a_row_of_families():
+    assert {*PROVEN} == {family.config_class.model_type for family in NATIVE_FAMILIES.values()}
     assert {*PROVEN} == {file.stem for file in Path(families.__path__[0]).glob("*.py")} - {"__init__"}
 
 
@@ -418,34 +402,35 @@ def test_a_tiny_model_leaves_random_numbers_as_they_were_and_is_always_the_same(
     assert not torch.equal(other.lm_head.weight, first.lm_head.weight)
 
 
-def test_a_stack_that_keeps_arguments_from_its_layers_is_refused(monkeypatch):
-    forward = LlamaModel.forward
-    monkeypatch.setattr(LlamaModel, "forward", lambda self, memory_inputs=None, **kwargs: forward(self, **kwargs))
-    with pytest.raises(
-        UnknownArchitecture,
-        match=r"^'llama' does not pass all keyword arguments on to its decoder layers; expected a stack",
-    ):
-        architecture_of.__wrapped__("llama")
+def keeping_arguments_from_its_layers(forward):
+    return lambda self, memory_inputs=None, **kwargs: forward(self, **kwargs)
 
 
-def test_a_stack_that_refuses_an_argument_is_refused(monkeypatch):
-    forward = LlamaModel.forward
+def refusing_an_argument(forward):
+    names = ("attention_mask", "cache", "input_ids", "inputs_embeds", "past_key_values", "position_ids", "use_cache")
 
-    def strict(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        cache=None,
-        inputs_embeds=None,
-        use_cache=None,
-        past_key_values=None,
-    ):
-        return forward(self, input_ids=input_ids, use_cache=use_cache)
+    def strict(self, **kwargs):
+        if other := kwargs.keys() - {*names}:
+            raise TypeError(f"forward() got an unexpected keyword argument {min(other)!r}")
+        return forward(self, **kwargs)
 
-    monkeypatch.setattr(LlamaModel, "forward", strict)
-    with pytest.raises(
-        UnknownArchitecture,
-        match=r"^a pass through a tiny model of 'llama' fails with an argument for its layers \(TypeError: .*memory_inputs.*\)\.",
-    ):
+    return strict
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            keeping_arguments_from_its_layers,
+            r"'llama' does not pass all keyword arguments on to its decoder layers; expected a stack",
+        ),
+        (
+            refusing_an_argument,
+            r"a pass through a tiny model of 'llama' fails with an argument for its layers \(TypeError: .*memory_inputs.*\)\.",
+        ),
+    ],
+)
+def test_a_stack_that_takes_no_arguments_for_its_layers_is_refused(change, message, monkeypatch):
+    monkeypatch.setattr(LlamaModel, "forward", change(LlamaModel.forward))
+    with pytest.raises(UnknownArchitecture, match=f"^{message}"):
         architecture_of.__wrapped__("llama")

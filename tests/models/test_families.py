@@ -21,6 +21,7 @@ def test_the_classes_of_a_family_extend_its_own(family):
     hosting = FAMILIES[NATIVE[family].config_class.model_type]
     assert issubclass(hosting, native) and hosting.__name__ == f"Midus{native.__name__}"
     assert issubclass(hosting.config_class, NATIVE[family].config_class)
+    assert hosting.config_class.model_type == f"midus_{NATIVE[family].config_class.model_type}"
     assert f"class {hosting.__name__}(MemoryForCausalLM, {native.__name__}):" in inspect.getsource(hosting)
 
 

@@ -5,23 +5,16 @@ import warnings
 import pytest
 import torch
 from models.cases import CASES, CLOSE, GREEDY, chosen, chosen_in_turn
-from models.hosting import in_steps, logits
-from models.upscaled import upscaled_model, upscaled_pair
+from models.hosting import by_full_passes, in_steps, logits
+from models.upscaled import upscaled_model
 from tiny import WINDOW, prompt, tiny_model
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, StaticCache
 
 from midus_hf.memories.hosting.parts import CACHE
 
 each_case = pytest.mark.parametrize("case", chosen())
+NEW = GREEDY["max_new_tokens"]
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
-
-
-def by_full_passes(case, model, tokens):
-    """Greedy tokens, each by a pass over all tokens before it."""
-    for _ in range(GREEDY["max_new_tokens"]):
-        last = logits(model, tokens, **case.given(len(tokens)))[:, -1]
-        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
-    return tokens
 
 
 @each_case
@@ -31,7 +24,7 @@ def test_greedy_tokens_are_those_of_full_passes_with_any_cache(native_family, ca
     of_base = logits(base, tokens)
     change = logits(model, tokens, **case.given()) - of_base
     assert change.abs().max() > 0.02 * of_base.abs().max(), "the memories change nothing"
-    expected = by_full_passes(case, model, tokens)
+    expected = by_full_passes(model, tokens, NEW, **case.given())
     for cache in CACHES.values():
         assert torch.equal(model.generate(tokens, **GREEDY, **case.given(), **cache), expected), cache
 
@@ -101,9 +94,8 @@ def test_assisted_decoding_gives_the_same_tokens_or_is_refused(case, help_, tmp_
     if help_ == "assistant":
         arguments["assistant_model"] = tiny_model("llama", case.dtype)
     if case.takes_back:
-        assert torch.equal(
-            model.generate(row, **GREEDY, **case.given(1), **arguments), by_full_passes(case, model, row)
-        )
+        expected = by_full_passes(model, row, NEW, **case.given(1))
+        assert torch.equal(model.generate(row, **GREEDY, **case.given(1), **arguments), expected)
     else:
         with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
             model.generate(row, **GREEDY, **arguments)
@@ -158,22 +150,3 @@ def test_the_padding_of_a_new_token_has_one_stride_whatever_stands_before():
         prepared = model.prepare_inputs_for_generation(prompt()[:1, :1], attention_mask=mask)
         strides.add((prepared["token_mask"].shape, prepared["token_mask"].stride()))
     assert strides == {((1, 1), (1, 1))}
-
-
-def test_every_layer_fills_its_own_slot_of_the_cache(family):
-    model = upscaled_model(family)
-    with torch.no_grad():
-        cache = model(prompt(), use_cache=True)[CACHE]
-    assert len(cache.layers) == model.config.num_hidden_layers
-    assert all(layer.keys.abs().sum() > 0 for layer in cache.layers)
-    assert cache.get_seq_length() == 3 * WINDOW
-
-
-def test_sliding_layers_are_those_of_the_base_with_the_blocks_as_their_donors(family):
-    base, model = upscaled_pair(family)
-
-    def kinds_of(each: PreTrainedModel) -> list[type]:
-        return [type(layer) for layer in DynamicCache(config=each.config).layers]
-
-    kinds = kinds_of(base)
-    assert kinds_of(model) == [kinds[0], kinds[1], kinds[1], kinds[2], kinds[3], kinds[3]]

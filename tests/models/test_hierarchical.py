@@ -26,10 +26,9 @@ from midus_hf.memories.hosting.heads import AttentionHost, unrotated
 from midus_hf.training.blocks import train_blocks
 
 
-@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
-def test_they_compute_what_hooks_on_the_base_do(native_family, kind, tmp_path):
-    """Each row its own blocks, which the rows of another batch do not see; nothing without ids."""
-    model, native = hierarchical_model(native_family, kind, tmp_path), tiny_model(native_family, torch.float64)
+def compare(family, kind, folder, **base):
+    """Each row reads its own blocks, which the rows of another batch do not see; nothing without ids."""
+    model, native = hierarchical_model(family, kind, folder, base=base), tiny_model(family, torch.float64, **base)
     plain = logits(native, prompt())
     assert torch.equal(logits(model, prompt()), plain)
     for ids in (IDS, OTHER_IDS, IDS):
@@ -39,19 +38,19 @@ def test_they_compute_what_hooks_on_the_base_do(native_family, kind, tmp_path):
     assert torch.equal(logits(model, prompt()), plain)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
+def test_they_compute_what_hooks_on_the_base_do(native_family, kind, tmp_path):
+    compare(native_family, kind, tmp_path)
 
 
 def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_family, tmp_path):
-    rope = {"full_attention": YARN, "sliding_attention": YARN} if native_family == "gemma3" else YARN
-    base = {"rope_parameters": rope}
-    native = tiny_model(native_family, torch.float64, **base)
-    model = hierarchical_model(native_family, "hier-kv", tmp_path, base=base)
-    plain = logits(native, prompt())
-    assert not torch.allclose(plain, logits(tiny_model(native_family, torch.float64), prompt()))
-    expected = logits(stated_base(native, model, IDS), prompt())
-    assert not torch.allclose(expected, plain)
-    torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    rope = {"full_attention": yarn, "sliding_attention": yarn} if native_family == "gemma3" else yarn
+    compare(native_family, "hier-kv", tmp_path, rope_parameters=rope)
+
+
+def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):
+    compare("gemma2", "hier-kv", tmp_path, attn_logit_softcapping=0.2)
 
 
 def test_a_rotation_by_complex_numbers_is_refused():
@@ -61,14 +60,6 @@ def test_a_rotation_by_complex_numbers_is_refused():
     message = "Llama4TextAttention rotates queries and keys by complex numbers; expected cosines and sines."
     with pytest.raises(ValueError, match=message):
         unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))
-
-
-def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):
-    base = {"attn_logit_softcapping": 0.2}
-    native = tiny_model("gemma2", torch.float64, **base)
-    model = hierarchical_model("gemma2", "hier-kv", tmp_path, base=base)
-    expected = logits(stated_base(native, model, IDS), prompt())
-    torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,35 +92,30 @@ BOTH = "memory_ids and memory_blocks are given; expected one of them."
 EXPECTED = "expected integers [batch, 3], for each row a node of each level of the tree."
 
 
-# tests/banks/test_bank_refusals.py has every message.
+# tests/banks/test_bank_refusals.py has every message of ids. What is given is made by the model where it is blocks.
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("given", "rows", "message"),
     [
-        ({"memory_ids": IDS[:1]}, "memory_ids has 1 rows; expected 2, one for each text of the batch."),
-        ({"memory_ids": IDS.float()}, f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
-        ({"memory_ids": IDS, "memory_blocks": IDS}, BOTH),
+        (lambda _: {"memory_ids": IDS[:1]}, 2, "memory_ids has 1 rows; expected 2, one for each text of the batch."),
+        (lambda _: {"memory_ids": IDS.float()}, 2, f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
+        (lambda model: {"memory_ids": IDS, "memory_blocks": model.fetch_memory(IDS)}, 2, BOTH),
+        *(
+            (
+                lambda model, ids=ids: {"memory_blocks": model.fetch_memory(ids)},
+                rows,
+                f"memory_blocks were fetched for {len(ids)} rows; expected {rows}, one for each text of the batch.",
+            )
+            for ids, rows in ((IDS[:1], 2), (IDS, 1), (torch.cat([IDS, OTHER_IDS]), 2))
+        ),
     ],
-    ids=["rows", "floats", "both"],
+    ids=["rows", "floats", "both", "blocks of one", "blocks of two", "blocks of four"],
 )
-def test_ids_that_do_not_fit_are_refused(arguments, message, tmp_path):
+def test_what_does_not_fit_the_texts_is_refused(given, rows, message, tmp_path):
     model = hierarchical_model("llama", "hier-kv", tmp_path)
-    if "memory_blocks" in arguments:
-        arguments = {**arguments, "memory_blocks": model.fetch_memory(IDS)}
     for call in (model, model.model):
         with pytest.raises(ValueError) as raised:
-            call(prompt(), **arguments)
+            call(prompt(batch=rows), **given(model))
         assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_another_number_of_rows_are_refused(kind, tmp_path):
-    model = hierarchical_model("llama", kind, tmp_path)
-    for ids, rows in ((IDS[:1], 2), (IDS, 1), (torch.cat([IDS, OTHER_IDS]), 2)):
-        with pytest.raises(ValueError) as raised:
-            model(prompt(batch=rows), memory_blocks=model.fetch_memory(ids))
-        assert str(raised.value) == (
-            f"memory_blocks were fetched for {len(ids)} rows; expected {rows}, one for each text of the batch."
-        )
 
 
 def test_without_an_open_bank_ids_are_refused_and_texts_without_ids_are_not():
@@ -141,11 +127,6 @@ def test_without_an_open_bank_ids_are_refused_and_texts_without_ids_are_not():
         with pytest.raises(BankError) as raised:
             call()
         assert str(raised.value) == NOT_OPEN
-
-
-def test_a_model_without_banks_does_not_know_ids():
-    with pytest.raises(ValueError, match="memory_ids"):
-        tiny_model("llama").generate(prompt(6), memory_ids=IDS, **FOUR_TOKENS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,18 +164,16 @@ def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
     assert loaded.banks.bank("hier-ffn").written(1) == [-1, 1] and loaded.banks.bank("hier-ffn").written(3) == [-1, 13]
 
 
-def test_only_the_main_process_saves_banks(tmp_path):
-    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(
-        tmp_path / "saved", is_main_process=False
-    )
-    assert not (tmp_path / "saved" / "memory_bank").exists()
-
-
-def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
+def test_a_bank_is_saved_by_the_main_process_in_the_subfolder_of_its_model_where_it_is_missed(tmp_path):
     model = hierarchical_model("llama", "hier-kv", tmp_path / "first", torch.float32)
+    model.save_pretrained(tmp_path / "by another", is_main_process=False)
+    assert not (tmp_path / "by another" / "memory_bank").exists()
     model.save_pretrained(tmp_path / "repository" / "inner")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="inner").eval()
     assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), logits(model, prompt(), memory_ids=IDS))
+    shutil.rmtree(tmp_path / "repository" / "inner" / "memory_bank")
+    with pytest.raises(BankError, match=r"there is no memory bank in .*hier-kv"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="inner")
 
 
 @pytest.mark.parametrize("subfolder", [None, "inner"])
@@ -211,19 +190,10 @@ def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, 
     assert folder == (tmp_path / subfolder if subfolder else tmp_path)
 
 
-def test_a_model_without_its_bank_is_missed(tmp_path):
-    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(tmp_path / "saved")
-    shutil.rmtree(tmp_path / "saved" / "memory_bank")
-    with pytest.raises(BankError, match=r"there is no memory bank in .*hier-kv"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-TWO_LAYERS = {"base": {"num_hidden_layers": 2}, "layers": [1]}
-
-
 def test_with_ids_it_compiles_around_the_fetching(tmp_path):
     torch._dynamo.reset()
-    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **TWO_LAYERS), prompt(6)
+    sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]}
+    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **sizes), prompt(6)
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(logits(compiled, tokens, memory_ids=IDS), logits(model, tokens, memory_ids=IDS))
 
@@ -231,14 +201,10 @@ def test_with_ids_it_compiles_around_the_fetching(tmp_path):
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
 def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind, tmp_path):
     """Of each block that was fetched, and of no other."""
-    model, native, tokens = (
-        hierarchical_model(native_family, kind, tmp_path),
-        tiny_model(native_family, torch.float64),
-        prompt(7),
-    )
+    model, tokens = hierarchical_model(native_family, kind, tmp_path), prompt(7)
     train_blocks(model.banks)
     _, actual = loss_and_gradients(model, tokens, memory_ids=IDS)
-    native = stated_base(native, model, IDS)
+    native = stated_base(tiny_model(native_family, torch.float64), model, IDS)
     native(tokens, labels=tokens, use_cache=False).loss.backward()
     expected = {name: value.grad for name, value in native.named_parameters()} | gradients_of_blocks(model)
     names = sorted(model.banks.layouts)
@@ -247,13 +213,3 @@ def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind,
     for key, gradient in expected.items():
         assert gradient.any()
         torch.testing.assert_close(actual[key], gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_what_inference_mode_fetched_serves_a_pass_with_gradients(tmp_path):
-    model, tokens = hierarchical_model("llama", KINDS, tmp_path), prompt(6)
-    with torch.inference_mode():
-        expected = model(tokens, memory_ids=IDS).logits
-    output = model(tokens, memory_ids=IDS, labels=tokens)
-    torch.testing.assert_close(output.logits.detach(), expected.clone())
-    output.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())

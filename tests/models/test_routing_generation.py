@@ -1,16 +1,17 @@
-"""Generation is what full passes give, token by token, for every routing and every cache.
+"""Generation with chapters that are chosen by more than a token: what is kept of a sequence, where, and what is refused.
 
-Models are float64, so that passes that compute in another order still choose the same chapters and tokens.
+test_generation.py compares generation with full passes. Models are float64, so that passes that compute in another order still choose
+the same chapters and tokens.
 """
 
-import contextlib
 import warnings
 
 import pytest
 import torch
 from models.chapter_models import chapter_model, chapter_pair
+from models.hosting import by_full_passes
 from tiny import prompt
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache
 
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.state import MemoryState
@@ -18,77 +19,54 @@ from midus_hf.memories.hosting.state import MemoryState
 CAUSAL = ("chunk", "token")
 PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-
-
-def by_full_passes(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Greedy tokens, each by a pass over all tokens before it."""
-    for _ in range(NEW):
-        with torch.no_grad():
-            last = model(tokens, use_cache=False).logits[:, -1]
-        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
-    return tokens
-
-
-def looking_ahead(routing: str):
-    """The warning that generation with a memory that looks ahead gives."""
-    if routing == "sequence":
-        return pytest.warns(
-            UserWarning, match="a memory of this model chooses by the whole sequence, later tokens included"
-        )
-    return contextlib.nullcontext()
-
-
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
+
+
+def looking_ahead():
+    message = "a memory of this model chooses by the whole sequence, later tokens included"
+    return pytest.warns(UserWarning, match=message)
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_looking_ahead_generates_what_full_passes_do_and_says_that_it_looks(native_family, cache):
-    model = chapter_model(native_family, routing="sequence")
-    with looking_ahead("sequence"):
-        tokens = model.generate(prompt(PROMPT), **GREEDY, **CACHES[cache])
-    assert torch.equal(tokens, by_full_passes(model, prompt(PROMPT)))
+    model, tokens = chapter_model(native_family, routing="sequence"), prompt(PROMPT)
+    with looking_ahead():
+        generated = model.generate(tokens, **GREEDY, **CACHES[cache], return_dict_in_generate=True)
+    assert torch.equal(generated.sequences, by_full_passes(model, tokens, NEW)) and generated.get(CACHE) is None
     if native_family == "gemma2":  # whose eager attention gives NaN for rows that are padding alone, in float64
         return
     rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 1)]
     padded = torch.cat([torch.nn.functional.pad(row, (PROMPT - row.shape[1], 0)) for row in rows])
-    with looking_ahead("sequence"):
+    with looking_ahead():
         together = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY, **CACHES[cache])
     for row, tokens in zip(rows, together, strict=True):
-        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row)[0])
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_only_looking_ahead_is_warned_of(routing):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chapter_model(routing=routing).generate(prompt(PROMPT), max_new_tokens=1, do_sample=False)
+        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row, NEW)[0])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("routing", CAUSAL)
-def test_embeddings_may_stand_for_the_prompt(routing, cache):
+def test_embeddings_may_stand_for_the_prompt_and_nothing_is_warned_of(routing, cache):
     model = chapter_model(routing=routing)
     embedded = model.get_input_embeddings()(prompt(PROMPT))
-    expected = by_full_passes(model, prompt(PROMPT))[:, PROMPT:]
-    assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **CACHES[cache]), expected)
+    expected = by_full_passes(model, prompt(PROMPT), NEW)[:, PROMPT:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **CACHES[cache]), expected)
 
 
 @pytest.mark.parametrize("routing", CAUSAL)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_conversation_goes_on_from_its_cache(family, routing):
-    model = chapter_model(family, routing=routing)
-    first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
+def test_a_conversation_goes_on_from_its_cache_also_in_parts(native_family, routing):
+    """At first an empty cache without a config."""
+    model = chapter_model(native_family, routing=routing)
+    first = model.generate(prompt(PROMPT), **GREEDY, **{CACHE: DynamicCache()}, return_dict_in_generate=True)
     further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    second = model.generate(further, **GREEDY, **{CACHE: first[CACHE]})
-    assert torch.equal(second, by_full_passes(model, further))
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one(routing):
-    model = chapter_model(routing=routing)
-    expected = model.generate(prompt(PROMPT), **GREEDY)
-    for size in (PROMPT, 3):
-        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=size), expected)
+    settings = {
+        **GREEDY,
+        "attention_mask": torch.ones_like(further),
+    }  # else zeros among the tokens are taken for padding
+    expected = by_full_passes(model, further, NEW)
+    assert torch.equal(model.generate(further, **settings, **{CACHE: first[CACHE]}), expected)
+    assert torch.equal(model.generate(further, **settings, prefill_chunk_size=3), expected)
 
 
 def test_no_state_is_kept_where_tokens_choose_for_themselves():
@@ -98,45 +76,15 @@ def test_no_state_is_kept_where_tokens_choose_for_themselves():
     assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
 
 
-def test_looking_ahead_keeps_no_cache():
-    model = chapter_model(routing="sequence")
-    with looking_ahead("sequence"):
-        generated = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
-    assert generated.get(CACHE) is None
-
-
-def test_what_is_kept_is_as_large_as_a_token():
+def test_what_is_kept_is_as_large_as_a_token_and_nothing_in_training():
     model = chapter_model(routing="chunk")
     cache = model(prompt(PROMPT), use_cache=True)[CACHE]
     states = [layer for layer in cache.layers if isinstance(layer, MemoryState)]
     assert [(state.name, state.layer) for state in states] == [("chapters", 1), ("chapters", 3)]
     assert all(tensor.shape in ((2,), (2, 32)) for state in states for tensor in state.kept.values())
     assert cache.get_seq_length() == PROMPT
-
-
-def test_a_pass_that_trains_keeps_nothing():
-    model = chapter_model(routing="chunk").train()
-    assert not any(isinstance(layer, MemoryState) for layer in getattr(model(prompt(PROMPT))[CACHE], "layers", []))
-
-
-def test_a_static_cache_is_one_for_every_length():
-    """Compiled steps read it where it lies: another sequence writes over what is kept."""
-    model = chapter_model(routing="chunk")
-    cache = StaticCache(model.config, max_cache_len=20)
-    first = model(prompt(PROMPT), **{CACHE: cache})[CACHE]
-    (state, _) = [layer for layer in first.layers if isinstance(layer, MemoryState)]
-    pointers = {name: tensor.data_ptr() for name, tensor in state.kept.items()}
-    model(prompt(3), **{CACHE: cache})
-    cache.reset()
-    assert not state.kept
-    model(prompt(5), **{CACHE: cache})
-    assert {name: tensor.data_ptr() for name, tensor in state.kept.items()} == pointers
-
-
-def test_an_empty_cache_without_a_config_will_do(native_family):
-    model = chapter_model(native_family, routing="chunk")
-    generated = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
-    assert torch.equal(generated, model.generate(prompt(PROMPT), **GREEDY))
+    in_training = model.train()(prompt(PROMPT), labels=prompt(PROMPT))[CACHE]
+    assert not any(isinstance(layer, MemoryState) for layer in getattr(in_training, "layers", []))
 
 
 def filled_by(model):

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from models.cases import CASES, GREEDY, INSERTED, chosen_in_turn
-from models.depth_models import depth_model
 from models.gradients import loss_and_gradients
 from models.hosting import host_of, logits
 from tiny import WINDOW, prompt, tiny_model
@@ -78,17 +77,6 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
             for part in parts:
                 of_base = base(part, **{CACHE: caches[0]}).logits
                 assert torch.equal(model(part, **{CACHE: caches[1]}, **arguments).logits, of_base)
-
-
-@pytest.mark.parametrize("scale", [1, 30])
-@pytest.mark.parametrize("kind", ["default", "projected", "reused"])
-def test_what_depth_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(native_family, kind, scale):
-    model = depth_model(native_family, kind, torch.float32, acting=False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "ffn_" in name or "attention_key" in name:
-                parameter.mul_(scale)
-    assert torch.equal(logits(model, prompt()), logits(tiny_model(native_family), prompt()))
 
 
 def test_a_model_from_a_config_has_the_declared_start_values_in_every_layer(native_family):

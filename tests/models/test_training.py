@@ -7,7 +7,6 @@ import torch
 from models.cases import CASES, CHAPTERS, INSERTED, chosen, chosen_in_turn
 from models.gradients import check_close, enable_checkpointing, gradients_of, loss_and_gradients
 from models.hosting import logits
-from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import prompt, tiny_model
@@ -156,17 +155,3 @@ def test_autocast_changes_a_little_and_nothing_where_memories_do_not_act(native_
         still = CASES[case].model(native_family, tmp_path / "still", torch.float32, acting=False)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(logits(still, tokens, **CASES[case].given()), logits(tiny_model(native_family), tokens))
-
-
-@pytest.mark.parametrize("memory_type", ["product-key", "linear"])
-def test_training_other_layers_moves_nothing_of_a_frozen_memory(family, memory_type):
-    """Statistics of batch norms included."""
-    model = upscaled_model(family, memory_type=memory_type)
-    memories = [module for name, module in model.named_modules() if name.endswith(".memory")]
-    for memory in memories:
-        memory.requires_grad_(False)
-    before = [{name: tensor.clone() for name, tensor in memory.state_dict().items()} for memory in memories]
-    train_steps(model, 2)
-    for memory, state in zip(memories, before, strict=True):
-        assert "query_mean" in state
-        assert all(torch.equal(tensor, state[name]) for name, tensor in memory.state_dict().items())

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models.hosting import logits
+from models.hosting import host_config, logits
 from models.ultramem_models import KINDS, ultramem_model
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch import nn
@@ -19,10 +19,8 @@ ENTRY = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3}
 def built(family, memory=ENTRY):
     """A tiny model, built from a config."""
     config = NATIVE_FAMILIES[family].config()
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-    model_class = FAMILIES[config.model_type]
     torch.manual_seed(0)
-    return model_class(model_class.config_class(**fields, memory=[memory]))
+    return FAMILIES[config.model_type](host_config(config, [memory]))
 
 
 def mean_square(tensor):
@@ -65,36 +63,29 @@ def test_what_layers_add_is_as_large_at_every_depth(depth):
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_the_projections_that_write_to_the_residual_stream_are_drawn_narrower_and_no_others(family):
-    model = built(family)
-    scale, seen = (2 * model.config.num_hidden_layers) ** -0.5, 0
+@pytest.mark.parametrize("is_there", [True, False], ids=["beside it", "beside another memory"])
+def test_projections_that_write_to_the_residual_stream_are_drawn_narrower_once_and_no_others(family, is_there):
+    model, seen = built(family, ENTRY if is_there else {"type": "headwise", "layers": [1], "n": 8, "k": 3}), 0
+    width, scale = model.config.initializer_range, (2 * model.config.num_hidden_layers) ** -0.5
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".memories." not in name:
+        if isinstance(module, nn.Linear) and ".memor" not in name:
+            writes = is_there and name.endswith(("self_attn.o_proj", "mlp.down_proj"))
+            assert module.weight.std().item() == pytest.approx(width * scale if writes else width, rel=0.15)
             torch.manual_seed(1)
-            drawn = torch.empty_like(module.weight).normal_(0, model.config.initializer_range)
+            drawn = torch.empty_like(module.weight).normal_(0, width)
             torch.manual_seed(1)
             model._init_weights(module)
-            writes = name.endswith(("self_attn.o_proj", "mlp.down_proj"))
             assert torch.equal(module.weight, drawn * scale if writes else drawn), name
             seen += writes
-    assert seen == 2 * model.config.num_hidden_layers
+    assert seen == (2 * model.config.num_hidden_layers if is_there else 0)
 
 
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_building_a_model_draws_them_once(family):
-    for layer in built(family).model.layers:
-        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            assert weight.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.15)
-        assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.15)
-
-
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_what_a_checkpoint_holds_is_loaded_as_it_is(family, tmp_path):
-    model = built(family)
+def test_what_a_checkpoint_holds_is_loaded_as_it_is(native_family, tmp_path):
+    model = built(native_family)
     model.save_pretrained(tmp_path / "whole")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
-    base = tiny_model(family)  # has no memory: that is drawn, and nothing else
+    base = tiny_model(native_family)  # has no memory: that is drawn, and nothing else
     base.save_pretrained(tmp_path / "base")
     beside_memory = type(model).from_pretrained(tmp_path / "base", config=model.config).state_dict()
     assert all(torch.equal(beside_memory[name], value) for name, value in base.state_dict().items())
@@ -115,27 +106,15 @@ def test_what_training_kept_is_saved_and_loaded(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["own", "ring", "heads"])
 def test_usage_is_what_layers_retrieve(kind):
-    model, tokens, seen = ultramem_model("llama", kind), prompt(length=6), {}
-    memories = {layer: model.get_decoder().layers[layer].memories["ultramem"] for layer in (1, 3)}
-    hooks = [
-        memory.register_forward_pre_hook(lambda memory, inputs, layer=layer: seen.update({layer: inputs[0]}))
-        for layer, memory in memories.items()
-    ]
+    model, tokens, seen = ultramem_model("llama", kind), prompt(length=6), []
+    memories = [model.model.layers[layer].memories["ultramem"] for layer in (1, 3)]
+    for memory in memories:
+        memory.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with record_usage(model) as usage:
         logits(model, tokens)
-    for hook in hooks:
-        hook.remove()
     assert list(usage) == ["1 ultramem", "3 ultramem"]
-    for layer, counts in zip((1, 3), usage.values(), strict=True):
-        with torch.no_grad():
-            _, rows = memories[layer].retrieve(seen[layer])
+    for memory, read, counts in zip(memories, seen, usage.values(), strict=True):
+        _, rows = memory.retrieve(read)
         expected = torch.stack([of_head.flatten().bincount(minlength=counts.shape[1]) for of_head in rows.unbind(2)])
         assert torch.equal(counts, expected)
-        assert counts.sum() == tokens.numel() * memories[layer].num_heads * 3
-
-
-def test_other_memories_start_beside_what_transformers_draws():
-    for layer in built("llama", {"type": "headwise", "layers": [1], "n": 8, "k": 3}).model.layers:
-        for name, module in layer.named_modules():
-            if name.endswith("_proj") and isinstance(module, nn.Linear):
-                assert module.weight.std().item() == pytest.approx(0.02, rel=0.15)
+        assert counts.sum() == tokens.numel() * memory.num_heads * 3
