@@ -1,5 +1,6 @@
 """`midus edit blocks` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tiny import prompt, save_tiny_model
 from topics.trees import random_tree
+from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
@@ -14,6 +16,7 @@ from midus_hf.banks.model_banks import check_tree
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
+from midus_hf.training.run import train
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
@@ -222,6 +225,20 @@ def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, refusal):
     shutil.copytree(with_trees / "one", tmp_path / "model")
     (tmp_path / "model" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
     assert "was altered or is not whole: " in refusal("delete", tmp_path / "model", "--node", "2:7")
+
+
+def test_a_deleted_topic_is_learned_again_by_the_tree_of_the_run_and_all_else_stays(with_trees, tmp_path, run):
+    run("delete", with_trees / "one", "--node", "2:7", "--output", tmp_path / "without")
+    tiny_tokenizer().save_pretrained(tmp_path / "without")
+    row = json.dumps({"text": " ".join(f"w{word}" for word in range(10, 24)), "memory_ids": [2, 7]})
+    (tmp_path / "rest.jsonl").write_text(f"{row}\n" * 8)
+    keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
+    train(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
+    before, after = blocks_in(with_trees / "one"), blocks_in(tmp_path / "again")
+    assert after.keys() == before.keys() and bank_of(tmp_path / "again").deleted(2) == []
+    assert {key for key in before if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
+    saved, tree = (ClusterTree.load(folder) for folder in (tmp_path / "again", with_trees / "tree"))
+    assert saved.fingerprint == bank_of(tmp_path / "again").tree == tree.fingerprint, "texts find the topic again"
 
 
 def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, run):
