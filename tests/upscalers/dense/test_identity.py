@@ -32,7 +32,6 @@ def backward(model) -> None:
 
 
 def with_gradient(block) -> set[str]:
-    """Names of the parameters whose gradient is not all zero."""
     assert all(parameter.grad is not None for parameter in block.parameters())
     return {name for name, parameter in block.named_parameters() if parameter.grad.any()}
 
