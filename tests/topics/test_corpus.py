@@ -239,20 +239,6 @@ def test_a_file_that_another_replaces_with_its_size_and_time_is_read_anew(folder
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab12" * 16 + "\nsize 17477929\n"
 
 
-def test_pointers_among_files_are_counted(folder):
-    write(folder / "texts", {"real.txt": "words", **{f"{number}.txt": POINTER for number in range(12)}})
-    with pytest.raises(
-        ValueError, match=r"texts/0\.txt', which is a Git LFS pointer, not the file, as 11 others are; run"
-    ):
-        read_corpus(str(folder / "texts"))
-    write(folder / "card", {"README.md": card("data_files: x.jsonl"), "x.jsonl": POINTER})
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder / "saved"))
-    next((folder / "saved").glob("*.arrow")).write_text(POINTER)
-    for source in ("card", "saved"):
-        with pytest.raises(ValueError, match="which is a Git LFS pointer, not the file; run git lfs pull"):
-            read_corpus(str(folder / source))
-
-
 @pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
 def test_a_folder_with_the_name_of_a_reader_is_that_folder(folder, name, monkeypatch):
     """`datasets` reads the current folder for such a name."""
@@ -291,6 +277,9 @@ def test_a_saved_dataset_is_read_and_names_of_what_a_source_does_not_have_are_re
     ):
         with pytest.raises(ValueError, match=message):
             read_corpus(str(folder / source), **options)
+    next((folder / "saved").glob("*.arrow")).write_text(POINTER)
+    with pytest.raises(ValueError, match="which is a Git LFS pointer, not the file; run git lfs pull"):
+        read_corpus(str(folder / "saved"))
 
 
 def test_several_corpora_keep_their_order_and_columns_whose_types_agree(folder, capsys):
@@ -401,6 +390,14 @@ REFUSALS = {
         f"a pattern, {name}": ({name if "." in name else f"{name}/a.jsonl": lines()}, "in a path as a pattern. Rename", name)
         for name in ("x::y.jsonl", "shard[12]", "shard*", "shar?1")
     },
+    "pointers": (
+        {"real.txt": "words", **{f"{number}.txt": POINTER for number in range(12)}},
+        "0.txt', which is a Git LFS pointer, not the file, as 11 others are; run",
+    ),
+    "a pointer that a card names": (
+        {"README.md": card("data_files: x.jsonl"), "x.jsonl": POINTER},
+        "which is a Git LFS pointer, not the file; run git lfs pull",
+    ),
     **{
         f"a pointer, {name}": (
             {name: POINTER}, f"{name}', which is a Git LFS pointer, not the file; run git lfs pull there.", name,
