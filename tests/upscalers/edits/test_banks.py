@@ -225,18 +225,29 @@ def test_a_subtree_is_a_node_and_all_below_and_without_any_topic_there_is_no_tre
     assert not list((tmp_path / "1:2").rglob("tree.*")) and bank_of(tmp_path / "1:2").written(1) == []
 
 
-def test_a_deleted_topic_is_learned_again_by_the_tree_of_the_run_and_all_else_stays(with_trees, tmp_path, run):
-    run("delete", with_trees / "one", "--node", "2:7", "--output", tmp_path / "without")
+def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(with_trees, tmp_path, run):
+    """As docs/banks.md says: the generic memory has learned from every topic, and is deleted too."""
+    nodes = ["--node", "1:2", "--node", "1:generic", "--subtree"]
+    run("delete", with_trees / "one", *nodes, "--output", tmp_path / "without")
     tiny_tokenizer().save_pretrained(tmp_path / "without")
     row = json.dumps({"text": " ".join(f"w{word}" for word in range(10, 24)), "memory_ids": [2, 7]})
     (tmp_path / "rest.jsonl").write_text(f"{row}\n" * 8)
     keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
     train(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
     before, after = blocks_in(with_trees / "one"), blocks_in(tmp_path / "again")
-    assert after.keys() == before.keys() and bank_of(tmp_path / "again").deleted(2) == []
-    assert {key for key in before if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
+    assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(tmp_path / "again").deleted(2)
+    assert {key for key in after if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
     saved, tree = (ClusterTree.load(folder) for folder in (tmp_path / "again", with_trees / "tree"))
     assert saved.fingerprint == bank_of(tmp_path / "again").tree == tree.fingerprint, "texts find the topic again"
+    folders = (with_trees / "one", tmp_path / "without", tmp_path / "again")
+    models, tokens = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders], prompt(5)
+    with torch.no_grad():
+        of_others, of_topic = (
+            [model(tokens, memory_ids=torch.tensor([ids] * len(tokens))).logits for model in models]
+            for ids in ([0, 1], [2, 7])
+        )
+    assert torch.equal(of_others[0], of_others[1]) and torch.equal(of_others[0], of_others[2])
+    assert not torch.equal(of_topic[2], of_topic[1])
 
 
 def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, run):
