@@ -72,7 +72,7 @@ def with_the_base_of(kept, comparing: SmallComparison) -> SmallComparison:
 
 
 @pytest.mark.parametrize("variant", ["hml", "full"])
-def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, variant):
+def test_the_ends_of_the_curve_are_losses_of_packed_sequences_and_tasks_are_measured(room, kept, variant):
     comparing, base, results = kept
     run, result = results[variant]
     start = comparing.folder(run) / "upscaled" if variant == "hml" else room / "base"
@@ -84,10 +84,13 @@ def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, varian
     assert result.losses["plants"] < result.start.losses["plants"]
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
     assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
+    if HAS_HARNESS:
+        assert base.tasks["piqa"] == accuracy(room / "base", room)
+        assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
 
 
 def count(folder: Path) -> int:
-    """Return the parameters of a model, without the statistics that its buffers hold."""
+    """The parameters of a model, without the statistics that its buffers hold."""
     return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
@@ -99,6 +102,7 @@ def test_a_run_says_which_run_it_was_and_how_large(room, kept):
     assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
     assert (hml.starts_at_base, full.starts_at_base) == (True, None)
     assert not hml.starts_elsewhere and not full.starts_elsewhere and base.losses == full.start.losses
+    assert (hml.is_causal, hml.is_certified) == (True, False)
     assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
     for run, result in results.values():
         assert result == read_result(comparing.folder(run)) and result.peak_memory_bytes > 10**7
@@ -108,37 +112,36 @@ def test_a_run_says_which_run_it_was_and_how_large(room, kept):
     assert (full.new_parameters, full.trained_parameters) == (0, size)
 
 
-@needs_harness
-@pytest.mark.parametrize("variant", ["hml", "full"])
-def test_tasks_of_the_base_and_of_trained_models_are_measured(room, kept, variant):
-    comparing, base, results = kept
-    run, result = results[variant]
-    assert base.tasks["piqa"] == accuracy(room / "base", room)
-    assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
+MOC = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
+ENGRAM = {"table": "exact", "corpus": "ROOM/corpus", "width": 8, "layers": [0], "compress": False}
+# Variants, and what is told of their results; ROOM is the folder of the texts.
+TOLD = {
+    "a start elsewhere": (
+        {"upscale": {"method": "solar"}},
+        {"starts_at_base": False, "starts_elsewhere": True, "controls": {}, "is_causal": True, "is_certified": False},
+    ),
+    "not compared with the base, not causal": (
+        {"upscale": {"method": "moc", "options": MOC, "verify": False}},
+        {"starts_at_base": None, "starts_elsewhere": True, "is_causal": False},
+    ),
+    "certified": (
+        {
+            "upscale": {"method": "engram", "options": ENGRAM},
+            "train": {"protect": ["ROOM/stars.txt"]},
+            "rates": [1e-2],
+        },
+        {"starts_at_base": True, "is_certified": True},
+    ),
+}
 
 
-def test_a_model_that_does_not_start_as_the_base_is_known(room, kept, tmp_path):
-    comparing = SmallComparison(room, tmp_path, {"a": {"upscale": {"method": "solar"}}}, controls=False)
-    result = with_the_base_of(kept, comparing).measure(comparing.runs()[0])
-    assert result.starts_at_base is False and result.starts_elsewhere and result.controls == {}
-    assert result.start.losses["plants"] != kept[1].losses["plants"]
-
-
-def test_a_result_says_whether_its_model_was_compared_with_the_base_and_is_causal(room, kept, tmp_path):
-    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": "sequence"}
-    variants = {"a": {"upscale": {"method": "moc", "options": options, "verify": False}}}
-    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False))
+@pytest.mark.parametrize("case", TOLD)
+def test_a_result_says_how_its_model_starts_and_what_it_is(room, kept, tmp_path, case):
+    variant, told = json.loads(json.dumps(TOLD[case]).replace("ROOM", str(room)))
+    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, {"a": variant}, controls=False))
     result = comparing.measure(comparing.runs()[0])
-    assert result.starts_at_base is None and result.starts_elsewhere
-    assert result.is_causal is False and kept[2]["hml"][1].is_causal is True
-
-
-def test_a_result_says_whether_its_model_is_certified(room, kept, tmp_path):
-    options = {"table": "exact", "corpus": str(room / "corpus"), "width": 8, "layers": [0], "compress": False}
-    upscaling = {"method": "engram", "options": options}
-    variants = {"a": {"upscale": upscaling, "train": {"protect": [str(room / "stars.txt")]}, "rates": [1e-2]}}
-    comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False))
-    assert comparing.measure(comparing.runs()[0]).is_certified is True and kept[2]["hml"][1].is_certified is False
+    assert {key: getattr(result, key) for key in told} == told
+    assert (result.start.losses["plants"] != kept[1].losses["plants"]) == (result.starts_at_base is False)
 
 
 def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
@@ -174,12 +177,9 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
         paths = [room / f"{name}.txt"] if name != "corpus" else sorted((room / "corpus").iterdir())
         row = {"body": "\n".join(path.read_text() for path in paths), "text": "none"}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    texts = {
-        "domain": {"plants": str(tmp_path / "plants.jsonl")},
-        "retention": {"stars": str(tmp_path / "stars.jsonl")},
-    }
+    domain, retention = ({name: str(tmp_path / f"{name}.jsonl")} for name in ("plants", "stars"))
     corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body", "eval_steps": STEPS - 1}
-    comparing = SmallComparison(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
+    comparing = SmallComparison(room, tmp_path / "out", {"full": {}}, train=corpus, domain=domain, retention=retention)
     base = comparing.measure_base()
     assert base.losses["plants"] == pytest.approx(packed_loss(room / "base", room / "plants.txt"), rel=1e-5)
     result = comparing.measure(comparing.runs()[0])

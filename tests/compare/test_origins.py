@@ -39,14 +39,11 @@ def test_the_base_counts_by_its_weights_and_its_config(room):
     before = base_digest(str(base))
     (base / "notes.txt").write_text("not read")
     assert base_digest(str(base)) == before
-    config = (base / "config.json").read_text()
-    (base / "config.json").write_text(config + " ")
-    assert base_digest(str(base)) != before
-    (base / "config.json").write_text(config)
-    tokenizer = (base / "tokenizer_config.json").read_text()
-    (base / "tokenizer_config.json").write_text(tokenizer + " ")
-    assert base_digest(str(base)) != before
-    (base / "tokenizer_config.json").write_text(tokenizer)
+    for name in ("config.json", "tokenizer_config.json"):
+        usual = (base / name).read_text()
+        (base / name).write_text(usual + " ")
+        assert base_digest(str(base)) != before
+        (base / name).write_text(usual)
 
 
 def test_each_text_is_read_once_for_all_variants(room, tmp_path, monkeypatch):
@@ -83,8 +80,6 @@ def test_the_code_of_a_repository_has_its_commit_and_whether_it_was_changed(tmp_
     (tmp_path / "upscalers" / "__init__.py").write_text("1")
     assert code() == {**committed, "changed": True, "sources": code()["sources"]} != committed
 
-
-def test_without_git_the_code_has_the_digest_of_its_sources(monkeypatch):
     def absent(*_, **__):
         raise FileNotFoundError("git")
 

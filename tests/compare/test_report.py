@@ -53,22 +53,23 @@ def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
     assert {key: value for key, value in rows["base"].items() if value} == {"variant": "base", "domain loss": "3.0000"}
 
 
-@pytest.mark.parametrize(
-    ("starts", "expected"),
-    [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
-    ids=str,
-)
-def test_whether_a_variant_starts_at_the_base_is_told(starts, expected):
-    runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
-    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected
-
-
-def test_certified_variants_are_marked():
+def test_marks_tasks_and_texts_of_variants_are_told():
+    starts = {(None, None): "", (True, True): "yes", (False, False): "no", (True, False): "no", (True, None): "no"}
+    for told, expected in starts.items():
+        runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(told)]
+        assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == expected, told
     certified = [result("hml", [0.5], seed=seed, is_certified=True) for seed in (0, 1)]
     rows = rows_of(variants_table(found([*certified, *FULL])))
     assert {name: row["certified"] for name, row in rows.items()} == {"base": "", "hml": "yes", "full": ""}
     half = [dataclasses.replace(certified[0], is_certified=False), certified[1]]
     assert "certified" not in variants_table(found([*half, *FULL])).head
+    runs = [result("hml", [0.5], seed=seed, tasks={"piqa": {"acc": 0.5, "acc_norm": 0.75}}) for seed in (0, 1)]
+    base = dataclasses.replace(BASE, tasks={"piqa": {"acc": 0.5}, "mmlu": {"acc": 0.25}})
+    rows = rows_of(variants_table(findings(comparison(["hml"], tasks=TASKS), base, runs, {})))
+    assert [(row["piqa"], row["mmlu"]) for row in rows.values()] == [("0.500", "0.250"), ("0.750 ± 0.000", "")]
+    one = found([*HML, *FULL], retention={})  # nothing is said of forgetting
+    assert "forgotten" not in variants_table(one).head and differences_table(one).rows[0][2] == ""
+    assert [variant.forgotten for variant in one.variants] == [None, None]
 
 
 def test_the_report_says_how_each_variant_was_made():
@@ -92,13 +93,6 @@ def test_the_report_says_how_each_variant_was_made():
     }
 
 
-def test_tasks_of_base_and_variants_are_told():
-    runs = [result("hml", [0.5], seed=seed, tasks={"piqa": {"acc": 0.5, "acc_norm": 0.75}}) for seed in (0, 1)]
-    base = dataclasses.replace(BASE, tasks={"piqa": {"acc": 0.5}, "mmlu": {"acc": 0.25}})
-    rows = rows_of(variants_table(findings(comparison(["hml"], tasks=TASKS), base, runs, {})))
-    assert [(row["piqa"], row["mmlu"]) for row in rows.values()] == [("0.500", "0.250"), ("0.750 ± 0.000", "")]
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
@@ -115,27 +109,18 @@ def test_which_metric_of_a_task_is_told(metrics, expected):
     assert metric_of(metrics) == expected
 
 
-def test_variants_stand_beside_their_null_controls():
-    one = found([*HML, *FULL, *NULL])
-    # Lower by 0.25 with both seeds: the interval has no width.
-    assert controls_table(one).rows == [["hml", "one-row", "+0.2500 ± 0.0000", "2", "beats it"]]
-    assert "hml+one-row" not in rows_of(variants_table(one))
-
-
-def test_variants_are_subtracted_from_what_learned_most_seed_by_seed():
+def test_variants_are_subtracted_from_what_learned_most_seed_by_seed_and_stand_beside_null_controls():
     # full learned 1.0 and 1.5, hml 0.5 and 0.75; full forgot 1.0 and 2.0, hml 0.125 and 0.375.
-    table = differences_table(found([*HML, *FULL]))
+    one = found([*HML, *FULL, *NULL])
+    table = differences_table(one)
     assert table.title == "Difference to full, which learned most, paired by seed, with 95 % intervals"
     # Of two numbers that differ by d, the deviation is d by the root of 2, and half of the interval 12.706 / 2 d.
     assert table.rows == [["hml", f"-0.6250 ± {12.706 / 8:.4f}", f"-1.2500 ± {12.706 * 3 / 8:.4f}", "2"]]
     assert differences_table(found([HML[0], FULL[0]])).rows == [["hml", "-0.5000", "-0.8750", "1"]]
     assert differences_table(found(HML)).rows == []
-
-
-def test_without_texts_outside_nothing_is_said_of_forgetting():
-    one = found([*HML, *FULL], retention={})
-    assert "forgotten" not in variants_table(one).head and differences_table(one).rows[0][2] == ""
-    assert [variant.forgotten for variant in one.variants] == [None, None]
+    # Lower by 0.25 with both seeds: the interval has no width.
+    assert controls_table(one).rows == [["hml", "one-row", "+0.2500 ± 0.0000", "2", "beats it"]]
+    assert "hml+one-row" not in rows_of(variants_table(one))
 
 
 def test_where_no_run_is_done_there_is_a_report_of_the_base(tmp_path):
@@ -160,15 +145,15 @@ def test_json_has_the_numbers_of_the_tables_and_all_results():
 
 @pytest.mark.parametrize("has_matplotlib", [True, False])
 def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, monkeypatch, has_matplotlib):
+    runs = [*HML, *FULL, *FULL_SLOW, *NULL]
+    one = found(runs, failures={"a<b": "1 & 2"}, missing=1, base="/folder/of/a/base")
     if has_matplotlib:
         pytest.importorskip("matplotlib")
     else:
+        (tmp_path / "frontier.png").write_text("of an earlier report")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    runs = [*HML, *FULL, *FULL_SLOW, *NULL]
-    one = found(runs, failures={"a<b": "1 & 2"}, missing=1, base="/folder/of/a/base")
     page = write_report(tmp_path, one).read_text().replace("\u00a0", " ")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [*["frontier.png"] * has_matplotlib, "report.html"]
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", *["frontier.png"] * has_matplotlib}
     assert page.count("data:image/png;base64,") == has_matplotlib
     if has_matplotlib:
         assert base64.b64encode((tmp_path / "frontier.png").read_bytes()).decode() in page
@@ -179,15 +164,6 @@ def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path, mon
             assert "<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>" in page
     assert all(f"<p>{html.escape(sentence)}</p>" in page for sentence in cautions(one))
     assert "<h1>What variants of base learned and forgot</h1>" in page and "/folder" not in page
-
-
-def test_a_report_without_a_picture_leaves_none_of_an_earlier_report(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    write_report(tmp_path, found([*HML, *FULL]))
-    assert (tmp_path / "frontier.png").is_file()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    write_report(tmp_path, found([*HML, *FULL]))
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 PICTURES = {

@@ -33,22 +33,69 @@ def variant(name: str, rates=(ONE,), upscale=None, **changes) -> Variant:
     return Variant(name, upscale, {"corpus": "corpus", "max_steps": 4}, list(rates), **changes)
 
 
+class PretendedProcess:
+    """What `running` uses of `subprocess.Popen`: a run that ends with a result that a test has chosen. It is its own input."""
+
+    returncode = None
+
+    def __init__(self, runs: "PretendedRuns", env: dict[str, str], log: Path):
+        self.runs, self.env, self.log, self.stdin = runs, env, log, self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def write(self, words: str) -> None:
+        values = json.loads(words)
+        assert values["parent"] == os.getpid()
+        self.run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+        self.inputs, self.behaviour = values["inputs"], self.runs.behaviour.get(self.run.name, {})
+        self.looks = self.behaviour.get("looks", 0)
+        self.log.write_text(self.behaviour.get("prints", ""))
+        self.runs.notes.append({"name": self.run.name, "env": self.env, "beside": list(self.runs.alive)})
+        self.runs.alive.append(self.run.name)
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        if self.looks < 0 and self.returncode is None:
+            self.runs.alive.remove(self.run.name)
+            self.returncode = self.behaviour.get("exits", 0)
+            if not self.returncode:
+                self._write_result(self.behaviour.get("loss", 2.0))
+        return self.returncode
+
+    def _write_result(self, loss: float) -> None:
+        run, one = self.run, comparison(self.runs.folder)
+        controls = CONTROLS if run.variant.upscale is not None and run.variant.control is None else {}
+        curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
+        names = {"control": run.variant.control, "control_of": run.variant.control_of, "controls": controls}
+        told = {"request": run.request(one), "origin": self.inputs, **names}
+        write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
+
+
 class PretendedRuns:
     """A folder in which runs are pretended.
 
     `behaviour` tells of runs by name: a `loss` of the validation text, `looks` before it ends, `exits` with a status and `prints`
-    before.
+    before. `notes` has of each run that began its name, the variables of its process, and the names of the runs beside it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.behaviour: dict[str, dict[str, Any]] = {}
-        # Of each run that began: its name, the variables of its process, and the names of the runs beside it.
         self.notes: list[dict[str, Any]] = []
         self.alive: list[str] = []
 
     def run(self, variants, jobs=1, devices=(), **changes) -> dict[str, str]:
         return run_all(comparison(self.folder, **changes), variants, jobs, devices)
+
+    def collect(self, variants, **changes) -> tuple[list[tuple[str, dict[str, float], int]], int]:
+        """Name, rate and seed of the results that count beside the base's, and the number of those that are missing."""
+        base, results, missing = collect(comparison(self.folder, **changes), variants)
+        assert base is not None
+        return [(one.variant, one.rate, one.seed) for one in results], missing
 
     def names(self) -> list[str]:
         """Return the names of the runs that have begun, in order, and forget them."""
@@ -56,54 +103,9 @@ class PretendedRuns:
         self.notes.clear()
         return names
 
-    def popen(self, words, *, env, stdin, stdout, stderr, text, start_new_session) -> Any:
-        """Return what `running` uses of `subprocess.Popen`: a run that ends with a result that a test has chosen."""
+    def popen(self, words, *, env, stdin, stdout, stderr, text, start_new_session) -> PretendedProcess:
         assert words[1:] == ["-m", "midus_hf.compare.one_run"] and start_new_session and stdout is stderr
-        process = SimpleNamespace(returncode=None, looks=0)
-
-        class Input:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                pass
-
-            def write(_, words: str) -> None:
-                values = json.loads(words)
-                assert values["parent"] == os.getpid()
-                process.run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
-                process.inputs = values["inputs"]
-                process.behaviour = self.behaviour.get(process.run.name, {})
-                process.looks = process.behaviour.get("looks", 0)
-                Path(stderr.name).write_text(process.behaviour.get("prints", ""))
-                self.notes.append({"name": process.run.name, "env": env, "beside": list(self.alive)})
-                self.alive.append(process.run.name)
-
-        def poll() -> int | None:
-            process.looks -= 1
-            if process.looks < 0 and process.returncode is None:
-                self.alive.remove(process.run.name)
-                process.returncode = process.behaviour.get("exits", 0)
-                if not process.returncode:
-                    self._write_result(process.run, process.behaviour.get("loss", 2.0), process.inputs)
-            return process.returncode
-
-        class Process:
-            stdin = Input()
-            returncode = property(lambda _: process.returncode)
-
-            def poll(self) -> int | None:
-                return poll()
-
-        return Process()
-
-    def _write_result(self, run: Run, loss: float, inputs: dict[str, str]) -> None:
-        one = comparison(self.folder)
-        controls = CONTROLS if run.variant.upscale is not None and run.variant.control is None else {}
-        curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
-        names = {"control": run.variant.control, "control_of": run.variant.control_of, "controls": controls}
-        result = Result(run.variant.name, run.rate, run.seed, curve, request=run.request(one), origin=inputs, **names)
-        write_result(run.folder(one), result)
+        return PretendedProcess(self, env, Path(stderr.name))
 
 
 @pytest.fixture
@@ -129,20 +131,16 @@ def test_all_rates_are_searched_with_the_first_seed_before_the_best_has_a_second
     ]
 
 
-def test_several_runs_run_beside_one_another_and_the_base_alone(pretended):
+def test_several_runs_run_beside_one_another_the_base_alone_and_each_may_have_a_device(pretended, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": 3} for name in "abcd"}
     pretended.run([variant(name) for name in "abcd"], jobs=3)
     assert [len(note["beside"]) for note in pretended.notes] == [0, 0, 1, 2, 0]
-    assert {note["env"].get("CUDA_VISIBLE_DEVICES") for note in pretended.notes} == {
-        os.environ.get("CUDA_VISIBLE_DEVICES")
-    }
-
-
-def test_each_run_has_a_device_of_its_own(pretended, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
-    looks = zip("abcd", (3, 1, 3, 1), strict=True)
+    assert {note["env"]["CUDA_VISIBLE_DEVICES"] for note in pretended.notes} == {"0,1,2,3,4,5,6"}
+    looks = zip("efgh", (3, 1, 3, 1), strict=True)
     pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": number} for name, number in looks}
-    pretended.run([variant(name) for name in "abcd"], devices=["3", "5"])
+    pretended.notes.clear()
+    pretended.run([variant(name) for name in "efgh"], devices=["3", "5"])
     device = {note["name"]: note["env"]["CUDA_VISIBLE_DEVICES"] for note in pretended.notes}
     assert set(device.values()) == {"3", "5"}
     for note in pretended.notes:
@@ -172,8 +170,7 @@ def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
         "b/0.001/seed-0": f"it said nothing (status -9; see {logs[1]})",
     }
     assert len(pretended.names()) == 4
-    base, results, missing = collect(comparison(pretended.folder), variants)
-    assert base is not None and [one.variant for one in results] == ["c"] and missing == 2
+    assert pretended.collect(variants) == ([("c", ONE, 0)], 2)
     pretended.behaviour = {}
     assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
 
@@ -198,37 +195,34 @@ def test_what_is_added_is_done_alone(pretended):
     faster = [variant("a", [ONE, TWO], UPSCALE)]
     pretended.run(faster, seeds=[0, 1])
     assert pretended.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
-    _, counted, missing = collect(comparison(pretended.folder, seeds=[0, 1]), faster)
-    assert missing == 0 and [(one.variant, one.rate, one.seed) for one in counted] == [
-        *(("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1)),
-        *(("a+one-row", TWO, seed) for seed in (0, 1)),
-    ]
+    counted = [("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1), ("a+one-row", TWO, 0), ("a+one-row", TWO, 1)]
+    assert pretended.collect(faster, seeds=[0, 1]) == (counted, 0)
     assert all(path.read_bytes() == content for path, content in results.items())
 
 
-@pytest.mark.parametrize("fast", [{"exits": 1}, {"loss": float("nan")}], ids=["failed", "not finite"])
-def test_a_rate_that_fails_or_ends_at_no_number_is_not_chosen(pretended, fast):
-    pretended.behaviour = {"a/0.01/seed-0": fast}
-    a = variant("a", [ONE, TWO])
-    assert list(pretended.run([a], seeds=[0, 1])) == ["a/0.01/seed-0"] * ("exits" in fast)
-    assert pretended.names() == ["base", "a/0.001/seed-0", "a/0.01/seed-0", "a/0.001/seed-1"]
-    assert collect(comparison(pretended.folder, seeds=[0, 1]), [a])[2] == ("exits" in fast)
+# What runs do, the rates and the upscaling of a variant, the runs of two seeds beside its first rate's, and how many are missing.
+NOT_DONE = {
+    "a rate that failed": ({"a/0.01/seed-0": {"exits": 1}}, [ONE, TWO], None, ["a/0.01/seed-0", "a/0.001/seed-1"], 1),
+    "a rate of no number": ({"a/0.01/seed-0": {"loss": float("nan")}}, [ONE, TWO], None, ["a/0.01/seed-0", "a/0.001/seed-1"], 0),
+    "no rate that is a number": ({"a/0.001/seed-0": {"loss": float("nan")}}, [ONE], UPSCALE, [], 1),
+    "a null control": (
+        {"a+one-row/0.001/seed-1": {"exits": 1}}, [ONE], UPSCALE,
+        ["a/0.001/seed-1", "a+one-row/0.001/seed-0", "a+one-row/0.001/seed-1"], 1,
+    ),
+}  # fmt: skip
 
 
-def test_where_no_rate_ends_at_a_number_there_is_no_second_seed(pretended):
-    pretended.behaviour = {"a/0.001/seed-0": {"loss": float("nan")}}
-    a = variant("a", upscale=UPSCALE)
-    pretended.run([a], seeds=[0, 1])
-    assert pretended.names() == ["base", "a/0.001/seed-0"]
-    assert collect(comparison(pretended.folder, seeds=[0, 1]), [a])[2] == 1
-
-
-def test_null_controls_that_are_not_done_are_counted(pretended):
-    pretended.behaviour = {"a+one-row/0.001/seed-1": {"exits": 1}}
-    variants = [variant("a", upscale=UPSCALE)]
-    pretended.run(variants, seeds=[0, 1])
-    _, results, missing = collect(comparison(pretended.folder, seeds=[0, 1]), variants)
-    assert [(one.variant, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == 1
+@pytest.mark.parametrize("case", NOT_DONE)
+def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(pretended, case):
+    pretended.behaviour, rates, upscale, others, missing = NOT_DONE[case]
+    variants, failing = (
+        [variant("a", rates, upscale)],
+        [key for key, one in NOT_DONE[case][0].items() if "exits" in one],
+    )
+    assert list(pretended.run(variants, seeds=[0, 1])) == failing
+    assert pretended.names() == ["base", "a/0.001/seed-0", *others]
+    results, counted = pretended.collect(variants, seeds=[0, 1])
+    assert counted == missing and len(results) == 1 + len(others) - len(failing)
 
 
 def written(name: str) -> Callable[..., object]:
@@ -296,11 +290,11 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretend
 
     monkeypatch.setattr(running.subprocess, "Popen", starts_another)
     pretended.run([variant("a")])
-    message = (
+    assert pretended.names() == ["base", "a/0.001/seed-0"]
+    assert refused == 2 * [
         f"output_dir is {str(pretended.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
         "choose another output_dir; --jobs does several runs at a time."
-    )
-    assert refused == [message, message] and pretended.names() == ["base", "a/0.001/seed-0"]
+    ]
 
 
 def test_what_runs_print_goes_to_their_log_and_they_end_when_a_person_interrupts(tmp_path, monkeypatch, capfd):

@@ -18,7 +18,6 @@ from midus_hf.training.arguments import TrainArguments
 
 VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}])
 
-
 comparison = partial(made_results.comparison, ["hml"])
 
 
@@ -47,24 +46,17 @@ def test_tokens_are_told_before_a_run(train, tokens):
 
 
 def test_a_run_is_told_what_the_comparison_sets():
-    comparison_keys = keys()
-    assert comparison_keys == {
-        "dataloader_drop_last": True,
-        "corpus": "corpus",
-        "max_steps": 10,
-        "eval_on_start": True,
-        "eval_steps": 10,
-        "model_name_or_path": "model",
-        "output_dir": "run",
-        "seed": 3,
+    assert keys() == {
+        **{"corpus": "corpus", "model_name_or_path": "model", "output_dir": "run", "seed": 3, "max_steps": 10},
+        **{"dataloader_drop_last": True, "eval_on_start": True, "eval_steps": 10},
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt", "herbs": "herbs.txt"},
     }
-    assert from_mapping(TrainArguments, comparison_keys).eval_steps == 10
 
 
 @pytest.mark.parametrize(
     ("train", "every"),
     [
+        ({"max_steps": 10}, 10),
         ({"max_steps": "1e2"}, 100),
         ({"max_steps": 100.0, "eval_steps": None}, 100),
         ({"max_steps": 10, "eval_steps": 5}, 5),
@@ -77,6 +69,9 @@ def test_texts_are_measured_at_the_end_and_as_often_as_the_recipe_says(train, ev
     assert from_mapping(TrainArguments, keys(variant)).eval_steps == every
 
 
+OTHER_TRAIN = {"corpus": "other", "max_steps": 10, "per_device_train_batch_size": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
@@ -85,23 +80,18 @@ def test_texts_are_measured_at_the_end_and_as_often_as_the_recipe_says(train, ev
         ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants", "texts.plants"]),
         ({"variant": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),
         ({"variant": {"upscale": None}}, ["upscale"]),
-        (
-            {"variant": {"train": {"corpus": "other", "max_steps": 10, "per_device_train_batch_size": 2}}},
-            ["train.corpus", "train.per_device_train_batch_size"],
-        ),
+        ({"variant": {"train": OTHER_TRAIN}}, ["train.corpus", "train.per_device_train_batch_size"]),
         # What a result does not depend on.
         ({"output_dir": "elsewhere", "seeds": [3, 4], "controls": False}, []),
         ({"variant": {"name": "b", "rates": [{}, {"learning_rate": 1.0}]}}, []),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_has_changed_of_a_request_is_named(change, changed):
     variant = dataclasses.replace(VARIANT, **change.pop("variant", {}))
     before, now = Run(VARIANT, {}, 3).request(comparison()), Run(variant, {}, 3).request(comparison(**change))
     assert changed_keys(before, now) == changed
-
-
-def test_what_is_no_mapping_any_more_has_changed_as_a_whole():
+    # What is no mapping any more has changed as a whole.
     assert changed_keys({"a": {"b": 1}}, {"a": [1]}) == ["a"]
     assert changed_keys([1], [2]) == ["all"] and changed_keys([1], [1]) == []
 
@@ -113,11 +103,8 @@ def test_a_result_of_an_earlier_version_is_read_without_what_is_no_longer_kept(t
     older["curve"] = [{**point, "tokens": 512} for point in older["curve"]]
     (tmp_path / "seed-0.json").write_text(json.dumps(older))
     assert read_result(tmp_path / "seed-0") == report
-
-
-def test_without_a_file_there_is_no_result(tmp_path):
-    (tmp_path / "seed-0.json").mkdir()
-    assert read_result(tmp_path / "seed-0") is None and read_result(tmp_path / "absent" / "seed-0") is None
+    (tmp_path / "seed-1.json").mkdir()
+    assert read_result(tmp_path / "seed-1") is None and read_result(tmp_path / "absent" / "seed-0") is None
 
 
 PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m" / "runs"

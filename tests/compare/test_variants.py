@@ -47,25 +47,20 @@ def file(tmp_path):
 
 
 def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
-    variants = {"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}}
-    (report,) = planned(variants)[1]
+    (report,) = planned({"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}})[1]
     recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
     (result,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
     assert result == report and result.upscale == HEADWISE
     ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
     recipe = file({"learning_rate": 0.5, **ours})
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [report]
-
-
-def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned, file):
+    # A file for all variants, of which a variant's keys win.
     shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
-    report = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
-    comparison, variants = plan(from_mapping(Comparison, report))
+    of_all = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
+    comparison, variants = plan(from_mapping(Comparison, of_all))
+    usual = {**training(room), "trainable": "all"}
     assert comparison.train == training(room)
-    assert [variant.train for variant in variants] == [
-        {**training(room), "learning_rate": 0.5, "trainable": "all"},
-        {**training(room), "trainable": "all"},
-    ]
+    assert [variant.train for variant in variants] == [{**usual, "learning_rate": 0.5}, usual]
 
 
 def test_the_variants_of_the_docs_are_planned(planned):
@@ -115,19 +110,9 @@ def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned
         "all": {},
     }
     _, result = planned(variants, base=str(tmp_path / "base"), rates=[1e-3])
-    apart = {"learning_rate": 1e-3, "value_learning_rate": 1e-2}
-    assert {one.name: one.rates for one in result} == {
-        **{name: [apart] for name in ("new", "recorded", "adapters")},
-        "all": [{"learning_rate": 1e-3}],
-    }
-
-
-def test_a_number_and_the_mapping_that_it_stands_for_are_one_rate(planned):
-    rates = [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]
-    with pytest.raises(ValueError, match=r"^rates has 0\.001,value=0\.01 twice; expected rates that differ"):
-        planned({"a": {"upscale": HEADWISE, "rates": rates}})
-    with pytest.raises(ValueError, match=r"^rates has 0\.001 twice; expected rates that differ"):
-        planned({"a": {"rates": [1e-3, {"learning_rate": 1e-3}]}})
+    apart = [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}]
+    expected = {"new": apart, "recorded": apart, "adapters": apart, "all": [{"learning_rate": 1e-3}]}
+    assert {one.name: one.rates for one in result} == expected
 
 
 def test_plans_name_both_rates(planned):
@@ -187,6 +172,13 @@ REFUSED = {
         "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
+    "a number and its mapping": (
+        {"upscale": HEADWISE, "rates": [1e-3, {"learning_rate": 1e-3, "value_learning_rate": 1e-2}]},
+        "rates has 0.001,value=0.01 twice; expected rates that differ",
+    ),
+    "a number and its mapping without values": (
+        {"rates": [1e-3, {"learning_rate": 1e-3}]}, "rates has 0.001 twice; expected rates that differ"
+    ),
     "an absent file": (
         {"upscale": "absent.yaml"},
         "variants.a.upscale names a file: config is 'absent.yaml', which cannot be read (No such file or directory)",
@@ -213,6 +205,7 @@ REFUSED_OF_ALL = [
     ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
     ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
     ({"variants": {"a": {"upscale": HEADWISE}}, "base": "absent"}, "variants.a.upscale: "),
+    ({"output_dir": "FILES/short.txt"}, "output_dir is 'FILES/short.txt', a file; expected a folder."),
     ({"base": "FILES/bare"}, "base is 'FILES/bare', whose config or tokenizer cannot be loaded: "),
     ({"base": "ROOM/corpus"}, "base is 'ROOM/corpus', a folder without config.json; expected that of a saved model."),
     ({"train": {"corpus": "absent.txt"}}, "train.corpus is 'absent.txt', which does not exist; expected"),
@@ -271,9 +264,3 @@ def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, 
     (variant,) = planned({"a": {"train": file({"sequence_length": "3.2e1"})}})[1]
     assert variant.train["sequence_length"] == "3.2e1"
     planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})
-
-
-def test_an_output_that_is_a_file_is_refused(planned, tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match=r"out', a file; expected a folder\."):
-        planned({"a": {}})

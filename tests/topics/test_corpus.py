@@ -5,8 +5,8 @@ import gzip
 import json
 import lzma
 import os
-import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,28 +21,9 @@ def lines(texts=TEXTS, **more) -> bytes:
     return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
 
 
-def csv_of(separator: str) -> bytes:
+def table_of(separator: str) -> bytes:
     quoted = ['"' + text.replace('"', '""') + '"' for text in TEXTS]
     return ("\n".join([f"text{separator}id", *(f"{text}{separator}{n}" for n, text in enumerate(quoted))])).encode()
-
-
-FILES = {
-    "lines.jsonl": lines(),
-    "lines.JSONL": lines(),
-    "lines.ndjson": lines(),
-    "lines.json": lines(),
-    "list.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
-    "table.csv": csv_of(","),
-    "table.TSV": csv_of("\t"),
-    "lines.jsonl.gz": gzip.compress(lines()),
-    "list.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
-    "lines.json.bz2": bz2.compress(lines()),
-    "lines.jsonl.xz": lzma.compress(lines()),
-    "lines.JSON.GZ": gzip.compress(lines()),
-    "archives end to end.jsonl.gz": gzip.compress(lines(TEXTS[:1])) + gzip.compress(lines(TEXTS[1:])),
-    "a mark first.jsonl": b"\xef\xbb\xbf" + lines(),
-    "blank lines.jsonl": lines().replace(b"\n", b"\n\n"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +39,128 @@ def folder(tmp_path):
 
 
 def write(folder, files):
+    """Write files by their names, of which what is a path becomes a link to that file; return the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if isinstance(content, Path):
+            path.symlink_to(folder / content)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(folder)
+
+
+def card(*configurations: str) -> str:
+    """The card of a dataset whose configurations `a`, `b` say these lines of themselves."""
+    said = (f"- config_name: {name}\n  {words}\n" for name, words in zip("ab", configurations, strict=False))
+    return f"---\nconfigs:\n{''.join(said)}---\nWords.\n"
 
 
 def texts_of(corpus, **options):
     return read_corpus(str(corpus) if not isinstance(corpus, list) else corpus, **options)["text"][:]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_rows_are_read_by_the_kind_of_the_file(folder, name):
-    write(folder, {name: FILES[name]})
-    assert texts_of(folder / name) == TEXTS
+NOTES = "Two lines,\nand a third.\n\n"
+SPLITS = ["README.md", "data/train.jsonl", "data/validation.jsonl", "data/test.jsonl", "notes.txt"]
+DOWNLOADED = {name: lines([name]) if name.endswith("l") else "a card" for name in SPLITS}
+IN_TEN_THOUSAND = ["1"] * 10_050
+
+# Files, of which one alone is read as it is and several as their folder; the texts of their rows, or their rows; and lines on
+# standard error, each told by its end.
+READ = {
+    **{
+        name: ({name: content}, TEXTS)
+        for name, content in {
+            "lines.jsonl": lines(), "lines.JSONL": lines(), "lines.ndjson": lines(), "lines.json": lines(),
+            "list.json": json.dumps([{"text": text} for text in TEXTS]), "lines.jsonl.gz": gzip.compress(lines()),
+            "list.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
+            "lines.json.bz2": bz2.compress(lines()), "lines.jsonl.xz": lzma.compress(lines()),
+            "lines.JSON.GZ": gzip.compress(lines()),
+            "archives end to end.jsonl.gz": gzip.compress(lines(TEXTS[:1])) + gzip.compress(lines(TEXTS[1:])),
+            "a mark first.jsonl": b"\xef\xbb\xbf" + lines(), "blank lines.jsonl": lines().replace(b"\n", b"\n\n"),
+        }.items()
+    },
+    **{name: ({name: "\ufeff" + NOTES}, [NOTES]) for name in ("notes.txt", "notes.md", "notes")},
+    "notes.txt.gz": ({"notes.txt.gz": gzip.compress(NOTES.encode())}, [NOTES]),
+    # Columns of tables are text.
+    **{
+        name: ({name: table_of(separator)}, [{"text": text, "id": str(n)} for n, text in enumerate(TEXTS)])
+        for name, separator in {"table.csv": ",", "table.TSV": "\t"}.items()
+    },
+    "numbers": ({"x.csv": "text,id\n4,1\n"}, [{"text": "4", "id": "1"}]),
+    "leading zeros": ({"x.csv": "text\n007\n1e3\n"}, ["007", "1e3"]),
+    "truth values": ({"x.csv": "text\nTrue\nFalse\n"}, ["True", "False"]),
+    "words for nothing": ({"x.csv": "text,id\nNA,\nnull,nan\n"}, [{"text": "NA", "id": ""}, {"text": "null", "id": "nan"}]),
+    "a number, then a word": ({"x.csv": "\n".join(["text", *IN_TEN_THOUSAND, "word"])}, [*IN_TEN_THOUSAND, "word"]),
+    "a short row": ({"x.csv": "text,id\na\n"}, [{"text": "a", "id": ""}]),
+    "dates": ({"x.csv": "text,id\n2004-01-25,2\n"}, [{"text": "2004-01-25", "id": "2"}]),
+    "one column with signs": ({"x.csv": 'text\n"a; b, c"\n'}, [{"text": "a; b, c"}]),
+    # Separators are found.
+    **{
+        f"{separator} in {name}": (
+            {name: content}, [{"text": "a, b", "id": "1"}], f"{name}': fields are separated by {separator}, not by {usual}",
+        )
+        for name, content, separator, usual in (
+            ("x.csv", "\ntext;id\na, b;1\n", "semicolons", "commas"),
+            ("x.csv", '\ufeff"text"\t"id"\na, b\t1\n', "tabs", "commas"), ("x.tsv", 'text,id\n"a, b",1\n', "commas", "tabs"),
+            ("x.csv.gz", gzip.compress(b"text;id\na, b;1\n", mtime=0), "semicolons", "commas"),
+        )
+    },
+    # A card declares files, and not how their values are read.
+    "a card": (
+        {"README.md": card("data_files: x.jsonl"), "x.jsonl": lines(["2004-01-25"], id=2**64)},
+        [{"text": "2004-01-25", "id": 2**64}], "1 of 2 files are read; not read: 1 .md",
+    ),
+    "a card of a list": (
+        {"README.md": card("data_files: x.json\n  field: rows"), "x.json": '{"rows": [{"text": "1", "id": 1.0}]}'},
+        [{"text": "1", "id": 1.0}], "1 of 2 files are read; not read: 1 .md",
+    ),
+    "a card of a table": (
+        {"README.md": card("data_files: x.csv\n  sep: ;"), "x.csv": "text;id\n007;1\n"}, [{"text": "007", "id": "1"}],
+        "1 of 2 files are read; not read: 1 .md",
+    ),
+    # Files of one kind are read.
+    "one file of rows": (
+        {"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "1 of 4 files are read; not read: 3 .txt",
+    ),
+    "a hidden setting": ({"a.txt": "a\nb\n", "b.txt": "c\n", ".vscode/settings.json": "{}"}, ["a\nb\n", "c\n"]),
+    "a table": ({"data.csv": f"text\n{TEXTS[0]}\n", "notes.txt": "a\nb\n"}, TEXTS[:1], "1 of 2 files are read; not read: 1 .txt"),
+    "two kinds of rows": (
+        {"a.tsv": "text\none\n", "b.tsv": "text\ntwo\n", "c.csv": "no"}, ["one", "two"],
+        "2 of 3 files are read; not read: 1 .csv",
+    ),
+    "notes named as a split": (
+        {"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, "1 of 2 files are read; not read: 1 .txt",
+    ),
+    "capitals": ({"A.JSONL": lines(), "b.jsonl": lines()}, TEXTS * 2),
+    "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, "1 of 2 files are read; not read: 1 .jsonl"),
+    "many kinds": (
+        {"a.txt": "a", **{f"{name}.{name}": "" for name in ("one", "two", "three", "four", "five", "six")}}, ["a"],
+        "1 of 7 files are read; not read: 1 .five, 1 .four, 1 .one, 1 .six, 1 .three and 1 more",
+    ),
+    "a linked folder": ({"a.txt": "one", "linked.txt": Path()}, ["one"], "1 of 2 files are read; not read: 1 linked folder"),
+    "names that are patterns": ({"a[12].txt": "one", "a1.txt": "two"}, ["two", "one"]),
+    # Files of the split that trains are read.
+    "a downloaded dataset": (
+        DOWNLOADED, ["data/train.jsonl"], "3 of 5 files are read; not read: 1 .md, 1 .txt",
+        "split 'train' is read, of train, validation, test",
+    ),
+    "names of which one is a split": (
+        {name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")}, ["web.jsonl", "wiki.jsonl"],
+        "split 'train' is read, of train, validation",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "notes.md", "notes", "notes.txt.gz"])
-def test_a_text_file_is_one_text(folder, name):
-    text = "\ufeffTwo lines,\nand a third.\n\n"
-    write(folder, {name: gzip.compress(text[1:].encode()) if name.endswith(".gz") else text})
-    assert texts_of(folder / name) == [text[1:]]
+@pytest.mark.parametrize("case", READ)
+def test_what_is_read_and_what_is_said_of_it_each_time(folder, case, capsys):
+    files, expected, *said = READ[case]
+    write(folder, files)
+    for _ in range(1 + bool(said)):
+        read = read_corpus(str(folder / [*files, ""][0] if len(files) == 1 else folder))
+        assert (read["text"][:] if isinstance(expected[0], str) else list(read)) == expected
+        printed = capsys.readouterr().err.splitlines()
+        assert all(line.endswith(words) for line, words in zip(printed, said, strict=True))
 
 
 def test_a_home_folder_can_be_abbreviated(folder, monkeypatch):
@@ -87,54 +168,12 @@ def test_a_home_folder_can_be_abbreviated(folder, monkeypatch):
     assert texts_of("~/a.txt") == ["words"]
 
 
-@pytest.mark.parametrize("name", ["x::y.jsonl", "shard[12]", "shard*", "shar?1"])
-def test_a_path_that_datasets_takes_for_a_pattern_is_refused(folder, name):
-    write(folder, {name if "." in name else f"{name}/a.jsonl": lines()})
-    with pytest.raises(ValueError, match=r"in a path as a pattern. Rename"):
-        read_corpus(str(folder / name))
-
-
-def test_names_within_a_folder_of_texts_are_no_patterns(folder):
-    write(folder, {"a[12].txt": "one", "a1.txt": "two"})
-    assert texts_of(folder) == texts_of([str(folder / "a1.txt"), str(folder / "a[12].txt")]) == ["two", "one"]
-
-
-@pytest.mark.parametrize("target", ["absent", "link.jsonl"])
-def test_a_link_to_nothing_or_to_itself_is_refused(folder, target):
-    write(folder, {"a.jsonl": lines()})
-    (folder / "link.jsonl").symlink_to(folder / target)
-    with pytest.raises(ValueError, match=r"which cannot be read: "):
-        read_corpus(str(folder))
-
-
-def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, capsys):
-    names = ["README.md", "data/train.jsonl", "data/validation.jsonl", "data/test.jsonl", "notes.txt"]
-    write(folder, {name: lines([name]) if name.endswith("l") else "a card" for name in names})
-    assert texts_of(folder) == [names[1]]
-    printed = capsys.readouterr().err
-    assert "split 'train' is read, of train, validation, test" in printed and "not read: 1 .md, 1 .txt" in printed
-    assert texts_of(folder, split="test") == [names[3]]
+def test_a_split_and_a_slice_are_read_where_they_are_named(folder):
+    write(folder, DOWNLOADED | {"rows/rows.jsonl": lines(list("abcdefghij"))})
+    assert texts_of(folder / "rows" / "rows.jsonl", split="train[8:]") == ["i", "j"]
+    assert texts_of(folder / "data", split="test") == ["data/test.jsonl"]
     with pytest.raises(ValueError, match=r'Unknown split "dev"\. Should be one of'):
-        read_corpus(str(folder), split="dev")
-
-
-def test_names_of_which_one_is_a_split_leave_no_file_out(folder, capsys):
-    write(folder, {name: lines([name]) for name in ("dev-blog.jsonl", "web.jsonl", "wiki.jsonl")})
-    assert texts_of(folder) == ["web.jsonl", "wiki.jsonl"]
-    assert "split 'train' is read, of train, validation" in capsys.readouterr().err
-
-
-def test_files_that_do_not_go_together_are_refused_with_what_they_lack(folder):
-    write(folder, {"a.csv": "text\none\n", "b.csv": "text,x\ntwo,1\n"})
-    with pytest.raises(
-        ValueError, match=r"2 files can be read one by one, but not together: .* Name one file, or give all rows"
-    ):
-        read_corpus(str(folder))
-
-
-def test_a_folder_of_texts_stands_beside_rows_that_have_a_column_of_their_own_called_file(folder):
-    write(folder, {"texts/a.txt": "one", "rows.jsonl": '{"text": "two", "file": 3}\n'})
-    assert texts_of([str(folder / "texts"), str(folder / "rows.jsonl")]) == ["one", "two"]
+        read_corpus(str(folder / "data"), split="dev")
 
 
 VALUES = {
@@ -171,62 +210,6 @@ def test_a_column_that_begins_late_is_read(folder, monkeypatch):
     assert read["late"][:] == [None, None, 1, None] and read["other"][:] == [None, None, None, "x"]
 
 
-TABLES = {
-    "numbers": ("text,id\n4,1\n", [{"text": "4", "id": "1"}]),
-    "leading zeros": ("text\n007\n1e3\n", [{"text": "007"}, {"text": "1e3"}]),
-    "truth values": ("text\nTrue\nFalse\n", [{"text": "True"}, {"text": "False"}]),
-    "words for nothing": ("text,id\nNA,\nnull,nan\n", [{"text": "NA", "id": ""}, {"text": "null", "id": "nan"}]),
-    "a number, then a word": (
-        "text\n" + "1\n" * 10_050 + "word\n",
-        [*({"text": "1"} for _ in range(10_050)), {"text": "word"}],
-    ),
-    "a short row": ("text,id\na\n", [{"text": "a", "id": ""}]),
-    "dates": ("text,id\n2004-01-25,2\n", [{"text": "2004-01-25", "id": "2"}]),
-    "one column with signs": ('text\n"a; b, c"\n', [{"text": "a; b, c"}]),
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_columns_of_a_table_are_text(folder, case, capsys):
-    table, rows = TABLES[case]
-    assert list(read_corpus(write(folder, {"x.csv": table}))) == rows
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "said"),
-    [
-        ("x.csv", "\ntext;id\na, b;1\n", "fields are separated by semicolons, not by commas"),
-        ("x.csv", '\ufeff"text"\t"id"\na, b\t1\n', "fields are separated by tabs, not by commas"),
-        ("x.tsv", 'text,id\n"a, b",1\n', "fields are separated by commas, not by tabs"),
-        (
-            "x.csv.gz",
-            gzip.compress(b"text;id\na, b;1\n", mtime=0),
-            "fields are separated by semicolons, not by commas",
-        ),
-    ],
-)
-def test_separators_are_found_and_said_each_time(folder, name, table, said, capsys):
-    write(folder, {name: table})
-    for _ in range(2):
-        assert list(read_corpus(str(folder / name))) == [{"text": "a, b", "id": "1"}]
-        assert f"{name}': {said}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("declared", "content", "row"),
-    [
-        ("data_files: x.jsonl", lines(["2004-01-25"], id=2**64), {"text": "2004-01-25", "id": 2**64}),
-        ("data_files: x.json\n  field: rows", '{"rows": [{"text": "1", "id": 1.0}]}', {"text": "1", "id": 1.0}),
-        ("data_files: x.csv\n  sep: ;", "text;id\n007;1\n", {"text": "007", "id": "1"}),
-    ],
-)
-def test_a_card_declares_files_and_not_how_their_values_are_read(folder, declared, content, row):
-    card = f"---\nconfigs:\n- config_name: a\n  {declared}\n---\n"
-    write(folder, {"README.md": card, declared.split()[1]: content})
-    assert list(read_corpus(str(folder))) == [row]
-
-
 def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
     """A folder stands for the dataset of the Hub."""
     write(folder, {"x.jsonl": lines(["2004-01-25"], id=2**64)})
@@ -256,73 +239,6 @@ def test_a_file_that_another_replaces_with_its_size_and_time_is_read_anew(folder
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab12" * 16 + "\nsize 17477929\n"
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.md", "x", "x.jsonl", "x.json", "x.csv", "x.parquet", "x.jsonl.gz"])
-def test_a_pointer_is_not_the_file(folder, name):
-    write(folder, {name: POINTER})
-    message = r"^corpus has the file '.*', which is a Git LFS pointer, not the file; run git lfs pull there\.$"
-    with pytest.raises(ValueError, match=message):
-        read_corpus(str(folder / name))
-
-
-def test_pointers_among_files_are_counted(folder):
-    write(folder / "texts", {"real.txt": "words", **{f"{number}.txt": POINTER for number in range(12)}})
-    with pytest.raises(
-        ValueError, match=r"texts/0\.txt', which is a Git LFS pointer, not the file, as 11 others are; run"
-    ):
-        read_corpus(str(folder / "texts"))
-    write(
-        folder / "card",
-        {"README.md": "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n---\n", "x.jsonl": POINTER},
-    )
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder / "saved"))
-    next((folder / "saved").glob("*.arrow")).write_text(POINTER)
-    for source in ("card", "saved"):
-        with pytest.raises(ValueError, match="which is a Git LFS pointer, not the file; run git lfs pull"):
-            read_corpus(str(folder / source))
-
-
-MIXED = {
-    "one file of rows": ({"data.jsonl": lines(), **{f"{n}.txt": "a\nb\n" for n in "abc"}}, TEXTS, "1 of 4", "3 .txt"),
-    "a hidden setting": (
-        {"a.txt": "a\nb\n", "b.txt": "c\n", ".vscode/settings.json": "{}"},
-        ["a\nb\n", "c\n"],
-        None,
-        "",
-    ),
-    "a table": ({"data.csv": csv_of(","), "notes.txt": "a\nb\n"}, TEXTS, "1 of 2", "1 .txt"),
-    "two kinds of rows": (
-        {"a.tsv": csv_of("\t"), "b.tsv": csv_of("\t"), "c.csv": "no"},
-        TEXTS * 2,
-        "2 of 3",
-        "1 .csv",
-    ),
-    "notes named as a split": ({"data.jsonl": lines(), "notes-test.txt": "a\n"}, TEXTS, "1 of 2", "1 .txt"),
-    "capitals": ({"A.JSONL": lines(), "b.jsonl": lines()}, TEXTS * 2, None, ""),
-    "nothing in a file": ({"a.jsonl": lines(), "b.jsonl": ""}, TEXTS, "1 of 2", "1 .jsonl"),
-    "many kinds": (
-        {"a.txt": "a", **{f"{name}.{name}": "" for name in ("one", "two", "three", "four", "five", "six")}},
-        ["a"],
-        "1 of 7",
-        "1 .five, 1 .four, 1 .one, 1 .six, 1 .three and 1 more",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MIXED)
-def test_the_files_of_a_folder_that_are_read_are_those_that_the_line_says(folder, case, capsys):
-    files, texts, counted, unread = MIXED[case]
-    assert texts_of(write(folder, files)) == texts
-    printed = capsys.readouterr().err
-    assert f"{counted} files are read; not read: {unread}\n" in printed if counted else "not read" not in printed
-
-
-def test_a_linked_folder_is_not_entered_and_named(folder, capsys):
-    write(folder, {"a.txt": "one"})
-    (folder / "linked.txt").symlink_to(folder)
-    assert texts_of(folder) == ["one"]
-    assert "1 of 2 files are read; not read: 1 linked folder\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["json", "csv", "text", "parquet"])
 def test_a_folder_with_the_name_of_a_reader_is_that_folder(folder, name, monkeypatch):
     """`datasets` reads the current folder for such a name."""
@@ -330,28 +246,16 @@ def test_a_folder_with_the_name_of_a_reader_is_that_folder(folder, name, monkeyp
     write(folder, {"beside.jsonl": lines(["beside"]), "beside.csv": "text\nbeside\n", "beside.txt": "beside"})
     with pytest.raises(ValueError, match="which does not exist; expected a file, a folder or a dataset id"):
         read_corpus(name)
-    card = "---\nconfigs:\n- config_name: a\n  data_files: x.jsonl\n---\n"
-    write(folder / name, {"README.md": card, "x.jsonl": lines(["inside"])})
+    write(folder / name, {"README.md": card("data_files: x.jsonl"), "x.jsonl": lines(["inside"])})
     assert texts_of(name) == ["inside"]
     (folder / name / "README.md").unlink()
     assert texts_of(name) == ["inside"]
 
 
-def test_names_of_what_a_source_does_not_have_are_refused(folder):
-    rows = datasets.Dataset.from_dict({"text": ["a"]})
-    rows.save_to_disk(str(folder / "saved"))
-    write(folder, {"texts/a.txt": "a", "rows.jsonl": lines()})
-    with pytest.raises(ValueError, match="saved', which has no splits, and 'test' is named as one; leave it out"):
-        read_corpus(str(folder / "saved"), split="test")
-    for source in ("saved", "texts", "rows.jsonl"):
-        with pytest.raises(ValueError, match=r"which has no configurations, and 'en' is named as one; leave the name"):
-            read_corpus(str(folder / source), name="en")
-
-
 def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder, capsys):
-    card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: train, path: one.jsonl}, {split: test, path: two.jsonl}]\n"
-    card += "- config_name: b\n  data_files: two.jsonl\n---\nWords.\n"
-    write(folder, {"README.md": card, "one.jsonl": lines(["one"]), "two.jsonl": lines(["two"])})
+    first = "data_files: [{split: train, path: one.jsonl}, {split: test, path: two.jsonl}]"
+    described = card(first, "data_files: two.jsonl")
+    write(folder, {"README.md": described, "one.jsonl": lines(["one"]), "two.jsonl": lines(["two"])})
     assert texts_of(folder, name="a") == ["one"]
     assert "split 'train' is read, of train, test" in capsys.readouterr().err
     assert texts_of(folder, name="b") == ["two"]
@@ -359,28 +263,45 @@ def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder,
         read_corpus(str(folder))
 
 
-def test_a_saved_dataset_and_a_slice_are_read(folder):
-    rows = datasets.Dataset.from_dict({"text": list("abcdefghij")})
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "saved"))
-    assert texts_of(folder / "saved", split="test") == list("abcdefghij")
-    with pytest.raises(ValueError, match="has the splits train, test, and not 'dev'; name one of them"):
-        read_corpus(str(folder / "saved"), split="dev")
-    write(folder, {"rows.jsonl": lines(list("abcdefghij"))})
-    assert texts_of(folder / "rows.jsonl", split="train[8:]") == ["i", "j"]
+def test_a_saved_dataset_is_read_and_names_of_what_a_source_does_not_have_are_refused(folder):
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    rows.save_to_disk(str(folder / "saved"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "splits"))
+    write(folder, {"texts/a.txt": "a", "rows.jsonl": lines()})
+    assert texts_of(folder / "splits", split="test") == ["a"]
+    without_names = "which has no configurations, and 'en' is named as one; leave the name"
+    for source, options, message in (
+        ("splits", {"split": "dev"}, "has the splits train, test, and not 'dev'; name one of them"),
+        ("saved", {"split": "test"}, "saved', which has no splits, and 'test' is named as one; leave it out"),
+        *((source, {"name": "en"}, without_names) for source in ("saved", "texts", "rows.jsonl")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_corpus(str(folder / source), **options)
+    next((folder / "saved").glob("*.arrow")).write_text(POINTER)
+    with pytest.raises(ValueError, match="which is a Git LFS pointer, not the file; run git lfs pull"):
+        read_corpus(str(folder / "saved"))
 
 
-def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys):
+def test_several_corpora_keep_their_order_and_columns_whose_types_agree(folder, capsys):
     write(folder, {"b/two.txt": "two", "a.txt": "one", ".hidden/x.txt": "no", "c.pdf": "no"})
-    write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], path=[1, 2])})
-    rows = read_corpus([str(folder), str(folder.parent / "rows")])
+    others = folder.parent / "rows"
+    write(
+        others, {"x.jsonl": lines(["three", "  "], path=[1, 2]), "one.csv": "text\n1\n", "two.csv": "text,id\nb,1\n"}
+    )
+    write(others, {"number.jsonl": lines(["a"], id=1), "file.jsonl": lines(["b"], file=3)})
+    rows = read_corpus([str(folder), str(others / "x.jsonl")])
     assert rows["text"][:] == ["one", "two", "three"]
     assert read_corpus(str(folder))["file"][:] == ["a.txt", "b/two.txt"] and "file" not in rows.column_names
     assert rows["path"][:] == [None, None, [1, 2]]
     printed = capsys.readouterr().err
-    assert (
-        "2 of 3 files are read; not read: 1 .pdf" in printed
-        and "1 of 4 texts are blank, or lack the text, and are left out" in printed
+    assert "2 of 3 files are read; not read: 1 .pdf" in printed
+    assert "1 of 4 texts are blank, or lack the text, and are left out" in printed
+    assert texts_of([str(folder), str(others / "file.jsonl")]) == ["one", "two", "b"], (
+        "a column called as that of texts"
     )
+    assert texts_of([str(others / "number.jsonl"), str(others / "one.csv")]) == ["a", "1"]
+    with pytest.raises(ValueError, match="columns that differ in type from file to file"):
+        read_corpus([str(others / "number.jsonl"), str(others / "two.csv")])
 
 
 def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
@@ -389,6 +310,7 @@ def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
     assert "left out" not in capsys.readouterr().err
 
 
+# Files, what is said of their folder, and what is read in its place, if anything.
 REFUSALS = {
     "half a pair": (
         {"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'},
@@ -407,16 +329,10 @@ REFUSALS = {
         {"x.jsonl": b'"a"\n"b"\n'},
         "x.jsonl', which cannot be read: line 1 is '\"a\"'; expected an object in each line, or one list of objects. Mend",
     ),
-    "an object over lines": (
-        {"x.json": b'{\n"text": "a"}\n'},
-        "cannot be read: line 1 is no JSON: Expecting property name",
-    ),
+    "an object over lines": ({"x.json": b'{\n"text": "a"}\n'}, "cannot be read: line 1 is no JSON: Expecting property name"),
     "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Mend"),
     "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Mend the file"),
-    "a broken list": (
-        {"x.json": b'[{"text": "a"},\n{]'},
-        "cannot be read: Expecting property name enclosed in double quotes",
-    ),
+    "a broken list": ({"x.json": b'[{"text": "a"},\n{]'}, "cannot be read: Expecting property name enclosed in double quotes"),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
     "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has 1 in row 1, under 'text'; expected text"),
     "text and numbers": ({"x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, "has 3 in row 2, under 'text'; expected text"),
@@ -431,18 +347,14 @@ REFUSALS = {
     "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
     "blank": ({"x.jsonl": lines([" ", "\n"])}, "is empty: it has no text with a visible character"),
     "an empty folder": ({"x.pdf": "a"}, "which has no text; expected files ending in .txt, .md, .jsonl"),
-    "latin": (
-        {"x.txt": "a \u00fc".encode("latin-1")},
-        "x.txt', which cannot be read: 'utf-8' codec can't decode byte 0xfc",
-    ),
+    "latin": ({"x.txt": "a \u00fc".encode("latin-1")}, "x.txt', which cannot be read: 'utf-8' codec can't decode byte 0xfc"),
     "latin in a table": (
         {"x.csv": "text\ncaf\u00e9\n".encode("cp1252")},
         "invalid continuation byte; it is not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252 -t UTF-8",
     ),
     **{
         f"UTF-16 in {name}": (
-            {name: text.encode("utf-16")},
-            "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8 FILE > NEW",
+            {name: text.encode("utf-16")}, "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8 FILE > NEW",
         )
         for name, text in {"x.tsv": "text\tid\na\t1\n", "x.txt": "words", "x.jsonl": '{"text": "a"}\n'}.items()
     },
@@ -466,22 +378,43 @@ REFUSALS = {
         {"x.txt.gz": gzip.compress(b"a" * 9)[:-5] + b"\x01" + gzip.compress(b"a" * 9)[-4:]},
         "x.txt.gz', which cannot be read: CRC check failed",
     ),
-}
+    "files that do not go together": (
+        {"a.csv": "text\none\n", "b.csv": "text,x\ntwo,1\n"},
+        "whose 2 files can be read one by one, but not together: ... Name one file, or give all rows the same columns.",
+    ),
+    **{
+        f"a link to {target}": ({"a.jsonl": lines(), "link.jsonl": Path(target)}, "which cannot be read: ")
+        for target in ("absent", "link.jsonl")
+    },
+    **{
+        f"a pattern, {name}": ({name if "." in name else f"{name}/a.jsonl": lines()}, "in a path as a pattern. Rename", name)
+        for name in ("x::y.jsonl", "shard[12]", "shard*", "shar?1")
+    },
+    "pointers": (
+        {"real.txt": "words", **{f"{number}.txt": POINTER for number in range(12)}},
+        "0.txt', which is a Git LFS pointer, not the file, as 11 others are; run",
+    ),
+    "a pointer that a card names": (
+        {"README.md": card("data_files: x.jsonl"), "x.jsonl": POINTER},
+        "which is a Git LFS pointer, not the file; run git lfs pull",
+    ),
+    **{
+        f"a pointer, {name}": (
+            {name: POINTER}, f"{name}', which is a Git LFS pointer, not the file; run git lfs pull there.", name,
+        )
+        for name in ("x.txt", "x.md", "x", "x.jsonl", "x.json", "x.csv", "x.parquet", "x.jsonl.gz")
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_read_is_refused_in_one_line(folder, case):
-    files, message = REFUSALS[case]
-    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
-        read_corpus(write(folder, files))
-    assert "\n" not in str(refusal.value)
-
-
-def test_corpora_whose_columns_differ_in_type_are_refused(folder):
-    write(folder, {"a.jsonl": b'{"text": "a", "id": 1}\n', "b.csv": b"text,id\nb,1\n", "c.csv": b"text\n1\n"})
-    with pytest.raises(ValueError, match="columns that differ in type from file to file"):
-        read_corpus([str(folder / "a.jsonl"), str(folder / "b.csv")])
-    assert texts_of([str(folder / "a.jsonl"), str(folder / "c.csv")]) == ["a", "1"]
+    files, message, *named = REFUSALS[case]
+    write(folder, files)
+    with pytest.raises(ValueError) as refusal:
+        read_corpus(str(folder.joinpath(*named)))
+    said = str(refusal.value)
+    assert "\n" not in said and all(words in said for words in message.split(" ... ")), said
 
 
 @pytest.mark.parametrize("corpus", ["", [], "absent/corpus.jsonl", "../absent", "a/b/c"])
@@ -548,6 +481,8 @@ def test_paths_are_read_with_the_one_tree_that_texts_name():
     for other in ("b" * 64, None):
         with pytest.raises(ValueError, match=r"expected paths of one tree\. Assign all documents by the same tree"):
             read_paths(rows_with(paths, memory_tree=["a" * 64, "a" * 64, other]), "path")
+    with pytest.raises(ValueError, match=r"^text 'a\.txt' has no column 'leaf', only text, path; set path_column"):
+        read_paths(rows_with(paths), "leaf", "text 'a.txt'")
 
 
 @pytest.mark.parametrize("path", [None, [], [1, -1], [1, 2, 3], [-2, 1]])
@@ -556,8 +491,3 @@ def test_a_row_without_a_path_is_refused(path):
         ValueError, match=r"row 2 of the corpus, .* has .* under 'path'; expected the node at each level"
     ):
         read_paths(rows_with([[0, 1], path, [2, 7]]), "path")
-
-
-def test_texts_without_the_column_of_paths_are_refused():
-    with pytest.raises(ValueError, match=r"^text 'a\.txt' has no column 'leaf', only text, path; set path_column"):
-        read_paths(rows_with([[0]]), "leaf", "text 'a.txt'")

@@ -33,10 +33,11 @@ def embed_by_hand(folder, text: str, max_tokens: int) -> torch.Tensor:
     return mean / mean.norm()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 64])
-def test_each_row_is_that_of_its_text_alone(folder, batch_size):
-    embedder = TextEmbedder(str(folder), batch_size=batch_size)
-    rows = embedder.embed(TEXTS)
+@pytest.mark.parametrize(("batch_size", "told"), [(1, [1] * 6), (4, [4, 2]), (64, [6])])
+def test_each_row_is_that_of_its_text_alone_and_progress_is_told_of_every_text(folder, batch_size, told):
+    embedder, done = TextEmbedder(str(folder), batch_size=batch_size), []
+    rows = embedder.embed(TEXTS, done.append)
+    assert done == told and embedder.embed([]).shape == (0, WIDTH)
     assert (rows.shape, rows.dtype, embedder.max_tokens, embedder.width) == ((6, WIDTH), torch.float32, 24, WIDTH)
     for row, text in zip(rows, TEXTS, strict=True):
         torch.testing.assert_close(row, embed_by_hand(folder, text, 24), atol=1e-5, rtol=0)
@@ -49,14 +50,6 @@ def test_what_a_text_has_beyond_the_tokens_that_are_read_changes_nothing(folder)
     torch.testing.assert_close(rows[0], rows[1])
     rows = TextEmbedder(str(folder), max_tokens=8).embed([long, longer])
     assert not torch.allclose(rows[0], rows[1])
-
-
-def test_progress_is_told_of_every_text_and_no_texts_are_no_rows(folder):
-    done: list[int] = []
-    embedder = TextEmbedder(str(folder), batch_size=4)
-    embedder.embed(TEXTS, done.append)
-    assert done == [4, 2]
-    assert embedder.embed([]).shape == (0, WIDTH)
 
 
 def test_the_fingerprint_is_that_of_weights_and_vocabulary(fresh, tmp_path):
@@ -79,28 +72,19 @@ def test_without_the_files_of_sentence_transformers_the_mean_is_taken_of_all_pos
     assert torch.equal(embedder.embed(TEXTS[:2]), rows)
 
 
+POOLING = "1_Pooling/config.json"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (
-            "1_Pooling/config.json",
-            {"pooling_mode_cls_token": True},
-            r"whose files name cls_token; expected .* with the mean of tokens\. Choose",
-        ),
-        (
-            "1_Pooling/config.json",
-            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-            "whose files name max_tokens; expected",
-        ),
-        (
-            "1_Pooling/config.json",
-            {"pooling_mode": "lasttoken"},
-            "whose files name lasttoken; expected",
-        ),
+        (POOLING, {"pooling_mode_cls_token": True}, r"whose files name cls_token; expected .* with the mean of tokens\. Choose"),
+        (POOLING, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "whose files name max_tokens; expected"),
+        (POOLING, {"pooling_mode": "lasttoken"}, "whose files name lasttoken; expected"),
         ("modules.json", [{"type": "models.Dense"}], "name Dense; expected Transformer, Pooling, Normalize alone"),
         ("config.json", {"model_type": "nothing"}, r"which cannot be loaded: "),
     ],
-)
+)  # fmt: skip
 def test_a_model_of_another_kind_is_refused(fresh, file, content, message):
     (fresh / file).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):

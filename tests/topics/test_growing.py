@@ -54,13 +54,9 @@ def test_a_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
     twice = grow_tree(again, rows(8), OPTIONS).tree
     assert twice.roots == 12 and twice.grown_from == (old.fingerprint, tree.fingerprint)
     assert (twice.paths(torch.from_numpy(rows(8, 20)))[:, 0] >= 8).all() and torch.equal(twice.paths(new), paths)
-
-
-def test_what_does_not_fit_or_needs_no_growth_is_refused(built):
-    with pytest.raises(
-        ValueError, match="windows are near a topic of the tree; expected texts of topics that it lacks"
-    ):
-        grow_tree(built.tree, built.tree.centroids[0].numpy(), OPTIONS)
+    message = "windows are near a topic of the tree; expected texts of topics that it lacks"
+    with pytest.raises(ValueError, match=message):
+        grow_tree(old, old.centroids[0].numpy(), OPTIONS)
 
 
 def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_path):
@@ -109,9 +105,7 @@ def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
 
 def test_the_least_similarity_lets_texts_of_every_length_in(built):
     texts = [f"t{number} " * words for words in (8, 20, 300) for number in range(40)]
-    generator = torch.Generator().manual_seed(0)
-
-    counts = []
+    generator, counts = torch.Generator().manual_seed(0), []
 
     def embed(arguments):
         """The shorter a text, the further from its topic."""

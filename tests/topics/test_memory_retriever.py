@@ -14,11 +14,6 @@ from midus_hf.topics.tree import ClusterTree, TreeOrigin, lasting_name
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 
 
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory):
-    return TextEmbedder(str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")), max_tokens=12)
-
-
 def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
     rows = embedder.embed(TEXTS)
     centroids = [rows[:3], rows[3:12]]
@@ -34,29 +29,22 @@ def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedd
         assert torch.equal(MemoryRetriever(tree, embedder).paths(TEXTS), free.paths(rows))
 
 
-@pytest.mark.parametrize("text", ["", "  \n"], ids=repr)
-def test_a_blank_text_is_about_nothing(text, embedder):
-    paths = MemoryRetriever(random_tree(width=WIDTH), embedder).paths([TEXTS[0], text])
-    assert paths[1].tolist() == [-1, -1, -1] and (paths[0] >= 0).all()
-
-
-def test_a_saved_tree_finds_its_model_again(embedder, tmp_path):
-    origin = TreeOrigin(embedder.name, embedder.fingerprint, embedding_max_tokens=12)
-    random_tree(width=WIDTH, origin=origin).save(tmp_path)
-    again = MemoryRetriever.load(tmp_path)
-    assert again.embedder.max_tokens == 12
-    assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
-
-
-def test_a_saved_tree_finds_its_model_from_another_folder(tmp_path, monkeypatch):
+def test_a_saved_tree_finds_its_model_again_also_from_another_folder(tmp_path, monkeypatch):
     folder = save_tiny_bert(tmp_path / "near" / "model")
     monkeypatch.chdir(folder.parent)
-    random_tree(width=WIDTH, origin=TreeOrigin(lasting_name("model"))).save(tmp_path / "tree")
+    name, usual = lasting_name("model"), TextEmbedder("model", max_tokens=12)
+    random_tree(width=WIDTH, origin=TreeOrigin(name, usual.fingerprint, embedding_max_tokens=12)).save(
+        tmp_path / "tree"
+    )
     monkeypatch.chdir(tmp_path)
-    assert MemoryRetriever.load("tree").embedder.name == str(folder)
+    again = MemoryRetriever.load("tree")
+    assert (again.embedder.name, again.embedder.max_tokens) == (str(folder), 12)
+    paths = again.paths([*TEXTS, "", "  \n"])
+    assert torch.equal(paths[:-2], random_tree(width=WIDTH).paths(usual.embed(TEXTS)))
+    assert (paths[:-2] >= 0).all() and (paths[-2:] == -1).all(), "a blank text is about nothing"
 
 
-def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is_refused(embedder, tmp_path):
+def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is_refused(tmp_path):
     folder = save_tiny_bert(tmp_path / "gone")
     tree = random_tree(width=WIDTH, origin=TreeOrigin(str(folder), TextEmbedder(str(folder)).fingerprint))
     tree.save(tmp_path / "tree")

@@ -1,8 +1,8 @@
 """From a corpus to a tree and back to the paths of its documents."""
 
-import dataclasses
 import itertools
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -16,23 +16,17 @@ from midus_hf.topics.building import TreeOptions
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
-from midus_hf.topics.run import build, open_build
+from midus_hf.topics.run import open_build
 from midus_hf.topics.tree import ClusterTree
 
 # When a build that writes a tree is killed, and whether a tree is there already.
 MOMENTS = list(itertools.product(("before the first", "between them"), (False, True)))
-OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 
 
 @pytest.fixture
-def make(bert, corpus, tmp_path):
+def make(tree_of_corpus, tmp_path):
     """Return a function that builds the corpus into a folder, by default `tree`."""
-
-    def build_into(output="tree", **changes) -> ClusterTree:
-        models = {"embedding_model": bert, "tokenizer": bert, "output": tmp_path / output}
-        return build(corpus, **models, **{"options": OPTIONS, "window_tokens": 5, **changes})
-
-    return build_into
+    return lambda output="tree", **changes: tree_of_corpus(tmp_path / output, **changes)
 
 
 def assert_equal_files(output, expected) -> None:
@@ -40,26 +34,34 @@ def assert_equal_files(output, expected) -> None:
         assert (output / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(make, bert, embedder, tmp_path):
-    tree = make()
-    loaded, stored, leaves = open_build(tmp_path / "tree")
-    assert loaded.fingerprint == tree.fingerprint
-    origin = tree.origin
+def test_a_tree_says_what_it_was_built_with_and_documents_take_the_paths_of_their_windows(
+    built, corpus, tokenizer, embedder
+):
+    tree, stored, leaves = open_build(built)
+    origin, bert = tree.origin, embedder.name
     assert (origin.embedding_model, origin.embedding_fingerprint) == (bert, embedder.fingerprint)
     assert (origin.tokenizer, origin.window_tokens, origin.embedding_max_tokens, origin.seed) == (bert, 5, 24, 0)
     assert np.bincount(leaves, minlength=9).tolist() == tree.sizes[1].tolist()
     assert len(leaves) == len(stored.documents) == int(tree.sizes[0].sum())
+    documents = read_corpus(corpus)
+    paths = document_paths(MemoryRetriever.load(built), tokenizer, documents["text"], 5)
+    rows = list(rows_with_paths(documents, paths, tree))
+    assert [row["document"] for row in rows] == list(range(39))
+    assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
+    for row in rows:
+        paths = [tuple(path) for path in row["windows"]]
+        assert all(path[0] == path[1] // tree.branching for path in paths)
+        assert tuple(row["memory_ids"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
 
 
-def test_an_interrupted_clustering_embeds_nothing_again(make, interrupted, monkeypatch, tmp_path):
-    make("whole")
+def test_an_interrupted_clustering_embeds_nothing_again(make, built, interrupted, monkeypatch, tmp_path):
     with interrupted(2, building, "kmeans"):
-        make("resumed")
+        make()
     embed, kinds = TextEmbedder.embed, []
     monkeypatch.setattr(TextEmbedder, "embed", lambda self, texts, *_: kinds.append(texts) or embed(self, texts))
-    make("resumed")
+    make()
     assert all(len(texts) < 5 for texts in kinds), "texts that were held out alone"
-    assert_equal_files((tmp_path / "resumed"), (tmp_path / "whole"))
+    assert_equal_files(tmp_path / "tree", built)
 
 
 def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
@@ -74,25 +76,10 @@ def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
     make()
 
 
-def test_documents_take_the_paths_that_their_windows_took_at_building(make, corpus, tokenizer, tmp_path):
-    make()
-    tree, _, leaves = open_build(tmp_path / "tree")
-    retriever = MemoryRetriever.load(tmp_path / "tree")
-    documents = read_corpus(corpus)
-    rows = list(rows_with_paths(documents, document_paths(retriever, tokenizer, documents["text"], 5), retriever.tree))
-    assert [row["document"] for row in rows] == list(range(39))
-    assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
-    for row in rows:
-        paths = [tuple(path) for path in row["windows"]]
-        assert all(path[0] == path[1] // tree.branching for path in paths)
-        assert tuple(row["memory_ids"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
-
-
-def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(make, monkeypatch, tmp_path):
-    make()
-    with pytest.raises(
-        ValueError, match=r"holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
-    ):
+def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(built, make, monkeypatch, tmp_path):
+    shutil.copytree(built, tmp_path / "tree")
+    message = "holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
+    with pytest.raises(ValueError, match=message):
         make()
     monkeypatch.setattr("midus_hf.topics.embedding.TextEmbedder.embed", None)
     tree = make(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50))
@@ -101,10 +88,10 @@ def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(ma
 
 @pytest.mark.parametrize(("moment", "overwrites"), by_default([("between them", True)], MOMENTS))
 def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
-    make, monkeypatch, moment, overwrites, tmp_path
+    built, make, monkeypatch, moment, overwrites, tmp_path
 ):
     if overwrites:
-        make("resumed", options=dataclasses.replace(OPTIONS, seed=1))
+        make(options=TreeOptions(branching=3, levels=2, steps=4, samples=50, seed=1))
     whole_file, written = tree_module.whole_file, []
 
     def killed(path):
@@ -115,17 +102,17 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
 
     monkeypatch.setattr(tree_module, "whole_file", killed)
     with pytest.raises(KeyboardInterrupt):
-        make("resumed", overwrite=overwrites)
+        make(overwrite=overwrites)
     monkeypatch.undo()
-    output = tmp_path / "resumed"
+    output = tmp_path / "tree"
     assert (output / "tree.safetensors").exists() == (overwrites or moment == "between them")
     assert not (output / "tree.json").exists()
-    for again in (make("resumed"), make("resumed", overwrite=True), make("whole")):
+    for again in (make(), make(overwrite=True)):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
-    assert_equal_files(output, (tmp_path / "whole"))
+    assert_equal_files(output, built)
 
 
-def test_an_output_that_is_something_else_is_refused(make, tmp_path):
+def test_an_output_that_is_something_else_is_refused_and_so_is_a_build_without_scikit_learn(make, without, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Name another\."):
         make("file")
@@ -135,9 +122,6 @@ def test_an_output_that_is_something_else_is_refused(make, tmp_path):
         with pytest.raises(ValueError, match=r"holds other files than those of a tree; expected a new folder\."):
             make(output, overwrite=overwrite)
     assert (tmp_path / "tree" / "tree.safetensors").read_text() == "mine"
-
-
-def test_clustering_needs_scikit_learn(make, without):
     without("sklearn")
     with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
-        make()
+        make("new")

@@ -16,39 +16,37 @@ def folder(tmp_path):
     return tmp_path / "tree"
 
 
-def test_a_tree_is_read_as_it_was(folder):
+def test_a_tree_is_read_as_it_was_and_its_record_says_what_it_is(folder):
     tree, again = counted_tree(), ClusterTree.load(folder)
     assert (again.branching, again.levels, again.width) == (3, 2, 5)
     assert again.origin == tree.origin and again.fingerprint == tree.fingerprint
     assert all(torch.equal(*pair) for pair in zip(tree.centroids, again.centroids, strict=True))
     assert all(torch.equal(*pair) for pair in zip(tree.sizes, again.sizes, strict=True))
     assert sorted(path.name for path in folder.iterdir()) == ["tree.json", "tree.safetensors"]
-
-
-def test_a_tree_which_is_saved_beside_models_names_no_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "jane"))
-    origin = TreeOrigin(embedding_model=str(tmp_path / "jane" / "bert"), tokenizer="org/name")
-    random_tree(origin=origin).save(tmp_path / "tree")
-    assert json.loads((tmp_path / "tree" / "tree.json").read_text())["embedding_model"] == "~/bert"
-    assert ClusterTree.load(tmp_path / "tree").origin == origin
-
-
-def test_a_tree_of_unknown_origin_keeps_its_empty_nodes(tmp_path):
-    tree = random_tree(empty=((1, 0), (3, 20)))
-    tree.save(tmp_path)
-    again = ClusterTree.load(tmp_path)
-    assert again.origin == TreeOrigin() and again.sizes is None and again.fingerprint == tree.fingerprint
-    assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
-
-
-def test_the_least_similarity_is_kept_and_a_tree_without_one_has_none(folder, tmp_path):
-    random_tree(min_similarity=0.25).save(tmp_path / "limited")
-    assert ClusterTree.load(tmp_path / "limited").min_similarity == 0.25
-    assert ClusterTree.load(tmp_path / "limited").fingerprint == random_tree().fingerprint, "paths are the same"
     record = json.loads((folder / "tree.json").read_text())
+    assert record == {
+        **{"format_version": 2, "branching": 3, "levels": 2, "width": 5, "fingerprint": tree.fingerprint},
+        **{"embedding_model": "model", "embedding_fingerprint": "ab12", "embedding_max_tokens": 256},
+        **{"tokenizer": "tokenizer", "window_tokens": 2048, "seed": 7, "min_similarity": None},
+        **{"roots": 3, "grown_from": [], "sizes": [[3, 12, 21], list(range(9))]},
+    }
     del record["min_similarity"]  # as versions before wrote it
     (folder / "tree.json").write_text(json.dumps(record))
     assert ClusterTree.load(folder).min_similarity is None
+
+
+def test_a_tree_keeps_its_empty_nodes_and_least_similarity_and_names_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "jane"))
+    origin = TreeOrigin(embedding_model=str(tmp_path / "jane" / "bert"), tokenizer="org/name")
+    for known in (origin, TreeOrigin()):
+        tree = random_tree(empty=((1, 0), (3, 20)), min_similarity=0.25, origin=known)
+        tree.save(tmp_path)
+        again = ClusterTree.load(tmp_path)
+        assert again.origin == known and again.sizes is None and again.fingerprint == tree.fingerprint
+        assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
+        assert again.min_similarity == 0.25 and random_tree(empty=((1, 0), (3, 20))).fingerprint == tree.fingerprint
+        record = json.loads((tmp_path / "tree.json").read_text())
+        assert record["embedding_model"] == ("~/bert" if known is origin else None)
 
 
 @pytest.mark.parametrize("value", [1.5, "0.2", True], ids=repr)
@@ -60,34 +58,6 @@ def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
     (folder / "tree.json").write_text(json.dumps({**record, "min_similarity": value}))
     with pytest.raises(ValueError, match=message):
         ClusterTree.load(folder)
-
-
-def test_the_record_says_what_the_tree_is(folder):
-    record = json.loads((folder / "tree.json").read_text())
-    assert record == {
-        "format_version": 2,
-        "branching": 3,
-        "levels": 2,
-        "width": 5,
-        "fingerprint": counted_tree().fingerprint,
-        "embedding_model": "model",
-        "embedding_fingerprint": "ab12",
-        "embedding_max_tokens": 256,
-        "tokenizer": "tokenizer",
-        "window_tokens": 2048,
-        "seed": 7,
-        "min_similarity": None,
-        "roots": 3,
-        "grown_from": [],
-        "sizes": [[3, 12, 21], list(range(9))],
-    }
-
-
-def test_a_folder_without_a_tree_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus cluster build or"
-    ):
-        ClusterTree.load(tmp_path / "absent")
 
 
 ALTERED = r"tree' was altered or is not whole: "
@@ -133,3 +103,7 @@ def test_centroids_that_are_not_those_that_were_saved_are_refused(folder):
     path.unlink()
     with pytest.raises(ValueError, match=r"tree' was altered or is not whole: .*tree.safetensors"):
         ClusterTree.load(folder)
+    with pytest.raises(
+        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus cluster build or"
+    ):
+        ClusterTree.load(folder / "absent")

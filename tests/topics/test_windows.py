@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +24,19 @@ from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windo
 ARRAYS = ("embeddings.npy", "documents.npy", "windows.json")
 
 
-@pytest.fixture(autouse=True)
-def short_stretches(monkeypatch):
-    monkeypatch.setattr(module, "_STRETCH", 16)
+@pytest.fixture(autouse=True, scope="module")
+def short_stretches():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_STRETCH", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tokenizer, embedder, tmp_path_factory):
+    """A folder with the windows of the corpus; nobody may change it."""
+    folder = tmp_path_factory.mktemp("whole") / "windows"
+    store(folder, corpus, tokenizer, embedder)
+    return folder
 
 
 def digests(folder):
@@ -51,9 +62,8 @@ def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokeni
 
 @pytest.mark.parametrize(("calls", "is_torn"), [(0, False), (1, True), (3, False)])
 def test_resuming_ends_in_the_same_bytes(
-    tmp_path, corpus, tokenizer, embedder, calls, is_torn, interrupted, monkeypatch
+    whole, tmp_path, corpus, tokenizer, embedder, calls, is_torn, interrupted, monkeypatch
 ):
-    store(tmp_path / "whole", corpus, tokenizer, embedder)
     with interrupted(calls, embedder, "embed") as passed:
         store(tmp_path / "resumed", corpus, tokenizer, embedder)
     with pytest.raises(ValueError, match="holds no windows, or not all of a corpus"):
@@ -65,46 +75,41 @@ def test_resuming_ends_in_the_same_bytes(
     embed, done = embedder.embed, [len(texts) for texts, _ in passed]
     monkeypatch.setattr(embedder, "embed", lambda texts, progress: done.append(len(texts)) or embed(texts, progress))
     stored = store(tmp_path / "resumed", corpus, tokenizer, embedder)
-    assert digests(tmp_path / "resumed") == digests(tmp_path / "whole")
+    assert digests(tmp_path / "resumed") == digests(whole)
     store(tmp_path / "resumed", corpus, tokenizer, embedder)
     assert sum(done) == len(stored.documents), "nothing is embedded twice"
 
 
-def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
-    store(tmp_path / "windows", corpus, tokenizer, embedder)
-    with pytest.raises(
-        ValueError, match=r"holds windows that were made with another window_tokens, 5; expected 6\. Choo"
+def test_another_request_is_refused(whole, tmp_path, corpus, bert, tokenizer, embedder):
+    longer, other_model = tmp_path / "corpus.jsonl", TextEmbedder(str(save_tiny_bert(tmp_path / "other", seed=1)))
+    longer.write_text(Path(corpus).read_text() + json.dumps({"text": "w1"}) + "\n")
+    other_tokenizer = load_fast_tokenizer(bert)
+    other_tokenizer(["w1 w2", "w3"], truncation=True, max_length=3, padding=True)
+    store(whole, corpus, other_tokenizer, embedder)  # what a tokenizer has done before makes no other request
+    other_tokenizer.add_tokens(["w1 w2"])
+    usual = (corpus, tokenizer, embedder)
+    for request, changes, message in (
+        (
+            usual,
+            {"window_tokens": 6},
+            r"holds windows that were made with another window_tokens, 5; expected 6\. Choo",
+        ),
+        (usual, {"dtype": "float16"}, r"made with another dtype, 'float32'; expected 'float16'"),
+        ((corpus, tokenizer, other_model), {}, r"made with another embedding_model, .* or delete this folder"),
+        ((str(longer), tokenizer, embedder), {}, r"made with another texts, .* or delete this folder"),
+        ((corpus, other_tokenizer, embedder), {}, "made with another tokenizer"),
     ):
-        store(tmp_path / "windows", corpus, tokenizer, embedder, window_tokens=6)
-    with pytest.raises(ValueError, match=r"made with another dtype, 'float32'; expected 'float16'"):
-        store(tmp_path / "windows", corpus, tokenizer, embedder, dtype="float16")
-    other = TextEmbedder(str(save_tiny_bert(tmp_path / "other", seed=1)))
-    with pytest.raises(ValueError, match=r"made with another embedding_model, .* or delete this folder"):
-        store(tmp_path / "windows", corpus, tokenizer, other)
-    with open(corpus, "a") as file:
-        file.write(json.dumps({"text": "w1"}) + "\n")
-    with pytest.raises(ValueError, match=r"made with another texts, .* or delete this folder"):
-        store(tmp_path / "windows", corpus, tokenizer, embedder)
+        with pytest.raises(ValueError, match=message):
+            store(whole, *request, **changes)
 
 
-def test_windows_belong_to_texts_wherever_these_are(tmp_path, corpus, tokenizer, embedder):
-    store(tmp_path / "windows", corpus, tokenizer, embedder)
+def test_windows_belong_to_texts_wherever_these_are(whole, tmp_path, corpus):
     rows = read_corpus(corpus)
     moved = rows.map(lambda row: {"body": row["text"]}, remove_columns="text")
-    assert windows_of_corpus(tmp_path / "windows", moved, "body").corpus == corpus
+    assert windows_of_corpus(whole, moved, "body").corpus == corpus
     joined = rows.map(lambda row, index: {"text": row["text"] + "w1" * (index == 0)}, with_indices=True)
-    assert windows_of_corpus(tmp_path / "windows", joined, "text") is None
+    assert windows_of_corpus(whole, joined, "text") is None
     assert windows_of_corpus(tmp_path / "absent", rows, "text") is None
-
-
-def test_what_a_tokenizer_has_done_before_makes_no_other_request(tmp_path, corpus, bert, embedder):
-    tokenizer = load_fast_tokenizer(bert)
-    store(tmp_path / "windows", corpus, tokenizer, embedder)
-    tokenizer(["w1 w2", "w3"], truncation=True, max_length=3, padding=True)
-    store(tmp_path / "windows", corpus, tokenizer, embedder)
-    tokenizer.add_tokens(["w1 w2"])
-    with pytest.raises(ValueError, match=r"made with another tokenizer"):
-        store(tmp_path / "windows", corpus, tokenizer, embedder)
 
 
 def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embedder):
@@ -115,12 +120,9 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
         store(folder, corpus, tokenizer, embedder, dtype="int8")
     with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
-
-
-def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
-    with alone_in(tmp_path / "windows", ValueError("held by the test")):
-        with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
-            store(tmp_path / "windows", corpus, tokenizer, embedder)
+    busy = r"is being written by another run; wait for that run, or choose another"
+    with alone_in(folder, ValueError("held by the test")), pytest.raises(ValueError, match=busy):
+        store(folder, corpus, tokenizer, embedder)
 
 
 def texts_of(windows):
@@ -131,17 +133,14 @@ def texts_of(windows):
     return results
 
 
-def test_windows_have_so_many_tokens_and_the_last_has_the_rest(tokenizer):
+def test_windows_have_so_many_tokens_and_come_in_order_with_the_rest_in_the_last(tokenizer):
     documents = ["w1 w2  w3\nw4 w5 ", "w6", "w1 w2"]
     windows = texts_of(cut_windows(documents, tokenizer, 2))
     assert windows == {0: ["w1 w2  ", "w3\nw4 ", "w5 "], 1: ["w6"], 2: ["w1 w2"]}
     assert all(len(tokenizer.tokenize(text)) <= 2 for of_document in windows.values() for text in of_document)
-
-
-def test_more_documents_than_are_tokenised_at_a_time_come_in_order(tokenizer):
-    documents = (f"w{number % 60} w1 w2" for number in range(150))
-    windows = list(cut_windows(documents, tokenizer, 2))
-    assert [(window.document, window.number) for window in windows] == [(n, w) for n in range(150) for w in (0, 1)]
+    many = (f"w{number % 60} w1 w2" for number in range(150))  # more than are tokenised at a time
+    windows = [(window.document, window.number) for window in cut_windows(many, tokenizer, 2)]
+    assert windows == [(n, w) for n in range(150) for w in (0, 1)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -157,9 +156,7 @@ def test_no_character_is_lost_where_a_token_is_a_part_of_one(size):
 def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: "):
         load_fast_tokenizer("absent/one")
-
     monkeypatch.setattr("midus_hf.topics.windows.load_tokenizer", lambda name: SimpleNamespace(is_fast=False))
-    with pytest.raises(
-        ValueError, match=r"tokenizer is 'slow', which does not know the positions of its tokens .* fast"
-    ):
+    message = r"tokenizer is 'slow', which does not know the positions of its tokens .* fast"
+    with pytest.raises(ValueError, match=message):
         load_fast_tokenizer("slow")

@@ -50,8 +50,7 @@ def planned(
 ) -> Plan:
     """The method's plan for a base of which only the config is known."""
     chosen = get_method(method)
-    base = known(config)
-    return chosen(parse_options(chosen.options_class, options, method)).plan(base, num_new_layers, placement)
+    return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
 
 
 def upscaled_config(
@@ -63,9 +62,8 @@ def upscaled_config(
 ) -> dict[str, Any]:
     """The raw config of the upscaled model, from that of the base."""
     chosen = get_method(method)
-    base = known(config)
     made = chosen(parse_options(chosen.options_class, options or {}, method))
-    return made.config(base, made.plan(base, num_new_layers, placement))
+    return made.config(known(config), planned(config, method, num_new_layers, placement, **(options or {})))
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from tiny import prompt
 
 import upscalers.methods  # noqa: F401 - fills the table
-from tests.upscalers.checkpoints import layer, load, logits, read_tensors, save_base
+from tests.upscalers.checkpoints import load, logits, read_tensors, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import DenseMethod
@@ -32,7 +32,6 @@ def backward(model) -> None:
 
 
 def with_gradient(block) -> set[str]:
-    """Names of the parameters whose gradient is not all zero."""
     assert all(parameter.grad is not None for parameter in block.parameters())
     return {name for name, parameter in block.named_parameters() if parameter.grad.any()}
 
@@ -53,10 +52,15 @@ def step(model, blocks) -> float:
 def test_at_first_only_what_makes_the_identity_has_a_gradient_and_after_one_step_everything(
     native_family, method, shared_base, tmp_path
 ):
-    model, blocks = new_model(shared_base(native_family), tmp_path / "out", method, identity="auto")
+    # Other tests make the identity of every family by `auto`.
+    identity, first = ("zero_out_norm", GAINS) if native_family in OUTPUT_NORMS else ("auto", PROJECTIONS)
+    base = shared_base(native_family)
+    model, blocks = new_model(base, tmp_path / "out", method, identity=identity)
+    assert (
+        torch.equal(logits(base), logits(tmp_path / "out")) and model.config.upscale["options"]["identity"] == identity
+    )
     backward(model)
     for block in blocks:
-        first = GAINS if native_family in OUTPUT_NORMS else PROJECTIONS
         assert with_gradient(block) == {f"{name}.weight" for name in first}
     change = step(model, blocks)
     assert change > 0 and (native_family not in OUTPUT_NORMS or change < LARGEST_STEP)
@@ -73,20 +77,6 @@ def test_biases_behind_zero_projections_are_zero_as_well_and_train_from_the_firs
     backward(model)
     for block in blocks:
         assert with_gradient(block) == {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
-
-
-@pytest.mark.parametrize(("method", "family"), list(zip(PROMISING, 2 * OUTPUT_NORMS, strict=False)))
-def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_them(
-    method, family, shared_base, tmp_path
-):
-    options = {**REQUESTS[method].get("options", {}), "identity": "zero_out_norm"}
-    report = upscaled(shared_base(family), tmp_path / "out", method, options=options)
-    assert report.promises_identity
-    assert torch.equal(logits(shared_base(family)), logits(tmp_path / "out"))
-    tensors = read_tensors(tmp_path / "out")
-    for index in report.new_layer_indices:
-        made = layer(tensors, index)
-        assert made["mlp.down_proj.weight"].any() and made["self_attn.o_proj.weight"].any()
 
 
 @pytest.fixture

@@ -75,11 +75,7 @@ TYPES_OF_RESULTS = {
     ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
     ("qwen2", "avg-deus"): [F, F, F, F, S, S, S, S, S, S],
 }
-
-"""Types of the results of: solar with 4 new layers, llama-pro at 2,5,8,9, avg-deus at 2,4,6,8."""
-
-
-REQUESTS = {
+PLACED_AT = {
     "solar": {"num_new_layers": 4},
     "llama-pro": {"placement": "2,5,8,9"},
     "avg-deus": {"placement": "2,4,6,8"},
@@ -93,7 +89,7 @@ def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_impli
     if implied:
         del config["layer_types"]
         config |= DERIVED_FROM.get(family, {})
-    assert upscaled_config(config, method, **REQUESTS[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
+    assert upscaled_config(config, method, **PLACED_AT[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
 
 
 def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
@@ -107,27 +103,21 @@ def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_wher
 
 
 @pytest.mark.parametrize("method", ["avg-deus", "lesa", "opt-deus"])
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [("3,5,7", "new layers 3, 7 fuse"), ("4,6", "new layer 6 fuses"), ("1,5", None)],
-)
-def test_fusing_both_types_is_warned_of(method, placement, expected, tmp_path):
+def test_fusing_both_types_is_warned_of(method, tmp_path):
     base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
-
-    def warnings(**options) -> list[str]:
+    for placement, options, fusing in (
+        ("3,5,7", {}, "new layers 3, 7 fuse"),
+        ("3,5,7", {"neighbours": "same_type"}, None),
+        ("4,6", {}, "new layer 6 fuses"),
+        ("1,5", {}, None),
+    ):
         progress = Recorder()
         upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
-        return [warning for warning in progress.warnings if " fuse" in warning]
-
-    if expected is None:
-        assert warnings() == []
-        return
-    assert warnings() == [
-        f"{expected} sliding and full attention, whose rotary embeddings and windows may differ. Pass neighbours=same_type to "
-        "avoid it."
-    ]
-    if placement == "3,5,7":
-        assert warnings(neighbours="same_type") == []
+        expected = [
+            f"{fusing} sliding and full attention, whose rotary embeddings and windows may differ. Pass neighbours=same_type to "
+            "avoid it."
+        ]
+        assert [warning for warning in progress.warnings if " fuse" in warning] == expected * bool(fusing)
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}

@@ -86,16 +86,13 @@ def test_what_is_measured_is_true_of_what_was_made(tmp_path):
         assert rows[index]["seconds"] > 0
 
 
-def test_a_matrix_that_is_zero_in_some_layers_is_still_learnt_from(tmp_path):
+def test_a_matrix_that_is_zero_in_some_layers_is_learnt_from_and_in_all_refused_by_name(tmp_path):
     """As the output projection is after LLaMA-Pro."""
     layers = random_matrices(8)
     layers[3], layers[4], layers[6] = (torch.zeros(SIZE, SIZE) for _ in range(3))
     made, rows = predicted(layers, tmp_path, {3: (2, 3), 4: (3, 4)})
     assert all(matrix.isfinite().all() and matrix.any() for matrix in made.values())
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if not isinstance(value, str))
-
-
-def test_a_matrix_that_is_zero_in_all_layers_is_refused_by_name(tmp_path):
     message = "0.self_attn.q_proj.weight and its like are zero in every layer; lesa has nothing to learn from"
     with pytest.raises(RequestError, match=message):
         predicted([torch.zeros(SIZE, SIZE)] * 4, tmp_path, {2: (1, 2)})
@@ -109,61 +106,41 @@ HIDDEN_NORMS = (
 )
 
 ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
+COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
 
 
-def upscaled(base, output, verify=False, seed=0, num_new_layers=2, **options):
+def upscaled(base, output, **options):
     """The report, and what was told meanwhile."""
-    recorder = Recorder()
-    report = upscale(
-        base=base,
-        method="lesa",
-        output=output,
-        num_new_layers=num_new_layers,
-        options={"epochs": 1} | options,
-        seed=seed,
-        verify=verify,
-        progress=recorder,
-    )
-    return report, recorder
+    arguments = {"num_new_layers": 2, "options": {"epochs": 1} | options, "verify": False, "progress": Recorder()}
+    return upscale(base=base, method="lesa", output=output, **arguments), arguments["progress"]
 
 
 @pytest.mark.parametrize(
-    ("norm_init", "family"), [("layer0", "olmo2"), ("previous", "qwen2"), ("next", "gemma3"), ("mean", "llama")]
+    ("norm_init", "family"), [("layer0", "olmo2"), ("previous", "qwen2"), ("next", "gemma3"), ("mean", "mistral")]
 )
-def test_norms_are_taken_from_where_it_is_asked_and_all_other_vectors_are_means(
+def test_norms_are_taken_from_where_it_is_asked_other_vectors_are_means_and_all_matrices_are_predicted(
     norm_init, family, shared_base, tmp_path
 ):
     base = shared_base(family)
-    upscaled(base, tmp_path / "out", norm_init=norm_init)
+    report, recorder = upscaled(base, tmp_path / "out", norm_init=norm_init)
+    assert recorder.balanced and {*recorder.names} >= {f"predicting {role}" for role in ROLES}
+    measured = sorted((row["layer"], row["tensor"]) for row in report.measurements)
+    assert measured == sorted((index, role) for index in (2, 4) for role in ROLES)
+    assert all(list(row)[2:] == COLUMNS for row in report.measurements) and not report.promises_identity
     before, after = read_tensors(base), read_tensors(tmp_path / "out")
     for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
         made = layer(after, index)
-        assert made.keys() == layer(before, 0).keys()
-        vectors = [name for name, tensor in made.items() if tensor.dim() == 1]
-        assert set(vectors) & set(HIDDEN_NORMS)
-        for name in vectors:
+        assert made.keys() == layer(before, 0).keys() and {*made} & {*HIDDEN_NORMS}
+        for name, tensor in made.items():
             one, other = (layer(before, neighbour)[name] for neighbour in (previous, following))
             wanted = {"layer0": layer(before, 0)[name], "previous": one, "next": other}
-            if name in HIDDEN_NORMS and norm_init != "mean":
-                assert torch.equal(made[name], wanted[norm_init]), name
+            if tensor.dim() == 2:
+                assert tensor.isfinite().all() and tensor.any()
+                assert not any(torch.allclose(tensor, layer(before, each)[name]) for each in range(NUM_LAYERS))
+            elif name in HIDDEN_NORMS and norm_init != "mean":
+                assert torch.equal(tensor, wanted[norm_init]), name
             else:
-                torch.testing.assert_close(made[name], (one + other) / 2)
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_all_seven_matrices_are_predicted_and_measured(family, shared_base, tmp_path):
-    base = shared_base(family)
-    report, recorder = upscaled(base, tmp_path / "out")
-    assert sorted((row["layer"], row["tensor"]) for row in report.measurements) == sorted(
-        (index, role) for index in (2, 4) for role in ROLES
-    )
-    assert recorder.balanced and {*recorder.names} >= {f"predicting {role}" for role in ROLES}
-    before, made = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
-    for name, tensor in made.items():
-        if tensor.dim() == 2:
-            assert tensor.isfinite().all() and tensor.any()
-            assert not any(torch.allclose(tensor, layer(before, index)[name]) for index in range(NUM_LAYERS))
-    assert not report.promises_identity
+                torch.testing.assert_close(tensor, (one + other) / 2)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +154,20 @@ def test_all_seven_matrices_are_predicted_and_measured(family, shared_base, tmp_
 def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_this_order(
     family, options, neighbours, shared_base, tmp_path, monkeypatch
 ):
-    pairs, honest = [], layer_predictor.predict
+    pairs, threads, honest, before = [], set(), layer_predictor.predict, torch.get_num_threads()
 
     def watched(predictor, rows, previous, following, device):
         pairs.append((previous, following))
+        threads.add(torch.get_num_threads())
         return honest(predictor, rows, previous, following, device)
 
     monkeypatch.setattr(layer_predictor, "predict", watched)
-    upscaled(shared_base(family), tmp_path / "out", **options)
+    try:
+        torch.set_num_threads(3)
+        upscaled(shared_base(family), tmp_path / "out", **options)
+        assert (threads, torch.get_num_threads()) == ({1}, 3), "solvers compute on one thread"
+    finally:
+        torch.set_num_threads(before)
     assert len(pairs) == 14 and set(pairs) == neighbours
 
 
@@ -205,11 +188,10 @@ def test_the_default_is_what_the_release_does_and_three_layers_suffice(tmp_path)
 
 
 def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_path, command, refused, monkeypatch):
-    usual = ("--base", base, "--method", "lesa", "--no-verify", "--set", "epochs=1")
+    usual = ("--base", base, *request(), "--no-verify")
     written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
-    coordinates = 4 * sum(
-        tensor.numel() for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2
-    )
+    matrices = [tensor for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2]
+    coordinates = 4 * sum(matrix.numel() for matrix in matrices)
     usage = shutil.disk_usage(tmp_path)
     for room, enough in ((written + coordinates, True), (written + coordinates // 2, False)):
         free = room + 64_000_000
@@ -222,26 +204,9 @@ def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_
             refused(outcome, "the output needs .* GB, but .* has .* GB free", [])
 
 
-QUICK = ("--set", "epochs=1")
-
-
 def request(*settings: str) -> list[str]:
-    quick = () if any(setting.startswith("epochs=") for setting in settings) else QUICK
-    return ["--method", "lesa", *quick, *(word for setting in settings for word in ("--set", setting))]
-
-
-@pytest.fixture
-def narrow(tmp_path):
-    """A base whose queries have five directions less than they could have, and whose gates three."""
-    base = save_base(tmp_path / "base")
-    tensors = read_tensors(base)
-    for name, tensor in tensors.items():
-        if "q_proj" in name:
-            tensor[3:8] = 0
-        elif "gate_proj" in name:
-            tensor[40:43] = tensor[:3]
-    write_tensors(base, tensors)
-    return base
+    quick = () if any(setting.startswith("epochs=") for setting in settings) else ("epochs=1",)
+    return ["--method", "lesa", *(word for setting in (*quick, *settings) for word in ("--set", setting))]
 
 
 WARNED = {
@@ -280,10 +245,17 @@ def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix(
         assert done.status == 0 and not re.search(message, done.err)
 
 
-def test_directions_under_the_guard_are_counted_in_a_warning(narrow, tmp_path, command):
+def test_directions_under_the_guard_are_counted_in_a_warning(tmp_path, command):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            tensor[3:8] = 0
+        elif "gate_proj" in name:
+            tensor[40:43] = tensor[:3]
+    write_tensors(base, tensors)
     guarded = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
-    usual = ("--base", narrow, "--no-verify", *request("norm_weight=1", "epochs=3"))
-    done = command(*usual, "--output", tmp_path / "out")
+    done = command("--base", base, "--no-verify", *request("norm_weight=1", "epochs=3"), "--output", tmp_path / "out")
     assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
 
 
@@ -309,19 +281,3 @@ def test_a_solver_that_stops_leaves_nothing(base, tmp_path, command, monkeypatch
     done = command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify")
     assert (done.status, done.err, len(calls)) == (status, message, 2)
     assert not any(tmp_path.iterdir())
-
-
-def test_solvers_compute_on_one_thread_and_torchs_own_number_stays(base, tmp_path, monkeypatch):
-    honest, seen, before = layer_predictor.train_predictor, set(), torch.get_num_threads()
-
-    def watched(*arguments, **options):
-        seen.add(torch.get_num_threads())
-        return honest(*arguments, **options)
-
-    monkeypatch.setattr(layer_predictor, "train_predictor", watched)
-    try:
-        torch.set_num_threads(3)
-        upscaled(base, tmp_path / "out")
-        assert (seen, torch.get_num_threads()) == ({1}, 3)
-    finally:
-        torch.set_num_threads(before)

@@ -32,16 +32,8 @@ def save_chapters(
 ) -> Path:
     """Attach memories of chapters with random values to all layers of a tiny Llama, and return the folder.
 
-    The Llama lies in the folder of that name with `-base` behind it.
-
-    Args:
-        folder: The folder to make.
-        dtype: Dtype of every tensor. Default: float32.
-        sharded: Whether there are several files and an index. Default: False.
-        prefix: Prefix of the names of the decoder's tensors, `"model."` or nothing. Default: `"model."`.
-        names: Names of the memories, the last one new and those before it of the base. Default: one memory.
-        bank_bits: Bits to which banks are rounded. Default: None, not rounded.
-        changes: Options that differ from the usual.
+    The Llama lies in the folder of that name with `-base` behind it. `prefix` is that of the decoder's tensors. Of the memories
+    named, the last one is new and those before it are of the base. `changes` are options that differ from the usual.
     """
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
     (base / "tokenizer.json").write_text("a tokenizer")
@@ -74,11 +66,6 @@ def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
 def bank_name(number: int = 0, memory: str = "chapters") -> str:
     """The name of a bank that layers share."""
     return f"model.memory_tables.{memory}.{number}.bank"
-
-
-def router_names(layer: int, memory: str = "chapters") -> tuple[str, str]:
-    """The names of a layer's router, weight and bias."""
-    return tuple(f"model.layers.{layer}.memories.{memory}.router_{kind}" for kind in ("weight", "bias"))  # type: ignore[return-value]
 
 
 def rows(number: int) -> slice:

@@ -1,5 +1,6 @@
 """`midus edit blocks` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tiny import prompt, save_tiny_model
 from topics.trees import random_tree
+from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
@@ -14,6 +16,7 @@ from midus_hf.banks.model_banks import check_tree
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
+from midus_hf.training.run import train
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
@@ -96,9 +99,7 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
     first, second = listed["banks"]
     assert [each["memory"] for each in listed["banks"]] == NAMES
     assert (first["fetched"], first["bank"]) == (4 * 3 * 32 * 6, 4 * 3 * 32 * (12 + 18))
-    assert (
-        listed["fetched"] == first["fetched"] + second["fetched"] and listed["bank"] == first["bank"] + second["bank"]
-    )
+    assert all(listed[key] == first[key] + second[key] for key in ("fetched", "bank"))
     for each in (first, second):
         one, two = each["levels"]
         assert (one["nodes"], one["written"], one["deleted"], one["generic"]) == (3, [0, 2], [], False)
@@ -137,15 +138,13 @@ def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, ch
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
     told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "told").out
     assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
-    done = run(
-        *("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only"),
-    )
+    done = run("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only")
     assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
 
 
 @pytest.fixture(scope="module")
 def with_trees(upscaled, tmp_path_factory):
-    """The models of `upscaled` with a tree in each of their banks, whose fingerprint the banks have."""
+    """The models of `upscaled` with a tree in each of their banks, whose fingerprint the banks have, and two to refuse."""
     folder = tmp_path_factory.mktemp("trees")
     tree = random_tree(3, 2, min_similarity=0.1)
     tree.save(folder / "tree")
@@ -154,6 +153,10 @@ def with_trees(upscaled, tmp_path_factory):
         for name in names:
             bank = bank_of(upscaled / model, name)
             bank.save(folder / model / "memory_bank" / name, tree=tree.fingerprint, tree_folder=folder / "tree")
+    shutil.copytree(folder / "one", folder / "damaged")
+    (folder / "damaged" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
+    options = {"sizes": [0, 3], "branching": 3}
+    upscale(base=upscaled / "base", method="hier-ffn", output=folder / "sparse", options=options, verify=False)
     return folder
 
 
@@ -211,25 +214,40 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
     ]
 
 
-def test_without_any_topic_there_is_no_tree(with_trees, tmp_path, run):
-    nodes = [word for node in ("1:0", "1:1", "1:2") for word in ("--node", node)]
-    done = run("delete", with_trees / "one", *nodes, "--subtree", "--output", tmp_path / "out")
-    assert done["centroids"] == {"deleted": ["1:0", "1:1", "1:2"], "kept": []}
-    assert not list((tmp_path / "out").rglob("tree.*")) and bank_of(tmp_path / "out").written(1) == []
+def test_a_subtree_is_a_node_and_all_below_and_without_any_topic_there_is_no_tree(with_trees, tmp_path, run):
+    def deleted(*nodes: str) -> dict:
+        words = [word for node in nodes for word in ("--node", node)]
+        return run("delete", with_trees / "one", *words, "--subtree", "--output", tmp_path / nodes[-1])
+
+    assert deleted("1:0")["banks"] == {"hier-ffn": ["1:0", "2:1"]}
+    assert deleted("1:generic")["banks"] == {"hier-ffn": ["2:generic"]}
+    assert deleted("1:0", "1:1", "1:2")["centroids"] == {"deleted": ["1:0", "1:1", "1:2"], "kept": []}
+    assert not list((tmp_path / "1:2").rglob("tree.*")) and bank_of(tmp_path / "1:2").written(1) == []
 
 
-def test_a_tree_that_is_damaged_is_refused(with_trees, tmp_path, refusal):
-    shutil.copytree(with_trees / "one", tmp_path / "model")
-    (tmp_path / "model" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
-    assert "was altered or is not whole: " in refusal("delete", tmp_path / "model", "--node", "2:7")
-
-
-def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, run):
-    words = ("--subtree", "--output")
-    done = run("delete", upscaled / "one", "--node", "1:0", *words, tmp_path / "out")
-    assert done["banks"] == {"hier-ffn": ["1:0", "2:1"]}
-    done = run("delete", upscaled / "one", "--node", "1:generic", *words, tmp_path / "generic")
-    assert done["banks"] == {"hier-ffn": ["2:generic"]}
+def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(with_trees, tmp_path, run):
+    """As docs/banks.md says: the generic memory has learned from every topic, and is deleted too."""
+    nodes = ["--node", "1:2", "--node", "1:generic", "--subtree"]
+    run("delete", with_trees / "one", *nodes, "--output", tmp_path / "without")
+    tiny_tokenizer().save_pretrained(tmp_path / "without")
+    row = json.dumps({"text": " ".join(f"w{word}" for word in range(10, 24)), "memory_ids": [2, 7]})
+    (tmp_path / "rest.jsonl").write_text(f"{row}\n" * 8)
+    keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
+    train(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
+    before, after = blocks_in(with_trees / "one"), blocks_in(tmp_path / "again")
+    assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(tmp_path / "again").deleted(2)
+    assert {key for key in after if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}
+    saved, tree = (ClusterTree.load(folder) for folder in (tmp_path / "again", with_trees / "tree"))
+    assert saved.fingerprint == bank_of(tmp_path / "again").tree == tree.fingerprint, "texts find the topic again"
+    folders = (with_trees / "one", tmp_path / "without", tmp_path / "again")
+    models, tokens = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders], prompt(5)
+    with torch.no_grad():
+        of_others, of_topic = (
+            [model(tokens, memory_ids=torch.tensor([ids] * len(tokens))).logits for model in models]
+            for ids in ([0, 1], [2, 7])
+        )
+    assert torch.equal(of_others[0], of_others[1]) and torch.equal(of_others[0], of_others[2])
+    assert not torch.equal(of_topic[2], of_topic[1])
 
 
 def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, run):
@@ -247,22 +265,21 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
     assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both."),
-        (["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
-        (["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
-        (["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
-        (
-            ["--node", "1:0", "--memory", "moc"],
-            "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn.",
-        ),
-    ],
-    ids=["none", "word", "level", "node", "memory"],
-)
-def test_wrong_requests_exit_with_2_and_one_line(upscaled, refusal, words, message):
-    line = refusal("delete", upscaled / "one", *words)
+NO_MEMORY = "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn."
+REFUSED = [
+    ("one", [], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both."),
+    ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
+    ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
+    ("one", ["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
+    ("one", ["--node", "1:0", "--memory", "moc"], NO_MEMORY),
+    ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
+    ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
+]
+
+
+@pytest.mark.parametrize(("model", "words", "message"), REFUSED, ids=str)
+def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, words, message):
+    line = refusal("delete", with_trees / model, *words)
     assert line.startswith("midus edit delete: ") and message in line
 
 
@@ -271,9 +288,3 @@ def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upsca
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")
     assert done.status == 2 and "has no memory that fetches blocks" in done.err
-
-
-def test_a_level_without_blocks_has_none_to_delete(upscaled, tmp_path, refusal):
-    options = {"sizes": [0, 3], "branching": 3}
-    upscale(base=upscaled / "base", method="hier-ffn", output=tmp_path / "sparse", options=options, verify=False)
-    assert "level 1 has no blocks; expected one of 2." in refusal("delete", tmp_path / "sparse", "--node", "1:0")

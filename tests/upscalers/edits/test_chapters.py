@@ -21,16 +21,7 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
-from tests.upscalers.edits.made import (
-    CHAPTERS,
-    LAYERS,
-    TOKENS,
-    bank_name,
-    give_values,
-    router_names,
-    rows,
-    save_chapters,
-)
+from tests.upscalers.edits.made import CHAPTERS, LAYERS, TOKENS, bank_name, give_values, rows, save_chapters
 from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.edits import quantising
 from upscalers.runs.inspection import inspect_checkpoint
@@ -38,29 +29,24 @@ from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 TWO = ("chapters", "chapters-2")
+# The names of a layer's router, weight and bias.
+ROUTERS = [
+    tuple(f"model.layers.{layer}.memories.chapters.router_{kind}" for kind in ("weight", "bias")) for layer in LAYERS
+]
 ONE_ZERO = [None, *range(1, CHAPTERS)]
 BANKS_OF_LAYERS = tuple(f"model.layers.{layer}.memories.chapters.bank" for layer in LAYERS)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A command, and what it makes of a model.
-
-    Args:
-        words: The command, without model and output.
-        order: For each chapter of the result the one that it was, None where its rows are zero.
-        routers: Layers whose routers follow.
-        saved: How the model differs from the usual.
-        banks: What is edited.
-        parts: Ends of the names of a bank's tensors.
-    """
+    """A command without model and output, and what it makes of a model."""
 
     words: str
-    order: list[int | None]
-    routers: tuple[int, ...] = ()
-    saved: dict[str, Any] = field(default_factory=dict)
+    order: list[int | None]  # for each chapter of the result the one that it was, None where its rows are zero
+    routers: tuple[int, ...] = ()  # layers whose routers follow
+    saved: dict[str, Any] = field(default_factory=dict)  # how the model differs from the usual
     banks: tuple[str, ...] = (bank_name(),)
-    parts: tuple[str, ...] = ("",)
+    parts: tuple[str, ...] = ("",)  # ends of the names of a bank's tensors
 
 
 EDITS = {
@@ -75,7 +61,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_moves_the_rows_that_it_names_and_nothing_else(tmp_path, edited, name):
+def test_an_edit_moves_the_rows_that_it_names_and_nothing_else_and_strip_gives_the_base(tmp_path, edited, name):
     edit = EDITS[name]
     model = save_chapters(tmp_path / "model", **edit.saved)
     verb, *words = edit.words.split()
@@ -86,7 +72,7 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else(tmp_path, edited,
         for folder in (model, output)
     )
     of_banks = {bank + part for bank in edit.banks for part in edit.parts}
-    of_routers = {router for layer in edit.routers for router in router_names(layer)}
+    of_routers = {router for layer in edit.routers for router in ROUTERS[layer]}
     assert before.keys() == after.keys()
     assert {key for key in before if not same_bits(before[key], after[key])} == of_banks | of_routers
     for key in of_banks:
@@ -102,6 +88,11 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else(tmp_path, edited,
     assert config_of(output)["memory"] == expected
     files = {file.name: set(read_header(file)) for file in model.glob("*.safetensors")}
     assert {file.name: set(read_header(file)) for file in output.glob("*.safetensors")} == files
+    if "names" not in edit.saved:
+        assert strip(output, tmp_path / "base")["base_confirmed"]
+        whole, base = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
+        assert base["model.safetensors"] == whole["model.safetensors"]
+        assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
 
 
 @pytest.mark.parametrize(
@@ -122,9 +113,8 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
         assert {files[f"{name}_{part}"] for part in ("integers", "scales")} == {was_in[name]}
     assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
     assert config_of(output)["memory"][0]["bank_bits"] == bits
-    assert f"memory 'chapters' has bank_bits = {bits} already; expected values that were not" in refusal(
-        "quantise", output
-    )
+    refused = refusal("quantise", output)
+    assert f"memory 'chapters' has bank_bits = {bits} already; expected values that were not" in refused
 
 
 def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edited):
@@ -139,13 +129,8 @@ def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edi
 def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
     report = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
     assert report.pop("seconds") > 0 and report.pop("bytes_written") > 0
-    zeroed = {
-        "command": "zero",
-        "memories": ["chapters"],
-        "chapters": "1-2",
-        "chapters_before": 6,
-        "chapters_after": 6,
-    }
+    zeroed = {"command": "zero", "memories": ["chapters"], "chapters": "1-2"}
+    zeroed |= {"chapters_before": 6, "chapters_after": 6}
     assert report == {**zeroed, "model": str(checkpoint), "output": str(tmp_path / "once")}
     done = chapters("prune", tmp_path / "once", "--chapters", "4", "--output", tmp_path / "out")
     assert "prune of chapters, chapters 4, chapters_before 6, chapters_after 5\n" in done.out
@@ -169,16 +154,6 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
     assert "edited: zero of chapters, chapters 1-2" in " ".join(chapters("list", output).out.split())
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_strip_gives_the_base_byte_for_byte(tmp_path, edited, sharded):
-    model = save_chapters(tmp_path / "model", sharded=sharded)
-    result = strip(edited("prune", model, "--chapters", "1,4"), tmp_path / "base")
-    assert result["base_confirmed"] and result["removed_memories"] == ["chapters"]
-    expected, actual = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
-    assert actual["model.safetensors"] == expected["model.safetensors"]
-    assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
-
-
 @pytest.mark.parametrize(("memory", "kept"), [("chapters", [5]), ("chapters-2", [6])])
 def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(tmp_path, chapters, memory, kept):
     model = save_chapters(tmp_path / "model", names=TWO)
@@ -198,29 +173,26 @@ def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
     assert bank[rows(1)].any() and not bank[rows(2)].any()
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "zero --chapters 6": ("chapters is '6'; expected numbers from 0 to 5", {}),
-    "zero --chapters 2,1-3": ("chapters is '2,1-3', which names 2 twice", {}),
-    "prune --chapters three": ("chapters is 'three'; expected numbers and ranges such as 3,7-9", {}),
-    "prune --chapters 4-2": ("chapters is '4-2'; expected numbers and ranges", {}),
-    "prune --chapters 1-4": ("chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}),
-    "zero --chapters 1 --memory other": ("memory is 'other'; expected a memory of chapters, of which the model has", {}),
-    "zero --chapters 1": ("the model has: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
-    "quantise --bits 3": ("bits is 3; expected 8 or 4.", {}),
-}  # fmt: skip
+# Commands, what is said, and how the model differs from the usual.
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("zero --chapters 6", "chapters is '6'; expected numbers from 0 to 5", {}),
+    ("zero --chapters 2,1-3", "chapters is '2,1-3', which names 2 twice", {}),
+    ("prune --chapters three", "chapters is 'three'; expected numbers and ranges such as 3,7-9", {}),
+    ("prune --chapters 4-2", "chapters is '4-2'; expected numbers and ranges", {}),
+    ("prune --chapters 1-4", "chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}),
+    ("zero --chapters 1 --memory other", "memory is 'other'; expected a memory of chapters, of which the model has", {}),
+    ("zero --chapters 1", "the model has: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
+    ("zero --chapters 1", "has no memory of type 'chapters'", {"memory": []}),
+    ("quantise --bits 3", "bits is 3; expected 8 or 4.", {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_wrong_request_is_one_line_and_writes_nothing(tmp_path, refusal, checkpoint, words):
-    message, saved = REFUSED[words]
+@pytest.mark.parametrize(("words", "message", "changes"), REFUSED, ids=str)
+def test_a_wrong_request_is_one_line_and_writes_nothing(tmp_path, refusal, words, message, changes):
+    model = save_chapters(tmp_path / "model", names=changes.get("names", TWO[:1]))
+    edit_config(model, **{key: value for key, value in changes.items() if key == "memory"})
     verb, *rest = words.split()
-    assert message in refusal(verb, save_chapters(tmp_path / "model", **saved) if saved else checkpoint, *rest)
-
-
-def test_a_model_without_chapters_is_refused(tmp_path, refusal):
-    model = save_chapters(tmp_path / "model")
-    edit_config(model, memory=[])
-    assert "has no memory of type 'chapters'" in refusal("zero", model, "--chapters", "1")
+    assert message in refusal(verb, model, *rest)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -237,7 +209,7 @@ def test_lists_show_norms_and_biases_of_what_tensors_stand_for(tmp_path, chapter
         whole = dequantise_rows(*(tensors[f"{name}_{part}"] for part in ("integers", "scales")), bits, torch.float32)
     bank = first["banks"][1]
     assert bank["row_norms"] == pytest.approx(whole.double().norm(dim=1).view(6, TOKENS).mean(1).tolist())
-    assert bank["router_biases"] == {"1": tensors[router_names(1)[1]].tolist()}
+    assert bank["router_biases"] == {"1": tensors[ROUTERS[1][1]].tolist()}
     shown = chapters("list", model).out
     assert ("of integers of" in shown) == bool(bits) and "bank 1, read by layers 1" in shown
     kinds = [line.split()[:2] for line in shown.splitlines() if line.split()[1:2] in (["shared"], ["routed"])]
