@@ -5,7 +5,7 @@ from inspect import signature
 import pytest
 import yaml
 
-from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, same_tensors, save_base
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, save_base
 from upscalers.methods.contract import METHODS
 from upscalers.request.errors import MethodError, VerificationError
 from upscalers.runs.upscale import upscale
@@ -92,25 +92,6 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     assert starts.keys() == METHODS.keys()
     assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
-
-
-def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
-    command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--no-verify")
-    report = command("inspect", tmp_path / "out", "--json").json()
-    assert (report["method"], report["base"], len(report["layers"])) == ("midus-hml", base.name, 6)
-    shown = command("inspect", tmp_path / "out")
-    assert shown.status == 0
-    words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
-    assert all(word in shown.out for word in words)
-    before, words = file_digests(tmp_path / "out"), ("strip", tmp_path / "out", "--output")
-    stripped = command(*words, tmp_path / "stripped", "--json").json()
-    assert stripped["removed_layer_indices"] == [1, 4] and same_tensors(tmp_path / "stripped", base)
-    inside = command(*words, tmp_path / "out" / "stripped")
-    assert inside.status == 2 and "lies inside the base" in inside.err
-    replaced = command(*words, tmp_path / "stripped", "--overwrite")
-    assert replaced.status == 0 and "took out layers 1, 4" in " ".join(replaced.out.split())
-    assert file_digests(tmp_path / "out") == before
-    assert {path.name for path in tmp_path.iterdir()} - {base.name} == {"out", "stripped"}
 
 
 def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):

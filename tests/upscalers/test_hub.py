@@ -73,13 +73,10 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
 DOWNLOADED = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
 
 
-def test_what_cannot_be_downloaded_is_told_with_the_reason(base, hub, command, refused, monkeypatch):
-    not_here = "'org/base' is no local folder, and the Hub "
-    refused(command(*DOWNLOADED), rf"{not_here}answers with status 404 \(.*Repository Not Found", None)
+def test_a_base_whose_terms_were_not_accepted_is_told(base, hub, command, refused):
     hub.repositories["org/base"] = Repository(files_of(base), gated=True)
-    refused(command(*DOWNLOADED), rf"{not_here}answers with status 403 \(.*gated repo", None)
-    point_client_at("http://nobody.test", monkeypatch)
-    refused(command(*DOWNLOADED), f"{not_here}cannot be reached", None)
+    message = r"'org/base' is no local folder, and the Hub answers with status 403 \(.*gated repo"
+    refused(command(*DOWNLOADED), message, None)
 
 
 def test_a_model_pushed_from_python_brings_its_code_and_its_weights(base, hub, tmp_path):
@@ -154,9 +151,8 @@ def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status
     with pytest.raises(RequestError, match=f"push-to-hub is 'me/x', {message}"):
         prepare_repository("me/x", private=False)
     if status:
-        refused(
-            command(*DOWNLOADED), rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\.", None
-        )
+        downloading = rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\."
+        refused(command(*DOWNLOADED), downloading, None)
         with pytest.raises(ValueError, match=rf"^model is 'org/base', which is no folder here, and {answer}\.$"):
             check_model_name("model", "org/base")
 
@@ -179,13 +175,14 @@ def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_
     base, hub, command, tmp_path, refused
 ):
     hub.repositories["me/public"] = Repository()
-    done = command("--base", base, *REQUEST, "--push-to-hub", "me/public", "--private")
+    words = ("--base", base, *REQUEST, "--overwrite", "--push-to-hub")
+    done = command(*words, "me/public", "--private")
     refused(done, "push-to-hub is 'me/public', which exists and is public; expected a new or a private", None)
-    assert command("--base", base, *REQUEST, "--push-to-hub", "mine", "--private").status == 0
-    assert hub.repositories["me/mine"].private
-    assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
-    assert command("--base", base, *REQUEST, "--push-to-hub", "me/mine", "--private", "--overwrite").status == 0
-    assert command("--base", base, *REQUEST, "--push-to-hub", "open", "--overwrite").status == 0
+    for name in ("mine", "me/mine"):  # made, and found again
+        assert command(*words, name, "--private").status == 0
+        assert hub.repositories["me/mine"].private
+        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
+    assert command(*words, "open").status == 0
     assert not hub.repositories["me/open"].private
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
@@ -213,17 +210,13 @@ def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_
     assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
 
 
-def test_an_interrupted_upload_says_that_the_folder_is_complete(base, command, tmp_path, monkeypatch):
+def test_an_interrupted_upload_says_that_the_folder_is_complete(base, hub, command, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "check_account", lambda repository: None)
-    monkeypatch.setattr(run, "prepare_repository", lambda repository, private: repository)
     monkeypatch.setattr(run, "push_folder", interrupted)
-    monkeypatch.chdir(tmp_path)
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--json")
-    assert done.status == 130
-    assert done.json()["output"] == "out"
+    assert (done.status, done.json()["output"]) == (130, "out")
     assert "the upload to me/x was interrupted; out is complete. Upload it with: hf upload me/x out" in done.err
     assert "nothing is left" not in done.err
     assert torch.equal(logits(base), logits(tmp_path / "out"))

@@ -10,6 +10,7 @@ from tests.upscalers.checkpoints import (
     config_of,
     content_digest,
     edit_config,
+    file_digests,
     load,
     logits,
     read_tensors,
@@ -131,14 +132,21 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path):
         assert not (tmp_path / "stripped").exists()
 
 
-def test_inspect_tells_what_was_done(base, tmp_path):
+def test_inspect_tells_what_was_done(command, base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
-    inspected = inspect_checkpoint(model)
-    tensors = read_tensors(model)
+    before, tensors = file_digests(model), read_tensors(model)
+    inspected = command("inspect", model, "--json").json()
+    assert inspected == inspect_checkpoint(model)
     assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
+    assert (inspected["method"], inspected["base"]) == ("midus-hml", base.name)
     for row in inspected["layers"]:
         names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
+    shown = command("inspect", model).out
+    words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
+    assert all(word in shown for word in words)
+    inside = command("strip", model, "--output", model / "stripped")
+    assert inside.status == 2 and "lies inside the base" in inside.err and file_digests(model) == before
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()
@@ -213,20 +221,22 @@ def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
 
 
 def test_the_command_says_which_it_is(command, base, tmp_path):
-    unverified(base, tmp_path / "out")
-    same = command("strip", tmp_path / "out", "--output", tmp_path / "same")
+    model, words = unverified(base, tmp_path / "out"), ("--output", tmp_path / "stripped")
+    same = command("strip", model, *words)
     assert (same.status, same.err) == (0, "")
     assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
-    saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
-    other = command("strip", tmp_path / "trained", "--output", tmp_path / "other")
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
+    other = command("strip", trained, *words, "--overwrite")
     assert other.status == 0
     assert "Its weights are not the base's, byte for byte: 3 tensors differ." in " ".join(other.out.split())
     assert other.err.startswith("upscale: warning: 3 of 39 tensors are not the base's, byte for byte: trained since")
-    (tmp_path / "trained" / "upscale.json").unlink()
-    unknown = command("strip", tmp_path / "trained", "--output", tmp_path / "unknown", "--json")
+    (trained / "upscale.json").unlink()
+    unknown = command("strip", trained, *words, "--overwrite", "--json")
     assert unknown.status == 0
     assert unknown.err.startswith(WITHOUT_COUNT)
-    assert (unknown.json()["base_confirmed"], unknown.json()["differing_tensors"]) == (False, None)
+    report = unknown.json()
+    assert (report["base_confirmed"], report["differing_tensors"]) == (False, None)
+    assert report["removed_layer_indices"] == [1, 4]
 
 
 def test_inspect_tells_what_strip_did(command, base, tmp_path):
@@ -245,21 +255,19 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
             "differing_tensors": 0,
         },
     }  # fmt: skip
-    shown = command("inspect", tmp_path / "base-again")
-    assert shown.status == 0
-    words = (
-        "stripped from",
-        "back, upscaled with midus-hml; took out layers 1, 4",
-        "its weights were the base's, byte for byte",
-        "llama",
-    )
-    assert all(word in " ".join(shown.out.split()) for word in words)
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
-    assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in " ".join(
-        command("inspect", tmp_path / "back").out.split()
-    )
+    words = {
+        "base-again": (
+            *("stripped from", "back, upscaled with midus-hml; took out layers 1, 4"),
+            *("its weights were the base's, byte for byte", "llama"),
+        ),
+        "back": ("twice, upscaled with midus-hml; took out layers 0, 4, 8",),
+    }
+    for name, said in words.items():
+        shown = " ".join(command("inspect", tmp_path / name).out.split())
+        assert all(word in shown for word in said)
 
 
 def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, tmp_path):

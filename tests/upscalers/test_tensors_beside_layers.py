@@ -174,7 +174,7 @@ def test_tensors_that_the_architecture_does_not_have_move_with_their_layer_and_c
     words = ("--base", with_experts, "--method", method, "--output", tmp_path / "out", "--no-verify")
     outcome = command(*words)
     message = "the base holds 17 tensors its architecture does not have; they are carried along."
-    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {message}")
+    assert outcome.status == 0 and outcome.err.startswith(f"upscale: warning: {message}\n")
     old, new = read_tensors(with_experts), read_tensors(tmp_path / "out")
     moved = {expert(layer, number): expert(source, number) for layer, source in sources.items() for number in range(4)}
     assert {name for name in new if ".experts." in name} == moved.keys()
