@@ -1,6 +1,7 @@
 """The `upscale` command: options, configuration file, JSON, tables, exit statuses."""
 
 from inspect import signature
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -111,21 +112,14 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (VerificationError("it lies"), "upscale: failed: VerificationError: it lies\n"),
-        (MethodError("no recipe"), "upscale: failed: MethodError: no recipe\n"),
-        (RuntimeError("first\nsecond"), "upscale: failed: RuntimeError: first second\n"),
-    ],
-)
-def test_work_that_fails_ends_in_one_line_and_status_1(command, base, tmp_path, monkeypatch, error, line):
-    def fail(**_):
-        raise error
-
-    monkeypatch.setattr("upscalers.runs.upscale.upscale", fail)
-    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
-    assert (outcome.status, outcome.out, outcome.err) == (1, "", line)
+def test_work_that_fails_ends_in_one_line_and_status_1(command, base, tmp_path, monkeypatch):
+    for error, line in (
+        (VerificationError("it lies"), "VerificationError: it lies"),
+        (MethodError("first\nsecond"), "MethodError: first second"),
+    ):
+        monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=error))
+        outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
+        assert (outcome.status, outcome.out, outcome.err) == (1, "", f"upscale: failed: {line}\n")
 
 
 def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):
