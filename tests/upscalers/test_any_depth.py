@@ -17,7 +17,6 @@ from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     config_of,
-    edit_config,
     load,
     long_prompt,
     read_tensors,
@@ -25,6 +24,7 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.checkpoints import layer as layer_of
+from tests.upscalers.dense.requests import upscaled_config
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -229,13 +229,12 @@ def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand
         ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
     ],
 )  # fmt: skip
-def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, tmp_path):
-    tiny_model(model_type).save_pretrained(tmp_path / "base")
+def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, shared_base):
+    config = config_of(shared_base(model_type))
     if "no_rope_layers" in expected:  # which follow from the index where config.json does not list them
-        edit_config(tmp_path / "base", no_rope_layers=...)
-    upscale(base=tmp_path / "base", method=method, output=tmp_path / "out", placement=placement)
-    config = config_of(tmp_path / "out")
-    assert {key: config[key] for key in expected} == expected
+        del config["no_rope_layers"]
+    made = upscaled_config(config, method, placement=placement)
+    assert {key: made[key] for key in expected} == expected
 
 
 def test_settings_of_layers_follow(shared_base, tmp_path):

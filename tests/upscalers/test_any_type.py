@@ -18,7 +18,6 @@ from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
-    file_digests,
     load,
     logits,
     long_prompt,
@@ -94,11 +93,9 @@ def make(shared_base, tmp_path_factory):
             pytest.skip("the type's layers have no part for the memory, as tests/models/test_every_type.py says")
         base = shared_base(model_type, **(with_more_heads(model_type) if method == "moda" else {}))
         output = tmp_path_factory.mktemp("made") / f"{model_type.replace('-', '_')}_{method}"
-        before = file_digests(base)
         if method not in methods_on_the_page(model_type):
             pytest.skip("the method does not take the type, as docs/families.md says")
         report = upscale(base=base, output=output, method=method, options=options)
-        assert file_digests(base) == before
         return Made(base, output, report)
 
     return made

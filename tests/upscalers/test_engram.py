@@ -87,9 +87,13 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, l
     assert config_of(learned)["upscale"]["options"]["corpus"] == "texts"
 
 
-def test_rows_may_need_several_texts_that_have_the_ngram(spoken_base, corpus, tmp_path):
+def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_many_have_rows(
+    spoken_base, corpus, command, tmp_path
+):
     tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
+    words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
+    assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
 
 def test_each_name_of_a_corpus_has_one_row_and_special_tokens_are_no_part_of_it(spoken_base, tmp_path):
@@ -140,11 +144,6 @@ def test_lines_name_the_names_that_are_cut_or_share_a_row(spoken_base, command, 
     assert told[0].endswith("ends of names have rows") and told[1:] == lines
     told = command(*request, "--set", "rows=1").err.splitlines()
     assert told[1:] == [line for line in lines if "share" not in line]
-
-
-def test_a_line_says_how_many_ngrams_have_rows(spoken_base, corpus, command, tmp_path):
-    words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
-    assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
 
 KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])

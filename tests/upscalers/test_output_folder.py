@@ -7,8 +7,7 @@ import shutil
 import pytest
 
 from midus_hf.files.checkpoint_files import RUN_CONFIG
-from tests.upscalers.checkpoints import file_digests, load, unverified
-from tests.upscalers.test_provenance import tokenizer
+from tests.upscalers.checkpoints import file_digests, unverified
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
 
@@ -53,11 +52,13 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
 
 def test_an_empty_folder_may_be_replaced_on_request_and_a_file_never(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file is a file, so --overwrite will not delete it"):
-        CheckpointFolder(tmp_path / "file", overwrite=True)
     (tmp_path / "out").mkdir()
-    with pytest.raises(RequestError, match="exists"):
-        CheckpointFolder(tmp_path / "out")
+    for name, overwrite, message in (
+        ("file", True, "file is a file, so --overwrite will not"),
+        ("out", False, "exists"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            CheckpointFolder(tmp_path / name, overwrite=overwrite)
     write(tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "config.json").read_text() == text("new")
 
@@ -189,16 +190,14 @@ def test_a_project_is_left_untouched(tmp_path, config, record, message):
     assert entries(output) == before
 
 
-def test_a_model_that_was_saved_again_or_downloaded_is_replaced(base, tmp_path):
-    output = tmp_path / "saved"
-    load(unverified(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
-    tokenizer().save_pretrained(output)
-    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG):
-        (output / name).touch()
-    (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
-    (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
-    unverified(base, output, overwrite=True)
-    assert not (output / ".cache").exists() and not (output / RUN_CONFIG).exists()
+def test_a_model_that_was_trained_or_downloaded_is_replaced(tmp_path):
+    output = checkpoint(tmp_path / "out")
+    metadata = output / ".cache" / "huggingface" / "download" / "config.json.metadata"
+    metadata.parent.mkdir(parents=True)
+    for path in (metadata, output / "training_args.bin", output / RUN_CONFIG):
+        path.touch()
+    write(output, overwrite=True)
+    assert names(output) == ["config.json"]
 
 
 def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(tmp_path):

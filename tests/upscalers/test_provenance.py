@@ -141,12 +141,7 @@ library_name: mlx
 pipeline_tag: image-text-to-text
 base_model: org/first
 base_model_relation: quantized
-tags:
-- chat
-- mlx
-- arxiv:2407.10671
-- region:us
-- Safetensors
+tags: [chat, mlx, "arxiv:2407.10671", "region:us", Safetensors]
 datasets: [org/texts]
 extra_gated_prompt: Say yes.
 ---
