@@ -78,10 +78,7 @@ def command(in_process) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def refused(tmp_path) -> Callable[..., None]:
-    """Check that a command failed as it must, and that `tmp_path` holds nothing but the names given, or at least no `out`.
-
-    What it must say is given by its very words or by a regular expression.
-    """
+    """Check that a command failed with these words (or this regular expression) and left only these names, or at least no `out`."""
 
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err

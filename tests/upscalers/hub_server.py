@@ -50,23 +50,16 @@ def _commit(files: Files, commits: int = 0) -> str:
 
 
 class Hub:
-    """Answers requests from the repositories that it holds.
-
-    Attributes:
-        repositories: By id.
-        dies_in: A part of the path of those requests whose connection is cut.
-        answers_with: The status that every question about a model is answered with; 0 cuts the connection instead.
-        requests: Every request, its method and path.
-    """
+    """Answers requests from the repositories that it holds."""
 
     address = "http://hub.test"
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.large_objects: Files = {}
-        self.dies_in: str | None = None
-        self.answers_with: int | None = None
-        self.requests: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []  # methods and paths
+        self.dies_in: str | None = None  # a part of the path of requests whose connection is cut
+        self.answers_with: int | None = None  # the status of each question about a model; 0 cuts the connection
 
     def client(self) -> Any:
         """Return the client that reaches this hub and nothing else."""
