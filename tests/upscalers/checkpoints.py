@@ -45,16 +45,7 @@ def save_base(
     prefix: str = "model.",
     **changes: Any,
 ) -> Path:
-    """Save a tiny base as any checkpoint is saved.
-
-    Args:
-        folder: Where to.
-        family: A key of `tiny.NATIVE_FAMILIES`.
-        dtype: Of every tensor.
-        max_shard_size: One file where it is None.
-        prefix: In front of the names of the decoder's tensors, `"model."` or nothing.
-        changes: Fields of the config that differ from the table's.
-    """
+    """Save a tiny base, with these fields of its config; `prefix` is in front of the names of the decoder's tensors."""
     model = tiny_model(family, dtype, **changes)
     model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
     if prefix != "model.":

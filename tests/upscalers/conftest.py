@@ -5,15 +5,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
+from tiny import NATIVE_FAMILIES
 
 from midus_hf.cli import upscale as cli
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import TOKEN, Hub
 
@@ -22,14 +24,16 @@ collect_ignore = [] if importlib.util.find_spec("llama_cpp") else ["test_llama_c
 
 
 @pytest.fixture(scope="session")
-def shared_base(tmp_path_factory) -> Callable[[str], Path]:
-    """A tiny base of a family, saved once; nobody may change it."""
-    saved: dict[str, Path] = {}
+def shared_base(tmp_path_factory) -> Callable[..., Path]:
+    """A tiny base of a family or type of transformers, saved once; nobody may change it."""
 
-    def base(family: str = "llama") -> Path:
-        if family not in saved:
-            saved[family] = save_base(tmp_path_factory.mktemp(f"base-{family}") / family, family)
-        return saved[family]
+    @cache
+    def base(family: str = "llama", **sizes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(f"base-{family}") / family
+        if family in NATIVE_FAMILIES:
+            return save_base(folder, family, **sizes)
+        tiny_model(family, **sizes).save_pretrained(folder)
+        return folder
 
     return base
 
@@ -74,10 +78,7 @@ def command(in_process) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def refused(tmp_path) -> Callable[..., None]:
-    """Check that a command failed as it must, and that `tmp_path` holds nothing but the names given, or at least no `out`.
-
-    What it must say is given by its very words or by a regular expression.
-    """
+    """Check that a command failed with these words (or this regular expression) and left only these names, or at least no `out`."""
 
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err

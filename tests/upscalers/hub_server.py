@@ -15,37 +15,29 @@ from huggingface_hub.utils._http import hf_request_event_hook
 http = sys.modules[type(get_session()).__module__.partition(".")[0]]
 
 TOKEN = "hf_loopback"
-LARGE_SUFFIXES = (".safetensors",)
 # The name of the one who holds `TOKEN`.
 OWNER = "me"
+
+Files = dict[str, bytes]
 
 
 @dataclass
 class Repository:
-    """A model.
+    """A model: files of its main branch and of its tags, how often it was committed to, and who may do what with it."""
 
-    Args:
-        files: Of the main branch, by path.
-        commits: How often it was committed to.
-        gated: Whether its terms must be accepted first.
-        private: Whether others cannot see it.
-        read_only: Whether `TOKEN` cannot write to it.
-        tags: Files of earlier states, by the names of these.
-    """
-
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     commits: int = 0
     gated: bool = False
     private: bool = False
     read_only: bool = False
-    tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    tags: dict[str, Files] = field(default_factory=dict)
 
     @property
     def revision(self) -> str:
         """The commit that the main branch stands at."""
         return _commit(self.files, self.commits)
 
-    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+    def at(self, revision: str) -> tuple[str, Files] | None:
         """The commit and the files of a branch, tag or commit."""
         states = {"main": (self.revision, self.files), self.revision: (self.revision, self.files)}
         for tag, files in self.tags.items():
@@ -53,28 +45,21 @@ class Repository:
         return states.get(revision)
 
 
-def _commit(files: dict[str, bytes], commits: int = 0) -> str:
+def _commit(files: Files, commits: int = 0) -> str:
     return hashlib.sha1(f"{commits}".encode() + b"".join(files.values())).hexdigest()
 
 
 class Hub:
-    """Answers requests from the repositories that it holds.
-
-    Attributes:
-        repositories: By id.
-        dies_in: A part of the path of those requests whose connection is cut.
-        answers_with: The status that every question about a model is answered with; 0 cuts the connection instead.
-        requests: Every request, its method and path.
-    """
+    """Answers requests from the repositories that it holds."""
 
     address = "http://hub.test"
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.large_objects: dict[str, bytes] = {}
-        self.dies_in: str | None = None
-        self.answers_with: int | None = None
-        self.requests: list[tuple[str, str]] = []
+        self.large_objects: Files = {}
+        self.requests: list[tuple[str, str]] = []  # methods and paths
+        self.dies_in: str | None = None  # a part of the path of requests whose connection is cut
+        self.answers_with: int | None = None  # the status of each question about a model; 0 cuts the connection
 
     def client(self) -> Any:
         """Return the client that reaches this hub and nothing else."""
@@ -84,10 +69,8 @@ class Hub:
     def downloaded(self, repository: str) -> set[str]:
         """Paths of the files whose contents were asked for."""
         prefix = f"/{repository}/resolve/"
-        wanted = [
-            path.removeprefix(prefix) for method, path in self.requests if method == "GET" and path.startswith(prefix)
-        ]
-        return {path.partition("/")[2] for path in wanted}
+        wanted = (path for method, path in self.requests if method == "GET" and path.startswith(prefix))
+        return {path.removeprefix(prefix).partition("/")[2] for path in wanted}
 
     def _answer(self, request: Any) -> Any:
         path = request.url.path
@@ -97,52 +80,34 @@ class Hub:
             raise http.RemoteProtocolError("the connection was cut", request=request)
         if request.url.host != "hub.test":
             raise http.ConnectError("nobody is there", request=request)
-        known = request.headers.get("Authorization") == f"Bearer {TOKEN}"
         if asked and self.answers_with is not None:
             return _said(self.answers_with, {"error": "broken"})
-        if path == "/api/whoami-v2":
-            return _said(200, {"name": OWNER}) if known else _said(401, {"error": "Invalid user token"})
-        if request.method == "POST":
-            return self._change(path, request.read()) if known else _said(401, {"error": "Invalid user token"})
+        if path == "/api/whoami-v2" or request.method == "POST":
+            if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return _said(401, {"error": "Invalid user token"})
+            return self._change(path, request.read()) if request.method == "POST" else _said(200, {"name": OWNER})
         if request.method == "PUT":
             self.large_objects[path.rpartition("/")[2]] = request.read()
             return _said(200, {})
-        if "/resolve/" in path:
-            repository, _, rest = path.lstrip("/").partition("/resolve/")
-            revision, _, file = rest.partition("/")
-            return self._file(repository, revision, file)
-        return self._about(path.removeprefix("/api/models/"))
-
-    def _about(self, rest: str) -> Any:
-        for question in ("/auth-check", "/tree/", "/revision/"):
-            name, asked, detail = rest.partition(question)
-            if asked:
+        for question in ("/resolve/", "/auth-check", "/tree/", "/revision/"):
+            name, question, detail = path.removeprefix("/api/models").lstrip("/").partition(question)
+            if question:
                 break
         if (repository := self.repositories.get(name)) is None:
             return _said(404, {"error": "Repository not found"}, "RepoNotFound")
-        if asked == "/auth-check":
+        if question == "/auth-check":
             forbidden = detail == "/write" and repository.read_only
             return _said(403, {"error": "Forbidden"}) if forbidden else _said(200, {})
-        if (state := repository.at(detail or "main")) is None:
-            return _said(404, {"error": f"Invalid rev id: {detail}"}, "RevisionNotFound")
+        revision, _, file = detail.partition("/")
+        if (state := repository.at(revision or "main")) is None:
+            return _said(404, {"error": f"Invalid rev id: {revision}"}, "RevisionNotFound")
         commit, files = state
-        if asked == "/tree/":
+        if question == "/resolve/":
+            return _content(repository, commit, files.get(file))
+        if question == "/tree/":
             return _said(200, [_entry(path, content) for path, content in sorted(files.items())])
         about = {"_id": name, "id": name, "modelId": name, "sha": commit, "private": repository.private, "tags": []}
         return _said(200, {**about, "siblings": [{"rfilename": path} for path in sorted(files)]})
-
-    def _file(self, name: str, revision: str, path: str) -> Any:
-        if (repository := self.repositories.get(name)) is None:
-            return _said(404, {"error": "Repository not found"}, "RepoNotFound")
-        if (state := repository.at(revision)) is None:
-            return _said(404, {"error": f"Invalid rev id: {revision}"}, "RevisionNotFound")
-        commit, files = state
-        if path not in files:
-            return _said(404, {"error": "Entry not found"}, "EntryNotFound")
-        if repository.gated:
-            return _said(403, {"error": "Access to this model is restricted"}, "GatedRepo")
-        tag = hashlib.sha256(files[path]).hexdigest()
-        return http.Response(200, content=files[path], headers={"X-Repo-Commit": commit, "ETag": f'"{tag}"'})
 
     def _change(self, path: str, body: bytes) -> Any:
         if "/commit/" in path:
@@ -158,17 +123,14 @@ class Hub:
         if path == "/api/validate-yaml":
             return _said(200, {"errors": [], "warnings": []})
         if "/preupload/" in path:
-            modes = {file["path"]: file["path"].endswith(LARGE_SUFFIXES) for file in request["files"]}
-            files = [
-                {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
-                for path, large in modes.items()
-            ]
+            modes = {
+                path: "lfs" if _is_large(path) else "regular" for path in (file["path"] for file in request["files"])
+            }
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return _said(200, {"files": files})
         assert path.endswith(".git/info/lfs/objects/batch"), path
-        objects = [
-            {**wanted, "actions": {"upload": {"href": f"{self.address}/lfs/{wanted['oid']}"}}}
-            for wanted in request["objects"]
-        ]
+        places = {wanted["oid"]: {"href": f"{self.address}/lfs/{wanted['oid']}"} for wanted in request["objects"]}
+        objects = [{**wanted, "actions": {"upload": places[wanted["oid"]]}} for wanted in request["objects"]]
         return _said(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, body: bytes) -> Any:
@@ -190,13 +152,26 @@ def _said(status: int, content: Any, code: str | None = None) -> Any:
     return http.Response(status, json=content, headers={} if code is None else {"X-Error-Code": code})
 
 
+def _content(repository: Repository, commit: str, content: bytes | None) -> Any:
+    if content is None:
+        return _said(404, {"error": "Entry not found"}, "EntryNotFound")
+    if repository.gated:
+        return _said(403, {"error": "Access to this model is restricted"}, "GatedRepo")
+    tag = hashlib.sha256(content).hexdigest()
+    return http.Response(200, content=content, headers={"X-Repo-Commit": commit, "ETag": f'"{tag}"'})
+
+
+def _is_large(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
 def _entry(path: str, content: bytes) -> dict[str, Any]:
     entry = {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-    if path.endswith(LARGE_SUFFIXES):
+    if _is_large(path):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return entry
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> Files:
     """Every file of a folder, by its path within."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,6 +1,7 @@
 """Dense methods on types that no table describes: what each layer holds and computes, and what is refused with the reason."""
 
 import itertools
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     config_of,
-    edit_config,
     load,
     long_prompt,
     read_tensors,
@@ -24,6 +24,7 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.checkpoints import layer as layer_of
+from tests.upscalers.dense.requests import upscaled_config
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -79,27 +80,14 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def base_of(tmp_path_factory):
-    """Save a tiny checkpoint of a type, once; nobody may change it."""
-
-    @cache
-    def saved(model_type: str, **sizes: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"base-{model_type}") / "base"
-        tiny_model(model_type, **sizes).save_pretrained(folder)
-        return folder
-
-    return saved
-
-
-@pytest.fixture(scope="module")
-def make(base_of, tmp_path_factory):
+def make(shared_base, tmp_path_factory):
     """Upscale a tiny checkpoint of a type, once; skip what docs/families.md does not name."""
 
     @cache
     def made(model_type: str, method: str) -> Made:
         if refusal_of(model_type) is not None or method not in methods_on_the_page(model_type):
             pytest.skip("the method does not take the type, as docs/families.md says")
-        base, output = base_of(model_type), tmp_path_factory.mktemp("made") / f"{model_type}-{method}"
+        base, output = shared_base(model_type), tmp_path_factory.mktemp("made") / f"{model_type}-{method}"
         opened = open_base(base)
         chosen = get_method(method)(parse_options(get_method(method).options_class, OPTIONS[method], method))
         placement = None
@@ -204,35 +192,30 @@ EXPERTS = r"layer 0, whose feed-forward network is a mixture of experts; .* expe
     ],
 )  # fmt: skip
 def test_what_a_method_cannot_make_is_refused_with_the_reason(
-    model_type, method, message, base_of, command, tmp_path, refused
+    model_type, method, message, shared_base, command, tmp_path, refused
 ):
     # A config counts dense layers in front of experts alone.
     sizes = {"first_k_dense_replace": 2} if model_type == "deepseek_v3" else {}
-    outcome = command("--base", base_of(model_type, **sizes), "--method", method, "--output", tmp_path / "out")
+    outcome = command("--base", shared_base(model_type, **sizes), "--method", method, "--output", tmp_path / "out")
     refused(outcome, message)
 
 
-def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(base_of, command, tmp_path):
-    outcome = command("--base", base_of("smollm3"), "--method", "avg-deus", "--output", tmp_path / "out")
+def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(shared_base, command, tmp_path):
+    outcome = command("--base", shared_base("smollm3"), "--method", "avg-deus", "--output", tmp_path / "out")
     assert outcome.status == 0 and (
         "new layer 4 fuses layers that the config describes differently (no_rope_layers 0, full_attention and no_rope_layers 1, "
         "full_attention). Pass neighbours=same_type to avoid it."
     ) in " ".join(outcome.err.split())
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(verify, base_of, tmp_path):
+def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(shared_base, tmp_path):
     """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
-    request = {"base": base_of("zaya"), "method": "solar", "output": tmp_path / "out", "verify": verify}
-    if verify is False:
-        assert upscale(**request).num_layers == 6
-        return
-    with pytest.raises(
-        VerificationError,
-        match=r"layer \d \(base \d.*\) computes otherwise than base layer \d, .* cannot move",
-    ):
+    request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
+    message = r"layer \d \(base \d.*\) computes otherwise than base layer \d, .* cannot move"
+    with pytest.raises(VerificationError, match=message):
         upscale(**request)
     assert not (tmp_path / "out").exists()
+    assert upscale(**request, verify=False).num_layers == 6
 
 
 @pytest.mark.parametrize(
@@ -246,39 +229,36 @@ def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand
         ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
     ],
 )  # fmt: skip
-def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, tmp_path):
-    tiny_model(model_type).save_pretrained(tmp_path / "base")
+def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, shared_base):
+    config = config_of(shared_base(model_type))
     if "no_rope_layers" in expected:  # which follow from the index where config.json does not list them
-        edit_config(tmp_path / "base", no_rope_layers=...)
-    upscale(base=tmp_path / "base", method=method, output=tmp_path / "out", placement=placement)
-    config = config_of(tmp_path / "out")
-    assert {key: config[key] for key in expected} == expected
+        del config["no_rope_layers"]
+    made = upscaled_config(config, method, placement=placement)
+    assert {key: made[key] for key in expected} == expected
 
 
-def test_settings_of_layers_follow(base_of, tmp_path):
-    base = base_of("gemma4_unified_text")
+def test_settings_of_layers_follow(shared_base, tmp_path):
+    base = shared_base("gemma4_unified_text")
     report = upscale(base=base, method="llama-pro", output=tmp_path / "out")
     assert report.identity.max_abs_diff == 0.0
     own, followed = (config_of(folder)["per_layer_config"] for folder in (base, tmp_path / "out"))
     assert own.keys() == {"3"} and followed == {"4": own["3"], "5": own["3"]}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "path", "offset"),
-    [
-        ("ernie4_5", "input_layernorm", 0.0),
-        ("starcoder2", "input_layernorm", 0.0),
-        ("gemma", "input_layernorm", 1.0),
-        ("nemotron", "post_attention_layernorm", 1.0),
-        ("qwen3_5_text", "input_layernorm", 1.0),
-        ("qwen3_5_text", "linear_attn.norm", None),
-    ],
-)
-def test_what_a_norm_multiplies_by_is_read_from_what_it_computes(model_type, path, offset):
-    norm = tiny_model(model_type).model.layers[0].get_submodule(path)
-    before = {name: parameter.clone() for name, parameter in norm.named_parameters()}
-    assert gain_offset(norm) == offset
-    assert all(torch.equal(parameter, before[name]) for name, parameter in norm.named_parameters())
+GAIN_OFFSETS = [
+    *((model_type, "input_layernorm", 0.0) for model_type in ("ernie4_5", "starcoder2")),
+    *((model_type, "input_layernorm", 1.0) for model_type in ("gemma", "qwen3_5_text")),
+    ("nemotron", "post_attention_layernorm", 1.0),
+    ("qwen3_5_text", "linear_attn.norm", None),
+]
+
+
+def test_what_a_norm_multiplies_by_is_read_from_what_it_computes():
+    for model_type, path, offset in GAIN_OFFSETS:
+        norm = tiny_model(model_type).model.layers[0].get_submodule(path)
+        before = {name: parameter.clone() for name, parameter in norm.named_parameters()}
+        assert gain_offset(norm) == offset, (model_type, path)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in norm.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -294,8 +274,10 @@ def test_what_a_norm_multiplies_by_is_read_from_what_it_computes(model_type, pat
         ("minimax", "self_attn.qkv_proj.weight", []),
     ],
 )
-def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(model_type, name, expected, base_of):
-    base = open_base(base_of(model_type))
+def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(
+    model_type, name, expected, shared_base
+):
+    base = open_base(shared_base(model_type))
     layers = base.layout.backbone_layers
     stacked = [tensors[name].parts for tensors in layers if name in tensors]
     assert stacked and all(parts == tuple(expected) for parts in stacked)
@@ -317,42 +299,35 @@ def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, mo
     assert gate_and_up(first, "Network", "stacked", "down") == expected
 
 
-def test_stacked_projections_are_fused_as_those_that_stand_apart(base_of, tmp_path):
+def test_stacked_projections_are_fused_as_those_that_stand_apart(shared_base, tmp_path):
     """Split the projections of a Phi-3, as Llama has them, and compare the results of optimal transport."""
-    apart = tmp_path / "apart"
+    stacked, apart, split = shared_base("phi3"), tmp_path / "apart", {}
     tiny_model("llama").save_pretrained(apart)
-    split: dict[str, torch.Tensor] = {}
-    for name, tensor in read_tensors(base_of("phi3")).items():
-        into = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for name, tensor in read_tensors(stacked).items():
         module = name.split(".")[-2]
-        names = [name.replace(module, part) for part in into.get(module, (module,))]
+        names = [name.replace(module, part) for part in parts.get(module, (module,))]
         rows = {3: [32, 16, 16], 2: [48, 48], 1: [len(tensor)]}[len(names)]
         split |= {part: values.clone() for part, values in zip(names, tensor.split(rows), strict=True)}
     assert split.keys() == read_tensors(apart).keys()
     write_tensors(apart, split)
-    for base, output in ((base_of("phi3"), "one"), (apart, "other")):
-        upscale(base=base, method="opt-deus", output=tmp_path / output, options={"identity": "none"})
+    for base, output in ((stacked, "one"), (apart, "other")):
+        upscale(base=base, method="opt-deus", output=tmp_path / output, options={"identity": "none"}, verify=False)
     one, other = (read_tensors(tmp_path / output) for output in ("one", "other"))
-    for index in range(6):
-        layer, parts = layer_of(one, index), layer_of(other, index)
-        for name, of in (
-            ("self_attn.qkv_proj", ["q_proj", "k_proj", "v_proj"]),
-            ("mlp.gate_up_proj", ["gate_proj", "up_proj"]),
-        ):
-            joined = torch.cat([parts[f"{name.partition('.')[0]}.{part}.weight"] for part in of])
-            assert torch.equal(layer[f"{name}.weight"], joined), (index, name)
-        assert torch.equal(layer["mlp.down_proj.weight"], parts["mlp.down_proj.weight"])
+    for name, tensor in one.items():
+        module = name.split(".")[-2]
+        joined = torch.cat([other[name.replace(module, part)] for part in parts.get(module, (module,))])
+        assert torch.equal(tensor, joined), name
 
 
-def test_each_of_the_stacked_projections_is_predicted_on_its_own(base_of, tmp_path):
+def test_each_of_the_stacked_projections_is_predicted_on_its_own(shared_base, tmp_path):
     """Change the values of a base: nothing that is predicted of queries and keys may change."""
-    tensors = read_tensors(base_of("phi3"))
-    tiny_model("phi3").save_pretrained(tmp_path / "changed")
-    for name in (name for name in tensors if "qkv_proj" in name):
-        tensors[name][48:] *= 2
-    write_tensors(tmp_path / "changed", tensors)
-    for base, output in ((base_of("phi3"), "one"), (tmp_path / "changed", "other")):
-        upscale(base=base, method="lesa", output=tmp_path / output, options=OPTIONS["lesa"])
-    name = "model.layers.2.self_attn.qkv_proj.weight"
+    changed = shutil.copytree(shared_base("phi3"), tmp_path / "changed")
+    tensors, name = read_tensors(changed), "model.layers.2.self_attn.qkv_proj.weight"
+    for each in (each for each in tensors if "qkv_proj" in each):
+        tensors[each][48:] *= 2
+    write_tensors(changed, tensors)
+    for base, output in ((shared_base("phi3"), "one"), (changed, "other")):
+        upscale(base=base, method="lesa", output=tmp_path / output, options=OPTIONS["lesa"], verify=False)
     one, other = (read_tensors(tmp_path / output)[name] for output in ("one", "other"))
     assert torch.equal(one[:48], other[:48]) and not torch.allclose(one[48:], other[48:])

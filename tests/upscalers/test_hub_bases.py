@@ -9,7 +9,7 @@ from huggingface_hub import constants, hf_hub_download
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.upscalers.checkpoints import REQUEST, read_tensors, record_of, same_tensors, save_base
+from tests.upscalers.checkpoints import REQUEST, read_tensors, recipe_of, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.runs import upscale as run
 from upscalers.runs.upscale import upscale
@@ -52,36 +52,34 @@ def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, ba
     done = command("--base", f"org/base@{revision.replace('COMMIT', commit)}", *REQUEST)
     assert done.status == 0, done.err
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
-    record = record_of(tmp_path / "out")
+    record, recipe = record_of(tmp_path / "out"), tmp_path / "recipe.yaml"
     assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", commit)
-    card = (tmp_path / "out" / "README.md").read_text()
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(card.split("```yaml\n")[1].split("```")[0])
+    recipe.write_text(recipe_of(tmp_path / "out"))
     assert yaml.safe_load(recipe.read_text())["base"] == f"org/base@{commit}"
     del two_revisions.tags["v1"]
     two_revisions.tags["another"] = files_of(bases[0])  # the commit is still there, the tag is not
     assert command("--config", recipe, "--output", "again", "--no-verify").status == 0
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
-
-
-def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path):
-    assert command("--base", bases[0], *REQUEST).status == 0
-    hub.repositories["me/up"] = Repository(files={}, tags={"v1": files_of(tmp_path / "out")})
-    assert command("inspect", "me/up@v1", "--json").json()["base"] == "old"
-    assert command("strip", "me/up@v1", "--output", "stripped").status == 0
+    # What was made from it is found by a revision as well.
+    two_revisions.tags["up"] = files_of(tmp_path / "out")
+    assert command("inspect", "org/base@up", "--json").json()["base"] == "org/base"
+    assert command("strip", "org/base@up", "--output", "stripped").status == 0
     assert same_tensors(tmp_path / "stripped", bases[0])
+
+
+NO_REVISION = "has no revision behind '@', or is local, where there are none; expected a hub id"
+NOT_FOUND = (
+    "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for"
+)
 
 
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        (
-            "org/base@v9",
-            "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for",
-        ),
-        ("org/base@" + "0" * 40, "404 Client Error. Revision Not Found for"),
-        ("org/base@", "'org/base@' has no revision behind '@', or is local, where there are none; expected a hub id"),
-        ("./old@v1", "'./old@v1' has no revision behind '@', or is local, where there are none; expected a hub id"),
+        ("org/base@v9", NOT_FOUND),
+        ("org/base@" + "0" * 40, NOT_FOUND),
+        ("org/base@", f"'org/base@' {NO_REVISION}"),
+        ("./old@v1", f"'./old@v1' {NO_REVISION}"),
     ],
 )
 def test_a_revision_that_cannot_be_is_refused(two_revisions, command, refused, base, message):
@@ -90,8 +88,7 @@ def test_a_revision_that_cannot_be_is_refused(two_revisions, command, refused, b
 
 def test_a_folder_with_an_at_in_its_name_is_a_folder(bases, command, tmp_path):
     shutil.copytree(bases[0], tmp_path / "base@v1")
-    done = command("--base", tmp_path / "base@v1", "--method", "midus-hml", "--dry-run", "--json")
-    assert done.status == 0, done.err
+    assert command("--base", tmp_path / "base@v1", "--method", "midus-hml", "--dry-run").status == 0
 
 
 @pytest.fixture
@@ -105,12 +102,13 @@ def with_second_copies(tmp_path):
     return folder
 
 
-def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies, command, tmp_path):
+def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies, bases, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(with_second_copies))
     index = json.loads((with_second_copies / "model.safetensors.index.json").read_text())
     shards = set(index["weight_map"].values())
     assert len(shards) > 1
-    done = command("--base", "org/base", "--method", "llama-pro", "--output", "out")
+    words = ("--method", "llama-pro", "--output", "out")
+    done = command("--base", "org/base", *words)
     assert done.status == 0, done.err
     model = {"config.json", "generation_config.json", "model.safetensors.index.json", "README.md", *OF_THE_MODEL}
     assert hub.downloaded("org/base") == model | shards
@@ -119,17 +117,11 @@ def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies
     assert requests.index("config.json") < requests.index("model.safetensors.index.json")
     assert set(OF_THE_MODEL) <= files_of(tmp_path / "out").keys()
     assert not set(SECOND_COPIES) & files_of(tmp_path / "out").keys()
-
-
-def test_of_a_single_file_and_shards_the_one_that_transformers_loads_is_downloaded(
-    hub, with_second_copies, bases, command
-):
-    single = {"model.safetensors": (save_base(bases[0].parent / "one", "mistral") / "model.safetensors").read_bytes()}
-    hub.repositories["org/base"] = Repository({**files_of(with_second_copies), **single})
-    done = command("--base", "org/base", "--method", "llama-pro", "--output", "out")
-    assert done.status == 0, done.err
-    weights = {name for name in hub.downloaded("org/base") if name.endswith(".safetensors")}
-    assert weights == {"model.safetensors"}
+    # Of a single file and shards it is the one that transformers loads.
+    single = {"model.safetensors": (save_base(tmp_path / "one", "mistral") / "model.safetensors").read_bytes()}
+    hub.repositories["org/both"] = Repository({**files_of(with_second_copies), **single})
+    assert command("--base", "org/both", *words, "--overwrite").status == 0
+    assert {n for n in hub.downloaded("org/both") if n.endswith(".safetensors")} == {"model.safetensors"}
 
 
 def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, command):

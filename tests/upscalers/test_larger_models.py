@@ -63,17 +63,16 @@ def cells(tmp_path_factory):
     return cell
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def let_memory_act(model: Any) -> None:
+def loaded(folder: Path, acting: bool = False) -> Any:
+    """Load a model, whose memories have values on request."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for module in model.modules():
+        for module in model.modules() if acting else ():
             if isinstance(module, DeclaredModule):
                 for parameter in module.parameters():
                     parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def logits(model: Any, model_type: str) -> torch.Tensor:
@@ -98,22 +97,20 @@ def test_it_says_about_a_picture_what_the_base_says_and_strip_restores_the_base(
 
 @of_types
 def test_memory_with_values_changes_what_it_says_and_comes_back_from_a_save(cells, model_type, tmp_path):
-    base, upscaled = map(loaded, cells(model_type, "moc"))
-    let_memory_act(upscaled)
+    folder, output = cells(model_type, "moc")
+    base, upscaled = loaded(folder), loaded(output, acting=True)
     changed = logits(upscaled, model_type)
     assert not torch.equal(changed, logits(base, model_type))
     upscaled.save_pretrained(tmp_path / "trained")
-    assert torch.equal(logits(loaded(tmp_path / "trained"), model_type), changed)
     as_text = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32).eval()
-    assert torch.equal(logits(as_text, model_type), changed)
-    result = strip(tmp_path / "trained", tmp_path / "stripped")
-    assert result["base_confirmed"] is True
+    for model in (loaded(tmp_path / "trained"), as_text):
+        assert torch.equal(logits(model, model_type), changed)
+    assert strip(tmp_path / "trained", tmp_path / "stripped")["base_confirmed"] is True
 
 
 @of_types
 def test_cached_steps_equal_one_pass_and_padding_changes_nothing_once_memory_has_values(cells, model_type):
-    model = loaded(cells(model_type, "moc")[1])
-    let_memory_act(model)
+    model = loaded(cells(model_type, "moc")[1], acting=True)
     inputs = picture_with_text(model_type)
     text = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     extended = dict(inputs, input_ids=text[:, :-1], attention_mask=torch.ones_like(text[:, :-1]))
@@ -129,22 +126,21 @@ def test_cached_steps_equal_one_pass_and_padding_changes_nothing_once_memory_has
     assert torch.equal(model.generate(input_ids=padded, attention_mask=mask, **settings)[:, -4:], plain[:, -4:])
 
 
-def test_without_the_package_it_says_the_same(cells, tmp_path):
-    _, upscaled = cells("gemma3", "moc")
-    model = loaded(upscaled)
-    let_memory_act(model)
-    model.save_pretrained(tmp_path / "trained")
-    torch.save(dict(picture_with_text("gemma3")), tmp_path / "inputs.pt")
-    torch.save(logits(model, "gemma3"), tmp_path / "logits.pt")
-    code = """
+WITHOUT_THE_PACKAGE = """
 from transformers import AutoModelForImageTextToText
-folder = "trained"
-model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+model = AutoModelForImageTextToText.from_pretrained("trained", dtype=torch.float32, trust_remote_code=True).eval()
 with torch.no_grad():
     logits = model(**torch.load("inputs.pt")).logits
 print(type(model).__module__.startswith("transformers_modules"), float((logits - torch.load("logits.pt")).abs().max()))
 """
-    own_code, difference = run_python(code, tmp_path, package_present=False).split()
+
+
+def test_without_the_package_it_says_the_same(cells, tmp_path):
+    model = loaded(cells("gemma3", "moc")[1], acting=True)
+    model.save_pretrained(tmp_path / "trained")
+    torch.save(dict(picture_with_text("gemma3")), tmp_path / "inputs.pt")
+    torch.save(logits(model, "gemma3"), tmp_path / "logits.pt")
+    own_code, difference = run_python(WITHOUT_THE_PACKAGE, tmp_path, package_present=False).split()
     assert own_code == "True" and float(difference) < 1e-5
 
 
@@ -177,13 +173,6 @@ def test_the_language_model_is_extracted(cells, model_type, of_base, tmp_path):
         assert strip(tmp_path / "alone", tmp_path / "stripped")["base_confirmed"] is None
 
 
-def test_a_language_model_alone_is_not_extracted(base, tmp_path):
-    with pytest.raises(
-        RequestError, match="is a language model alone, of type 'llama'; expected one within a composite model"
-    ):
-        extract(base, tmp_path / "alone")
-
-
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
@@ -198,6 +187,17 @@ def test_a_composite_model_that_cannot_be_changed_is_refused(model_type, message
         upscale(base=tmp_path, method="moc", dry_run=True)
 
 
+def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(base, tmp_path):
+    message = "is a language model alone, of type 'llama'; expected one within a composite model"
+    with pytest.raises(RequestError, match=message):
+        extract(base, tmp_path / "alone")
+    composite_model("llava").save_pretrained(tmp_path / "base")
+    vision = {**config_of(tmp_path / "base")["vision_config"], "num_hidden_layers": 3}
+    edit_config(tmp_path / "base", vision_config=vision)
+    with pytest.raises(RequestError, match=r"the base lacks .* tensors that its config asks for, vision_tower"):
+        upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
+
+
 def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
     composite_model("llava").save_pretrained(tmp_path / "base")
     monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
@@ -207,15 +207,6 @@ def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own
     ):
         upscale(base=tmp_path / "base", method="moc", options=SMALL_CHAPTERS, output=tmp_path / "upscaled")
     upscale(base=tmp_path / "base", method="llama-pro", output=tmp_path / "upscaled")
-
-
-def test_a_missing_tensor_of_the_tower_is_named(tmp_path):
-    composite_model("llava").save_pretrained(tmp_path / "base")
-    edit_config(
-        tmp_path / "base", vision_config={**config_of(tmp_path / "base")["vision_config"], "num_hidden_layers": 3}
-    )
-    with pytest.raises(RequestError, match=r"the base lacks .* tensors that its config asks for, vision_tower"):
-        upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
 
 
 def test_training_on_text_leaves_the_tower_alone(cells):

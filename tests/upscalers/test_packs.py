@@ -1,6 +1,7 @@
 """The method packs: what a glossary may hold, names as texts spell them, deletion of entries, and texts that must stay."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
-from midus_hf.memories.packs.bank import PackBank
 from midus_hf.saved_models import load_for_reading
 from tests.tiny import save_tiny_tokenizer, tiny_model
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -48,6 +48,18 @@ def glossary(tmp_path, rows):
 def made(base, tmp_path, rows=ENTRIES, **options):
     options = {"corpus": glossary(tmp_path, rows), **COMMON, **options}
     return upscale(base=base, method="packs", output=tmp_path / "out", options=options)
+
+
+@pytest.fixture(scope="module")
+def model(base, tmp_path_factory):
+    """Return a model with the packs of all entries; nobody may change it."""
+    folder = tmp_path_factory.mktemp("model")
+    made(base, folder)
+    return folder / "out"
+
+
+def bank_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).model.services["packs"].banks["packs"]
 
 
 def logits(folder, tokens):
@@ -105,7 +117,7 @@ def test_protected_texts_hold_no_name(base, tmp_path):
     assert json.loads((tmp_path / "out" / "upscale.json").read_text())["options"]["protect"] == "texts.jsonl"
 
 
-def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(base, tmp_path):
+def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(base, model, tmp_path):
     told = []
     progress = Progress()
     progress.note = told.append
@@ -113,11 +125,8 @@ def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(ba
     upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
     assert "entries longer than 2 tokens, of which the rest is cut: 2" in told
     assert "3 entries of 5 tokens: a bank of 0.0 MB in float32 (512 bytes a token)" in told
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    bank = model.model.services["packs"].banks["packs"]
-    assert [bank.num_tokens(entry) for entry in (1, 2, 3)] == [2, 2, 1]
-    made(base, tmp_path / "whole")
-    whole = PackBank(tmp_path / "whole" / "out" / BANKS_FOLDER / "packs", bank.layout)
+    cut, whole = bank_of(tmp_path / "out"), bank_of(model)
+    assert [cut.num_tokens(entry) for entry in (1, 2, 3)] == [2, 2, 1]
     assert [whole.num_tokens(entry) for entry in (1, 2, 3)] == [3, 3, 1]
 
 
@@ -127,87 +136,70 @@ def test_names_are_found_as_texts_spell_them(base):
     assert spelled_names(tokenizer, []) == []
 
 
-def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, tmp_path):
-    made(base, tmp_path)
-    request = EditRequest(tmp_path / "out", tmp_path / "without")
-    assert delete_names(request, ["word22"])["banks"] == {"packs": [["word20 word21", "word22"]]}
+def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, model, tmp_path):
+    without = tmp_path / "without"
+    assert delete_names(EditRequest(model, without), ["word22"])["banks"] == {"packs": [["word20 word21", "word22"]]}
     for name in ([20, 21], [22]):
         text = [*name, 50, 51]
-        assert torch.equal(logits(tmp_path / "without", text), logits(base, text))
-        assert not torch.equal(logits(tmp_path / "out", text), logits(base, text))
+        assert torch.equal(logits(without, text), logits(base, text))
+        assert not torch.equal(logits(model, text), logits(base, text))
     for name in ([5], [30]):
-        assert torch.equal(logits(tmp_path / "without", [*name, 50, 51]), logits(tmp_path / "out", [*name, 50, 51]))
-    bank = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.services["packs"].banks["packs"]
-    gone = bank.pack(2).contiguous().view(torch.uint8).numpy().tobytes()
-    files = [path for path in (tmp_path / "without").rglob("*") if path.is_file()]
-    assert not any(gone in path.read_bytes() for path in files)
-    assert "word22" not in (tmp_path / "without" / BANKS_FOLDER / "packs" / "names.json").read_text()
+        assert torch.equal(logits(without, [*name, 50, 51]), logits(model, [*name, 50, 51]))
+    gone = bank_of(model).pack(2).contiguous().view(torch.uint8).numpy().tobytes()
+    assert not any(gone in path.read_bytes() for path in without.rglob("*") if path.is_file())
+    assert "word22" not in (without / BANKS_FOLDER / "packs" / "names.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
+def test_blocks_or_names_are_deleted_and_others_are_refused(model, tmp_path, capsys):
+    arguments = ["delete", str(model), "--output", str(tmp_path / "without")]
+    for names, message in (
+        ([], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both"),
         (["word9"], "name 'word9' is none of the model's"),
         (["word5", "word22", "word30"], "every entry is named; expected some that stay"),
-    ],
-)
-def test_deletions_that_are_refused(names, message, base, tmp_path):
-    made(base, tmp_path)
-    with pytest.raises(RequestError, match=message):
-        delete_names(EditRequest(tmp_path / "out", tmp_path / "without"), names)
-    assert not (tmp_path / "without").exists()
-
-
-def test_blocks_or_names_are_deleted(base, tmp_path, capsys):
-    made(base, tmp_path)
-    arguments = ["delete", str(tmp_path / "out"), "--output", str(tmp_path / "without")]
-    assert edit(arguments) == 2
-    assert (
-        "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both"
-        in capsys.readouterr().err
-    )
+    ):
+        assert edit([*arguments, *(word for name in names for word in ("--name", name))]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "without").exists()
     assert edit([*arguments, "--name", "word5"]) == 0
     assert "deleted word5 of packs" in capsys.readouterr().out
 
 
-def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_packs(base, tmp_path):
-    made(base, tmp_path)
-    upscale(base=tmp_path / "out", method="llama-pro", output=tmp_path / "deeper")
-    text = [5, 50, 51]
-    assert torch.equal(logits(tmp_path / "deeper", text), logits(tmp_path / "out", text))
+def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_packs(model, tmp_path):
+    upscale(base=model, method="llama-pro", output=tmp_path / "deeper")
     strip(tmp_path / "deeper", tmp_path / "out-again")
-    assert torch.equal(logits(tmp_path / "out-again", text), logits(tmp_path / "out", text))
-    assert strip(tmp_path / "out", tmp_path / "base-again")["base_confirmed"]
+    text = [5, 50, 51]
+    for name in ("deeper", "out-again"):
+        assert torch.equal(logits(tmp_path / name, text), logits(model, text))
+    assert strip(model, tmp_path / "base-again")["base_confirmed"]
     assert not (tmp_path / "base-again" / BANKS_FOLDER).exists()
 
 
-def test_a_bank_of_another_base_or_none_is_refused(base, tmp_path):
-    made(base, tmp_path)
-    path = tmp_path / "out" / BANKS_FOLDER / "packs" / BANK_DESCRIPTION
-    description = json.loads(path.read_text())
-    description["layout"]["base"] = "0" * 64
-    path.write_text(json.dumps(description))
-    with pytest.raises(BankError, match="belongs to another model: its base is '0000"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    path.write_text(json.dumps({**description, "format": 1}))
-    with pytest.raises(
-        BankError, match=r"is not of format 2; expected a bank of packs that this version reads. Upscale again."
+def test_a_bank_of_another_base_or_none_is_refused(model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    path = copy / BANKS_FOLDER / "packs" / BANK_DESCRIPTION
+    described = json.loads(path.read_text())
+    described["layout"]["base"] = "0" * 64
+    for description, message in (
+        (described, "belongs to another model: its base is '0000"),
+        (
+            {**described, "format": 1},
+            r"is not of format 2; expected a bank of packs that this version reads. Upscale again.",
+        ),
+        (None, r"there is no bank of packs in .*; expected one beside the model"),
     ):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    path.unlink()
-    with pytest.raises(BankError, match=r"there is no bank of packs in .*; expected one beside the model"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        path.unlink() if description is None else path.write_text(json.dumps(description))
+        with pytest.raises(BankError, match=message):
+            AutoModelForCausalLM.from_pretrained(copy)
 
 
-def test_the_tokenizer_of_another_model_is_refused_where_a_command_reads_both(base, tmp_path):
-    made(base, tmp_path)
-    load_for_reading(str(tmp_path / "out"), "auto", "cpu")
+def test_the_tokenizer_of_another_model_is_refused_where_a_command_reads_both(base, model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    load_for_reading(str(copy), "auto", "cpu")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     words = {f"word{127 - number}": number for number in range(128)}
     tokenizer.backend_tokenizer.model = WordLevel(words, unk_token="word0")
-    tokenizer.save_pretrained(tmp_path / "out")
+    tokenizer.save_pretrained(copy)
     message = (
         r"the tokenizer makes tokens \[122\] of the name 'word5', which the packs in .* do not know; expected the"
     )
     with pytest.raises(BankError, match=message):
-        load_for_reading(str(tmp_path / "out"), "auto", "cpu")
+        load_for_reading(str(copy), "auto", "cpu")

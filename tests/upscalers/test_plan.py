@@ -43,17 +43,14 @@ def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_
     assert Plan.from_list(plan.to_list(), plan.num_base_layers) == plan
 
 
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
+def test_indices_that_make_no_plan_are_refused():
+    for indices, message in (
         ([3, 1], "placement is 3,1; expected ascending indices without repetition from 0 to 5"),
         ([1, 1], "placement is 1,1; expected ascending indices without repetition"),
         ([-1], r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers"),
-    ],
-)
-def test_indices_that_make_no_plan_are_refused(indices, message):
-    with pytest.raises(RequestError, match=message):
-        insertion_plan(4, indices)
+    ):
+        with pytest.raises(RequestError, match=message):
+            insertion_plan(4, indices)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -70,56 +67,49 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return {**TINY[family].config().to_dict(), **changes}
 
 
-def test_a_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the_previous():
-    config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
-    assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
-    assert followed(config, [0, 2, 6])["num_hidden_layers"] == 7
-    assert "layer_types" not in followed(tiny_config("llama"), [1])
+# What config.json says of layers 0 to 3, and what it says after new layers are inserted as 1 and 4 (beside layers 1 and 3).
+FOLLOWING = [
+    ({"no_rope_layers": [1, 0, 1, 0]}, {"no_rope_layers": [1, 0, 0, 1, 0, 0]}),
+    ({"mlp_only_layers": [0, 3]}, {"mlp_only_layers": [0, 4, 5]}),
+    (
+        {"attention": {"no_rope_layers": [1, 0, 1, 0], "deep": {"moe_layers": [0, 3]}}},
+        {"attention": {"no_rope_layers": [1, 0, 0, 1, 0, 0], "deep": {"moe_layers": [0, 4, 5]}}},
+    ),
+    (
+        {"parts": [{"full_attn_idxs": [2]}, [{"mlp_layer_types": [*"abcd"]}]]},
+        {"parts": [{"full_attn_idxs": [3]}, [{"mlp_layer_types": [*"abbcdd"]}]]},
+    ),
+    (
+        {"memory": [{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}]},
+        {"memory": [{"type": "headwise", "layers": [2, 5], "n": 4, "k": 2}]},
+    ),
+]
+# What has nothing to do with layers.
+KEPT = {
+    "rope_parameters": {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4},
+    "upscale": {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}},
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "eos_token_id": [1, 2, 3, 4],
+}
+NUMBERED = [("0", "4"), ("0", "9"), ("9",)]  # numbers that no layer has
 
 
-def test_lists_of_one_entry_a_layer_follow_and_lists_of_indices_are_translated():
-    config = tiny_config("llama", no_rope_layers=[1, 0, 1, 0], mlp_only_layers=[0, 3])
-    result = followed(config, [1, 4])
-    assert result["no_rope_layers"] == [1, 0, 0, 1, 0, 0]
-    assert result["mlp_only_layers"] == [0, 4, 5]
-
-
-def test_declared_lists_inside_mappings_and_lists_of_mappings_follow_as_well():
-    config = tiny_config(
-        "qwen3",
-        attention={"no_rope_layers": [1, 0, 1, 0], "deep": {"moe_layers": [0, 3]}},
-        parts=[{"mlp_layer_types": ["a", "b", "c", "d"]}, {"full_attn_idxs": [2]}, [{"no_rope_layers": [0, 0, 0, 1]}]],
-    )
-    result = followed(config, [1, 4])
-    assert result["attention"] == {"no_rope_layers": [1, 0, 0, 1, 0, 0], "deep": {"moe_layers": [0, 4, 5]}}
-    assert result["parts"] == [
-        {"mlp_layer_types": ["a", "b", "b", "c", "d", "d"]},
-        {"full_attn_idxs": [3]},
-        [{"no_rope_layers": [0, 0, 0, 0, 1, 1]}],
-    ]
-
-
-def test_what_has_nothing_to_do_with_layers_is_kept_inside_mappings_too():
-    rope = {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
-    record = {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}}
-    labels = {"0": "a", "1": "b", "2": "c"}
-    config = tiny_config("llama", rope_parameters=rope, id2label=labels, upscale=record, eos_token_id=[1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [*FOLLOWING, (KEPT, KEPT), *(({"sizes": dict.fromkeys(n, 8)}, {"sizes": dict.fromkeys(n, 8)}) for n in NUMBERED)],
+)
+def test_what_a_config_says_of_layers_follows_the_plan_and_all_else_is_kept(changes, expected):
+    config = tiny_config("llama", **copy.deepcopy(changes))
     before = copy.deepcopy(config)
-    result = followed(config, [1])
-    for key in ("rope_parameters", "id2label", "upscale", "eos_token_id"):
-        assert result[key] == config[key]
+    result = followed(config, [1, 4])
+    assert {key: result[key] for key in expected} == expected and result["num_hidden_layers"] == 6
     assert config == before
 
 
-@pytest.mark.parametrize("numbers", [("0", "4"), ("0", "9"), ("9",)])
-def test_a_mapping_by_numbers_that_no_layer_has_is_kept(numbers):
-    sizes = dict.fromkeys(numbers, 8)
-    assert followed(tiny_config("llama", expert_sizes=sizes), [1])["expert_sizes"] == sizes
-
-
-def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():
-    config = tiny_config("llama", memory=[{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}])
-    assert followed(config, [0, 2])["memory"] == [{"type": "headwise", "layers": [3, 5], "n": 4, "k": 2}]
+def test_the_first_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the_previous():
+    config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
+    assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
+    assert "layer_types" not in followed(tiny_config("llama"), [1])
 
 
 @pytest.mark.parametrize(

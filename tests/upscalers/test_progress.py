@@ -24,33 +24,26 @@ def check(progress):
 
 @pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_every_stage_tells_of_all_its_steps(shared_base, tmp_path, method, verify):
-    progress = Recorder()
-    options = SMALL.get(method, {})
-    report = upscale(
-        base=shared_base(), method=method, output=tmp_path / "out", options=options, verify=verify, progress=progress
-    )
+def test_every_stage_tells_of_all_its_steps_until_the_work_is_done_or_fails(
+    shared_base, tmp_path, monkeypatch, method, verify
+):
+    progress, options = Recorder(), SMALL.get(method, {})
+    request = {"base": shared_base(), "method": method, "options": options, "verify": verify}
+    report = upscale(output=tmp_path / "out", progress=progress, **request)
     check(progress)
     expected = ["checking config and tokenizer", "recording what was done"]
     if report.identity.checked == "logits":
         expected.insert(1, "comparing with the base")
         assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
     assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
-
-
-def test_every_stage_of_taking_out_tells_of_all_its_steps(shared_base, tmp_path):
-    upscale(base=shared_base(), method="llama-pro", output=tmp_path / "pro", verify=False)
     progress = Recorder()
-    strip(tmp_path / "pro", tmp_path / "stripped", progress=progress)
+    strip(tmp_path / "out", tmp_path / "stripped", progress=progress)
     check(progress)
     assert progress.names == ["writing 1 shard", "checking what was written"]
-
-
-def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr("upscalers.runs.writing._validated", lambda folder: 1 / 0)
     progress = Recorder()
     with pytest.raises(ZeroDivisionError):
-        upscale(base=shared_base(), method="solar", output=tmp_path / "out", progress=progress)
+        upscale(output=tmp_path / "fails", progress=progress, **request)
     assert progress.shown == ["start", "finish"]
 
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from midus_hf.config.options import describe_options, option
-from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import MEMORY_TYPES
@@ -181,6 +180,7 @@ HIERARCHICAL = {
         ("branching=100000", "branching is 100000 and sizes has 4 levels, which make more leaves than memory_ids, int64"),
         ("sizes=[0,0]", "sizes is [0, 0]; expected a size for each level of the tree, 0 or more, and not all"),
         ("sizes=[]", "sizes is []; expected a size for each level of the tree"),
+        ("sizes=768,x", r"sizes is '768,x'; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."),
         ("site=skip", "site is 'skip'; expected one of: beside-ffn."),
     ],
     "hier-kv": [
@@ -255,10 +255,10 @@ def test_a_request_that_makes_no_sense_is_refused(
     refused(command(*usual, *output), message, [])
 
 
-@pytest.mark.parametrize("value", [[768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"], ids=str)
-def test_numbers_of_a_list_may_stand_in_one_line(value):
-    options = parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
-    assert options.sizes == [768, 256, 16, 0] and all(type(size) is int for size in options.sizes)
+def test_numbers_of_a_list_may_stand_in_one_line():
+    for value in ([768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"):
+        options = parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
+        assert options.sizes == [768, 256, 16, 0] and all(type(size) is int for size in options.sizes)
 
 
 def test_options_are_described_for_people():
@@ -277,37 +277,14 @@ def test_each_memory_type_is_given_by_a_method():
     assert {options.type for options in arguments} == set(MEMORY_TYPES)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("midus-hml", "method 'midus-hml' is already registered; choose another name"),
-        ("Midus", "method name is 'Midus'; expected lower case words joined by hyphens"),
-        ("midus_x", "method name is 'midus_x'; expected lower case words"),
-        ("", "method name is ''; expected lower case words"),
-        ("midus--x", "method name is 'midus--x'; expected lower case words"),
-        ("-midus", "method name is '-midus'; expected lower case words"),
-    ],
-)
-def test_methods_are_registered_under_plain_names_of_their_own(name, message):
-    get_method("midus-hml")
-    before = dict(METHODS)
-    with pytest.raises(ValueError, match=message):
-        register_method(name)
-    assert before == METHODS
+SIZES = {"5GB": 5 * 10**9, "500MB": 5 * 10**8, "1.5 kb": 1500, "2GiB": 2**31, "7": 7, 1234: 1234, "1B": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kb", 1500), ("2GiB", 2**31), ("7", 7), (1234, 1234), ("1B", 1)],
-)
-def test_sizes_are_read_as_people_write_them(text, expected):
-    assert parse_size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "-5GB", "5XB", "GB", "five", "1e9", None, "5GB/s"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(RequestError, match=r"max-shard-size is .*; expected a positive size such as 5GB or 500MB"):
-        parse_size(text)
+def test_sizes_are_read_as_people_write_them():
+    assert {text: parse_size(text) for text in SIZES} == SIZES
+    for text in ("", "0", "-5GB", "5XB", "GB", "five", "1e9", None, "5GB/s"):
+        with pytest.raises(RequestError, match=r"max-shard-size is .*; expected a positive size such as 5GB or 500MB"):
+            parse_size(text)
 
 
 @dataclass
@@ -333,27 +310,21 @@ def test_a_preset_sets_several_options_and_given_ones_win():
     assert parse_options(Presets, {}, "method x").scale == {"down": 0.5}
 
 
-LIST = r"sizes is '768,x'; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."
-
-
 @pytest.mark.parametrize(
-    ("options", "values", "method", "message"),
+    ("name", "attributes", "message"),
     [
-        (Presets, {"preset": "slow"}, "x", "preset is 'slow'; expected one of: fast"),
-        (HeadwiseOptions, {"preset": "fast"}, "midus-hml", "method midus-hml has no option 'preset'"),
-        (HierFFNOptions, {"sizes": "768,x"}, "hier-ffn", LIST),
+        ("midus-hml", {}, "method 'midus-hml' is already registered; choose another name"),
+        *(
+            (name, {}, f"method name is '{name}'; expected lower case words joined by hyphens")
+            for name in ("Midus", "midus_x", "", "midus--x", "-midus")
+        ),
+        ("x", {}, "method x has identity = None; expected True or False: whether, with the"),
+        ("x", {"identity": "auto"}, "method x has identity = 'auto'; expected True or False: whether, with the"),
     ],
 )
-def test_values_that_no_option_takes_are_refused(options, values, method, message):
-    with pytest.raises(RequestError, match=message):
-        parse_options(options, values, f"method {method}")
-
-
-@pytest.mark.parametrize("attributes", [{}, {"identity": "auto"}], ids=["nothing", "a word"])
-def test_a_method_that_does_not_say_whether_it_keeps_the_base_is_not_registered(attributes):
+def test_methods_that_are_not_registered(name, attributes, message):
+    get_method("midus-hml")
     before = dict(METHODS)
-    with pytest.raises(
-        ValueError, match=r"method x has identity = (None|'auto'); expected True or False: whether, with the"
-    ):
-        register_method("x")(type("X", (), attributes))
+    with pytest.raises(ValueError, match=message):
+        register_method(name)(type("X", (), attributes))
     assert before == METHODS

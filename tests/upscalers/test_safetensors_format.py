@@ -100,29 +100,33 @@ def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
         load_file(path)
 
 
-def test_bytes_are_copied_with_and_without_the_kernels_help(tmp_path, monkeypatch):
+# Numbers of errors stand for: not between these files.
+@pytest.mark.parametrize("kernel", ["copies", "has no such call", 18, 95])
+def test_bytes_are_copied_with_and_without_the_kernels_help(tmp_path, monkeypatch, kernel):
     data = os.urandom(1_000_000)
     (tmp_path / "source").write_bytes(data)
-    for in_kernel in (True, False):
-        if not in_kernel:
-            monkeypatch.delattr(os, "copy_file_range", raising=False)
-        with open(tmp_path / "source", "rb") as source, open(tmp_path / "target", "w+b") as target:
-            copy_bytes(source.fileno(), 1000, target.fileno(), 50, 700_000)
-            assert target.read() == bytes(50) + data[1000:701_000]
-            with pytest.raises(OSError, match="the base file ended 1 bytes early"):
-                copy_bytes(source.fileno(), 0, target.fileno(), 0, 1_000_001)
-
-
-def test_a_full_disk_is_not_taken_for_a_kernel_that_cannot_copy(tmp_path, monkeypatch):
-    (tmp_path / "source").write_bytes(bytes(100))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "copy_file_range", full, raising=False)
+    if kernel == "has no such call":
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    elif kernel != "copies":
+        refuse_to_copy(monkeypatch, kernel)
     with open(tmp_path / "source", "rb") as source, open(tmp_path / "target", "w+b") as target:
-        with pytest.raises(OSError, match="No space left"):
+        copy_bytes(source.fileno(), 1000, target.fileno(), 50, 700_000)
+        assert target.read() == bytes(50) + data[1000:701_000]
+        with pytest.raises(OSError, match="the base file ended 1 bytes early"):
+            copy_bytes(source.fileno(), 0, target.fileno(), 0, 1_000_001)
+        refuse_to_copy(monkeypatch, 28)  # a full disk is not taken for a kernel that cannot copy
+        with pytest.raises(OSError, match="refused"):
             copy_bytes(source.fileno(), 0, target.fileno(), 0, 100)
+
+
+def refuse_to_copy(monkeypatch, error_number):
+    def refuse(*_):
+        raise OSError(error_number, "refused")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+
+
+RANGES = (RowRange("c", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRange("c", 0, 1))
 
 
 class CountedBytes(Progress):
@@ -138,7 +142,12 @@ class CountedBytes(Progress):
 @pytest.mark.parametrize("scan", [True, False])
 def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, monkeypatch, scan, chunk):
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", chunk)
-    sources = {"a": torch.randn(7, 3), "b": torch.randn(7, 3).bfloat16(), "steps": torch.arange(5)}
+    sources = {
+        "a": torch.randn(7, 3),
+        "b": torch.randn(7, 3).bfloat16(),
+        "c": torch.randn(4, 3),
+        "steps": torch.arange(5),
+    }
     save_file(sources, tmp_path / "source.safetensors")
     stored = read_header(tmp_path / "source.safetensors")
 
@@ -154,6 +163,8 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         OutputTensor("mean", Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32"),
         OutputTensor("doubled", Combine((7, 3), (("b", 2.0),)), "F32"),
         OutputTensor("fresh", Initialise((6, 2), uniform, seed=3), "F32"),
+        OutputTensor("rows", Rows((5, 3), RANGES), "F32"),
+        OutputTensor("rounded rows", Rows((5, 3), RANGES), "BF16"),
     ]
     (tmp_path / "out").mkdir()
     progress = CountedBytes()
@@ -162,6 +173,9 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     results = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         results.update(load_file(path))
+    a, c = sources["a"], sources["c"]
+    rows = torch.cat([c[1:3], torch.zeros(1, 3), a[4:5], c[:1]])
+    assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), rows)
     expected = {
         "copy": sources["a"],
         "cast": sources["a"].bfloat16(),
@@ -171,11 +185,16 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         "mean": (sources["a"] + sources["b"].float()) / 2,
         "doubled": sources["b"].float() * 2,
         "fresh": torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
+        "rows": rows,
+        "rounded rows": rows.bfloat16(),
     }
     assert results.keys() == expected.keys()
     assert all(torch.equal(results[name], value) for name, value in expected.items())
     assert progress.num_bytes == sum(value.nbytes for value in expected.values())
-    assert written.bytes_read == 3 * sources["a"].nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
+    # Rows alone are copied, and those of zeros read from nowhere; for a scan or another dtype whole sources are read.
+    whole = a.nbytes + 2 * c.nbytes
+    read_for_rows = whole + (whole if scan else 4 * 3 * 4)
+    assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -196,48 +215,3 @@ def test_shards_hold_as_much_as_fits_and_a_large_tensor_has_its_own():
     assert [[tensor.name for tensor in shard] for shard in shards.values()] == [["a", "b"], ["c"], ["d", "e"]]
     assert list(shards) == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert list(split_shards(tensors, 10_000)) == ["model.safetensors"]
-
-
-@pytest.mark.parametrize("error_number", [18, 95])
-def test_a_kernel_that_cannot_copy_between_these_files_is_done_without(tmp_path, monkeypatch, error_number):
-    data = os.urandom(10_000)
-    (tmp_path / "source").write_bytes(data)
-
-    def refuse(*_):
-        raise OSError(error_number, "not here")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
-    with open(tmp_path / "source", "rb") as source, open(tmp_path / "target", "w+b") as target:
-        copy_bytes(source.fileno(), 0, target.fileno(), 0, len(data))
-        assert target.read() == data
-
-
-RANGES = (RowRange("b", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRange("b", 0, 1))
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """Two tensors in a file, by name."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"a": torch.randn(5, 3, generator=generator), "b": torch.randn(4, 3, generator=generator)}
-    save_file(tensors, tmp_path / "sources.safetensors")
-    return tensors
-
-
-def expected(sources):
-    return torch.cat([sources["b"][1:3], torch.zeros(1, 3), sources["a"][4:5], sources["b"][:1]])
-
-
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("F32", torch.float32), ("BF16", torch.bfloat16)])
-def test_rows_are_written_in_their_order(tmp_path, sources, dtype, torch_dtype):
-    writer = CheckpointWriter(read_header(tmp_path / "sources.safetensors"), scan=False)
-    written = writer.write(tmp_path, {"model.safetensors": [OutputTensor("c", Rows((5, 3), RANGES), dtype)]})
-    tensor = load_file(tmp_path / "model.safetensors")["c"]
-    assert tensor.dtype == torch_dtype
-    assert torch.equal(tensor, expected(sources).to(torch_dtype))
-    # Rows alone are copied, and those of zeros read from nowhere; for another dtype whole sources are read.
-    assert dtype != "F32" or written.bytes_read == 4 * 3 * 4
-
-
-def test_a_recipe_builds_what_the_writer_copies(sources):
-    assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), expected(sources))

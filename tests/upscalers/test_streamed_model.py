@@ -58,8 +58,8 @@ def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, t
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_are_read_once_and_none_is_held_between_layers(tmp_path, monkeypatch, tied):
-    folder = save_base(tmp_path / "base", tie_word_embeddings=tied)
+def test_weights_are_read_once_and_none_is_held_between_layers(shared_base, monkeypatch, tied):
+    folder = shared_base(tie_word_embeddings=tied)
     reads: Counter[int] = Counter()
 
     def counted(entry):
@@ -79,23 +79,18 @@ def test_weights_are_read_once_and_none_is_held_between_layers(tmp_path, monkeyp
     assert reads == {entry.start: 1 + (tied and entry.start == embedding) for entry in tensors.values()}
 
 
-def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path):
-    folder = save_base(tmp_path / "base")
+def test_a_tensor_that_is_missing_or_misshapen_or_whose_file_ends_early_is_named(tmp_path):
+    folder, name = save_base(tmp_path / "base"), "model.layers.1.mlp.up_proj.weight"
     tensors = open_base(folder).tensors
-    without = {name: entry for name, entry in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
-    with pytest.raises(
-        VerificationError, match=r"loads without model\.layers\.1\.mlp\.up_proj\.weight; expected every"
-    ):
-        StreamedModel(folder, without, torch.float32)
-    name = "model.layers.1.mlp.up_proj.weight"
+    without = {key: entry for key, entry in tensors.items() if key != name}
     misshapen = {**tensors, name: tensors["model.layers.1.mlp.down_proj.weight"]}
-    with pytest.raises(VerificationError, match=r"up_proj\.weight as \[48, 32\], which is \[32, 48\]; expected every"):
-        StreamedModel(folder, misshapen, torch.float32)
-
-
-def test_a_file_that_ends_early_is_an_error(tmp_path):
-    folder = save_base(tmp_path / "base")
-    entry = max(open_base(folder).tensors.values(), key=lambda entry: entry.start)
+    for given, message in (
+        (without, r"loads without model\.layers\.1\.mlp\.up_proj\.weight; expected every"),
+        (misshapen, r"up_proj\.weight as \[48, 32\], which is \[32, 48\]; expected every"),
+    ):
+        with pytest.raises(VerificationError, match=message):
+            StreamedModel(folder, given, torch.float32)
+    entry = max(tensors.values(), key=lambda entry: entry.start)
     with open(folder / "model.safetensors", "rb+") as file:
         file.truncate(entry.start + entry.num_bytes - 3)
     with pytest.raises(OSError, match=r"model\.safetensors ended 3 bytes early"):

@@ -10,6 +10,7 @@ from tests.upscalers.checkpoints import (
     config_of,
     content_digest,
     edit_config,
+    file_digests,
     load,
     logits,
     read_tensors,
@@ -39,19 +40,17 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
     assert torch.equal(logits(base), logits(tmp_path / "stripped"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(family, tmp_path):
-    base, progress = save_base(tmp_path / "base", family), Recorder()
-
+def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(base, tmp_path):
+    progress = Recorder()
     model = load(unverified(base, tmp_path / "out"))
     model.resize_token_embeddings(140)
     model.save_pretrained(tmp_path / "resized")
-    stripped = strip(tmp_path / "resized", tmp_path / "stripped", progress=progress)
+    result = strip(tmp_path / "resized", tmp_path / "stripped", progress=progress)
     assert (
         progress.warnings[0] == "the vocabulary was resized from 128 to 140 tokens since it was upscaled; it stays so."
     )
     assert "byte for byte: of another size, trained since it was upscaled, or cast" in progress.warnings[1]
-    assert stripped["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
+    assert result["base_confirmed"] is False and config_of(tmp_path / "stripped")["vocab_size"] == 140
     tokens = torch.tensor([[5, 139, 6, 130, 7]])
     with torch.no_grad():
         logits_of_resized = load(tmp_path / "stripped")(tokens).logits
@@ -73,20 +72,15 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "name"),
+    "files",
     [
-        ({"../evil.safetensors": ...}, "a path"),
-        ({"/tmp/evil.safetensors": ...}, "an absolute path"),
-        ({"config.json": ...}, "another file"),
-        ({"sub/model.safetensors": ...}, "a folder"),
-        ({"model.safetensors": 5}, "no list"),
-        ({"model.safetensors": [["x"]]}, "no names"),
-        ([], "no mapping"),
-        ("x", "text"),
-        (None, "nothing"),
+        *({name: ...} for name in ("../evil.safetensors", "/tmp/evil.safetensors", "config.json", "sub/model.safetensors")),
+        *({"model.safetensors": names} for names in (5, [["x"]])),
+        *([], "x", None),
     ],
-)
-def test_a_record_that_was_tampered_with_decides_nothing(base, tmp_path, files, name):
+    ids=str,
+)  # fmt: skip
+def test_files_of_a_record_that_was_tampered_with_decide_nothing(base, tmp_path, files):
     model = unverified(base, tmp_path / "in" / "out")
     record = record_of(model)
     names = record["base"]["files"]["model.safetensors"]
@@ -95,70 +89,64 @@ def test_a_record_that_was_tampered_with_decides_nothing(base, tmp_path, files, 
     )
     (model / "upscale.json").write_text(json.dumps(record))
     strip(model, tmp_path / "in" / "stripped")
-    assert [path.name for path in tensor_files(tmp_path / "in" / "stripped")] == ["model.safetensors"], name
+    assert [path.name for path in tensor_files(tmp_path / "in" / "stripped")] == ["model.safetensors"]
     assert same_tensors(tmp_path / "in" / "stripped", base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_record_that_is_not_json_is_refused(base, tmp_path):
+def test_a_record_without_a_base_is_as_good_as_none_and_one_that_is_not_json_is_refused(base, tmp_path):
     model = unverified(base, tmp_path / "out")
+    for text in ("5", "{}", '{"base": 5}', '{"base": {}}', "[]"):
+        (model / "upscale.json").write_text(text)
+        assert inspect_checkpoint(model)["base"] in (None, "unknown: upscale.json is gone")
+        strip(model, tmp_path / "stripped", overwrite=True)
+        assert same_tensors(tmp_path / "stripped", base)
     (model / "upscale.json").write_text("{")
     with pytest.raises(RequestError, match=r"upscale.json is not JSON .* Delete it to go by config.json alone"):
-        strip(model, tmp_path / "stripped")
-
-
-@pytest.mark.parametrize("text", ["5", "{}", '{"base": 5}', '{"base": {}}', "[]"])
-def test_a_record_without_a_base_is_as_good_as_none(base, tmp_path, text):
-    model = unverified(base, tmp_path / "out")
-    (model / "upscale.json").write_text(text)
-    assert inspect_checkpoint(model)["base"] in (None, "unknown: upscale.json is gone")
-    strip(model, tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", base)
+        strip(model, tmp_path / "again")
 
 
 NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
+
+
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
+TAMPERED = [
+    *(({"plan": plan}, NOT_OF_THE_MODEL) for plan in (None, [{"bas": 0}], [{"base": 0}, {"base": 1}])),
+    *(({"base_config": config}, NOT_OF_THE_MODEL) for config in ([], {"num_hidden_layers": 2**40})),
+    *(({"new_memories": names}, NOT_OF_THE_MODEL) for names in ([["x"]], ["x"])),
+    ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
+    (
+        {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
+        r"the base lacks \d+ tensors that its config asks for",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"plan": None}, NOT_OF_THE_MODEL),
-        ({"plan": [{"bas": 0}]}, NOT_OF_THE_MODEL),
-        ({"base_config": []}, NOT_OF_THE_MODEL),
-        ({"new_memories": [["x"]]}, NOT_OF_THE_MODEL),
-        ({"new_memories": ["x"]}, NOT_OF_THE_MODEL),
-        ({"plan": [{"base": 0}, {"base": 1}]}, NOT_OF_THE_MODEL),
-        (
-            {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
-            r"the base lacks \d+ tensors that its config asks for",
-        ),
-        ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
-        ({"base_config": {"num_hidden_layers": 2**40}}, NOT_OF_THE_MODEL),
-    ],
-)  # fmt: skip
-def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, message):
+def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path):
     model = unverified(base, tmp_path / "out")
-    config = config_of(model)
-    edit_config(model, upscale={**config["upscale"], **entry})
-    with pytest.raises(RequestError, match=message):
-        strip(model, tmp_path / "stripped")
-    assert not (tmp_path / "stripped").exists()
+    sound = config_of(model)["upscale"]
+    for entry, message in TAMPERED:
+        edit_config(model, upscale={**sound, **entry})
+        with pytest.raises(RequestError, match=message):
+            strip(model, tmp_path / "stripped")
+        assert not (tmp_path / "stripped").exists()
 
 
-def test_inspect_tells_what_was_done(base, tmp_path):
+def test_inspect_tells_what_was_done(command, base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
-    inspected = inspect_checkpoint(model)
-    tensors = read_tensors(model)
+    before, tensors = file_digests(model), read_tensors(model)
+    inspected = command("inspect", model, "--json").json()
+    assert inspected == inspect_checkpoint(model)
     assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
-    assert [row["index"] for row in inspected["layers"]] == list(range(7))
-    assert [row["from"] for row in inspected["layers"]] == [
-        "new, beside base 0, made from 0", "base 0", "new, between base 0 and base 1, made from 1", "base 1", "base 2", "base 3",
-        "new, beside base 3, made from 3",
-    ]  # fmt: skip
+    assert (inspected["method"], inspected["base"]) == ("midus-hml", base.name)
     for row in inspected["layers"]:
         names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]
         assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
+    shown = command("inspect", model).out
+    words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
+    assert all(word in shown for word in words)
+    inside = command("strip", model, "--output", model / "stripped")
+    assert inside.status == 2 and "lies inside the base" in inside.err and file_digests(model) == before
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()
@@ -169,10 +157,6 @@ WITHOUT_COUNT = (
     "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."
 )
 UNKNOWN = "Its weights are not known to be the base's: its config holds no digest of the base"
-
-
-def recorded(folder):
-    return config_of(folder)["upscale"].get("base_sha256")
 
 
 def stripped(model, output):
@@ -197,29 +181,17 @@ def saved_again(folder, output, train=(), with_record=False, **kwargs):
     return output
 
 
-@pytest.mark.parametrize("digest", ["", "0" * 64, 5, None, ["x"]])
-def test_a_digest_that_was_tampered_with_confirms_nothing(base, tmp_path, digest):
-    unverified(base, tmp_path / "out")
-    entry = config_of(tmp_path / "out")["upscale"]
-    edit_config(tmp_path / "out", upscale={**entry, "base_sha256": digest})
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, None)
-
-
-def test_a_record_of_other_tensors_counts_nothing(base, tmp_path):
-    unverified(base, tmp_path / "out")
-    saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2."], with_record=True)
-    record = record_of(tmp_path / "trained")
+def test_a_digest_or_a_record_of_digests_that_was_tampered_with_confirms_nothing(base, tmp_path):
+    model = unverified(base, tmp_path / "out")
+    record, entry = record_of(model), config_of(model)["upscale"]
+    for number, digest in enumerate(("", "0" * 64, 5, None, ["x"])):
+        edit_config(model, upscale={**entry, "base_sha256": digest})
+        assert stripped(model, tmp_path / f"stripped-{number}") == (False, None)
+    edit_config(model, upscale=entry)
     record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
-    (tmp_path / "trained" / "upscale.json").write_text(json.dumps(record))
-    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, None)
-
-
-def test_an_earlier_memory_that_was_trained_on_is_found(base, tmp_path):
-    once = unverified(base, tmp_path / "once", placement="1,4")
-    unverified(once, tmp_path / "twice", placement="0")
-    saved_again(tmp_path / "twice", tmp_path / "trained", ["model.layers.2.memory.value_bank"], with_record=True)
-    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, 1)
-    assert stripped(tmp_path / "stripped", tmp_path / "stripped-twice") == (True, 0)
+    (model / "upscale.json").write_text(json.dumps(record))
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2."], with_record=True)
+    assert stripped(trained, tmp_path / "stripped") == (False, None)
 
 
 def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
@@ -230,41 +202,41 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
     tensors = read_tensors(short)
     extra = {"layers.2.self_attn.rotary_emb.inv_freq": torch.arange(4.0), "steps": torch.arange(5)}
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
-    result = {
-        name: recorded(unverified(tmp_path / name, tmp_path / f"of-{name}")) for name in ("base", "sharded", "short")
-    }
-    assert set(result.values()) == {content_digest(read_tensors(base))}
-    for name in result:
-        saved_again(tmp_path / f"of-{name}", tmp_path / f"saved-{name}")
+    digest = content_digest(read_tensors(base))
+    for name in ("base", "sharded", "short"):
+        model = unverified(tmp_path / name, tmp_path / f"of-{name}")
+        assert config_of(model)["upscale"]["base_sha256"] == digest
+        saved_again(model, tmp_path / f"saved-{name}")
         assert stripped(tmp_path / f"saved-{name}", tmp_path / f"stripped-{name}") == (True, 0)
 
 
 def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
-    unverified(base, tmp_path / "out")
-    entry = config_of(tmp_path / "out")["upscale"]
-    edit_config(tmp_path / "out", upscale={key: value for key, value in entry.items() if key != "base_sha256"})
-    (tmp_path / "out" / "upscale.json").unlink()
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (None, None)
-    done = command("strip", tmp_path / "out", "--output", tmp_path / "again")
+    model = unverified(base, tmp_path / "out")
+    edit_config(model, upscale={k: v for k, v in config_of(model)["upscale"].items() if k != "base_sha256"})
+    (model / "upscale.json").unlink()
+    assert stripped(model, tmp_path / "stripped") == (None, None)
+    done = command("strip", model, "--output", tmp_path / "again")
     assert (done.status, done.err) == (0, "")
     assert UNKNOWN in " ".join(done.out.split())
 
 
 def test_the_command_says_which_it_is(command, base, tmp_path):
-    unverified(base, tmp_path / "out")
-    same = command("strip", tmp_path / "out", "--output", tmp_path / "same")
+    model, words = unverified(base, tmp_path / "out"), ("--output", tmp_path / "stripped")
+    same = command("strip", model, *words)
     assert (same.status, same.err) == (0, "")
     assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
-    saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
-    other = command("strip", tmp_path / "trained", "--output", tmp_path / "other")
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
+    other = command("strip", trained, *words, "--overwrite")
     assert other.status == 0
     assert "Its weights are not the base's, byte for byte: 3 tensors differ." in " ".join(other.out.split())
     assert other.err.startswith("upscale: warning: 3 of 39 tensors are not the base's, byte for byte: trained since")
-    (tmp_path / "trained" / "upscale.json").unlink()
-    unknown = command("strip", tmp_path / "trained", "--output", tmp_path / "unknown", "--json")
+    (trained / "upscale.json").unlink()
+    unknown = command("strip", trained, *words, "--overwrite", "--json")
     assert unknown.status == 0
     assert unknown.err.startswith(WITHOUT_COUNT)
-    assert (unknown.json()["base_confirmed"], unknown.json()["differing_tensors"]) == (False, None)
+    report = unknown.json()
+    assert (report["base_confirmed"], report["differing_tensors"]) == (False, None)
+    assert report["removed_layer_indices"] == [1, 4]
 
 
 def test_inspect_tells_what_strip_did(command, base, tmp_path):
@@ -283,21 +255,19 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
             "differing_tensors": 0,
         },
     }  # fmt: skip
-    shown = command("inspect", tmp_path / "base-again")
-    assert shown.status == 0
-    words = (
-        "stripped from",
-        "back, upscaled with midus-hml; took out layers 1, 4",
-        "its weights were the base's, byte for byte",
-        "llama",
-    )
-    assert all(word in " ".join(shown.out.split()) for word in words)
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
-    assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in " ".join(
-        command("inspect", tmp_path / "back").out.split()
-    )
+    words = {
+        "base-again": (
+            *("stripped from", "back, upscaled with midus-hml; took out layers 1, 4"),
+            *("its weights were the base's, byte for byte", "llama"),
+        ),
+        "back": ("twice, upscaled with midus-hml; took out layers 0, 4, 8",),
+    }
+    for name, said in words.items():
+        shown = " ".join(command("inspect", tmp_path / name).out.split())
+        assert all(word in shown for word in said)
 
 
 def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, tmp_path):
@@ -321,18 +291,27 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
     assert all(future.done() for future in started._futures.values())
 
 
+INSERTED = {
+    0: "new, beside base 0, made from 0",
+    2: "new, between base 0 and base 1, made from 1",
+    6: "new, beside base 3, made from 3",
+}
+COPIED = {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"}
+FUSED = {
+    2: "new, between base 1 and base 2, made from 1 and 2",
+    4: "new, between base 2 and base 3, made from 2 and 3",
+}
+
+
 def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
-    messages = {}
+    unverified(base, tmp_path / "midus-hml", placement="0,2,6")
     for method in ("solar", "llama-pro", "avg-deus"):
         upscaled(base, tmp_path / method, method)
-        rows = inspect_checkpoint(tmp_path / method)["layers"]
-        messages[method] = {row["index"]: row["from"] for row in rows if row["new"]}
+    messages = {}
+    for folder in tmp_path.iterdir():
+        rows = inspect_checkpoint(folder)["layers"]
+        messages[folder.name] = {row["index"]: row["from"] for row in rows if row["new"]}
         assert all(row["from"].startswith("base ") for row in rows if not row["new"])
-    assert messages == {
-        "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
-        "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
-        "avg-deus": {
-            2: "new, between base 1 and base 2, made from 1 and 2",
-            4: "new, between base 2 and base 3, made from 2 and 3",
-        },
-    }
+        assert [row["index"] for row in rows] == list(range(len(rows)))
+    repeated = {3: "base 1, repeated", 4: "base 2, repeated"}
+    assert messages == {"midus-hml": INSERTED, "solar": repeated, "llama-pro": COPIED, "avg-deus": FUSED}

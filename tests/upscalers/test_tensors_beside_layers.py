@@ -1,5 +1,6 @@
 """Tensors that only some models have: embeddings per layer, shared keys and values, further predicted tokens, unknown ones."""
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +23,6 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
-from tests.upscalers.dense.requests import upscaled
 from tests.upscalers.methods import KINDS, SMALL_CHAPTERS
 from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
@@ -136,43 +136,28 @@ def test_they_are_carried_along_behind_the_last_layer_and_come_back(method, opti
 
 
 def test_a_layer_more_than_the_config_says_is_refused(glm4, tmp_path):
-    folder = shutil.copytree(glm4, tmp_path / "base")
-    write_tensors(folder, {**read_tensors(folder), f"model.layers.{NUM_LAYERS + 1}.enorm.weight": torch.zeros(2)})
-    message = (
-        f"layers.{NUM_LAYERS + 1}.enorm.weight, but config.json has num_hidden_layers = {NUM_LAYERS} and num_nextn_"
-    )
+    folder, name = shutil.copytree(glm4, tmp_path / "base"), f"layers.{NUM_LAYERS + 1}.enorm.weight"
+    write_tensors(folder, {**read_tensors(folder), f"model.{name}": torch.zeros(2)})
+    message = f"{name}, but config.json has num_hidden_layers = {NUM_LAYERS} and num_nextn_"
     with pytest.raises(RequestError, match=re.escape(message)):
         upscale(base=folder, method="llama-pro", output=tmp_path / "out")
 
 
-EXPERT = "mlp.experts.{}.w1.weight"
+EXTRA = "model.extra.layers.1.weight"
 
 
-def save_with_experts(folder):
+def expert(layer: int, number: int) -> str:
+    return f"model.layers.{layer}.mlp.experts.{number}.w1.weight"
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory) -> Path:
     """A tiny Llama whose layers also hold experts, as a mixture of experts names them; no two tensors are alike."""
-    base = save_base(folder)
-    experts = {
-        f"model.layers.{layer}.{EXPERT.format(expert)}": torch.full((2, 3), 10.0 * layer + expert)
-        for layer in range(4)
-        for expert in range(4)
-    }
-    write_tensors(base, {**read_tensors(base), **experts, "model.extra.layers.1.weight": torch.full((2,), 99.0)})
+    base = save_base(tmp_path_factory.mktemp("experts") / "base")
+    numbers = itertools.product(range(4), range(4))
+    experts = {expert(layer, number): torch.full((2, 3), 10.0 * layer + number) for layer, number in numbers}
+    write_tensors(base, {**read_tensors(base), **experts, EXTRA: torch.full((2,), 99.0)})
     return base
-
-
-def experts_of(tensors) -> dict[int, list[float]]:
-    """For each layer the value of each of its experts, in the order of their ids."""
-    results: dict[int, dict[int, float]] = {}
-    for name, tensor in tensors.items():
-        parts = name.split(".")
-        if ".experts." in name:
-            assert parts[:2] == ["model", "layers"] and parts[3:5] == ["mlp", "experts"]
-            results.setdefault(int(parts[2]), {})[int(parts[5])] = tensor[0, 0].item()
-    return {layer: [experts[number] for number in range(4)] for layer, experts in sorted(results.items())}
-
-
-def of_layer(layer: int) -> list[float]:
-    return [10.0 * layer + expert for expert in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -183,23 +168,19 @@ def of_layer(layer: int) -> list[float]:
         ("opt-deus", {0: 0, 1: 1, 3: 2, 5: 3}),
     ],
 )
-def test_experts_keep_their_ids_when_their_layer_moves(method, sources, tmp_path):
-    base = save_with_experts(tmp_path / "base")
-    upscaled(base, tmp_path / "out", method)
-    old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    assert experts_of(new) == {index: of_layer(source) for index, source in sources.items()}
-    assert same_bits(new["model.extra.layers.1.weight"], old["model.extra.layers.1.weight"])
-
-
-@pytest.mark.parametrize("method", ["solar", "avg-deus"])
-def test_tensors_that_the_architecture_does_not_have_come_back_and_are_warned_of(method, tmp_path, command):
-    base = save_with_experts(tmp_path / "base")
-    upscaled(base, tmp_path / "out", method)
-    strip(tmp_path / "out", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", base)
-    outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "again", "--no-verify")
+def test_tensors_that_the_architecture_does_not_have_move_with_their_layer_and_come_back_which_is_warned_of(
+    method, sources, with_experts, tmp_path, command
+):
+    words = ("--base", with_experts, "--method", method, "--output", tmp_path / "out", "--no-verify")
+    outcome = command(*words)
     message = "the base holds 17 tensors its architecture does not have; they are carried along."
-    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {message}")
+    assert outcome.status == 0 and outcome.err.startswith(f"upscale: warning: {message}\n")
+    old, new = read_tensors(with_experts), read_tensors(tmp_path / "out")
+    moved = {expert(layer, number): expert(source, number) for layer, source in sources.items() for number in range(4)}
+    assert {name for name in new if ".experts." in name} == moved.keys()
+    assert all(same_bits(new[name], old[source]) for name, source in {**moved, EXTRA: EXTRA}.items())
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", with_experts)
 
 
 # Of each way to make new tensors one.

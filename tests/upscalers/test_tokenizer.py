@@ -46,16 +46,11 @@ def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, token
     before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(after) is type(before)
     assert after(TEXT).input_ids == before(TEXT).input_ids
+    made = file_digests(tmp_path / "out")
+    assert keep_tokenizer_class(base, tmp_path / "out", Progress()) is False  # what is chosen right is left as it is
+    assert file_digests(tmp_path / "out") == made
     strip(tmp_path / "out", tmp_path / "stripped")
     assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
-
-
-def test_a_tokenizer_that_is_chosen_right_is_left_as_it_is(tmp_path):
-    for name in ("base", "copy"):
-        save_tokenizer(save_base(tmp_path / name, "llama"), "PreTrainedTokenizerFast")
-    before = file_digests(tmp_path / "copy")
-    assert keep_tokenizer_class(tmp_path / "base", tmp_path / "copy", Progress()) is False
-    assert file_digests(tmp_path / "copy") == before
 
 
 def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypatch):
@@ -79,10 +74,8 @@ def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is_and_a_line_
     base = save_base(tmp_path / "base", "gemma3")
     save_tokenizer(base, None)  # Gemma's own class, which wants an <unk> that this vocabulary lacks
     done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
-    assert done.status == 0
-    assert re.search(
-        r"warning: the base's tokenizer does not work here \(.*unk.*\); its files are copied unchanged\.\n", done.err
-    )
+    line = r"warning: the base's tokenizer does not work here \(.*unk.*\); its files are copied unchanged\.\n"
+    assert done.status == 0 and re.search(line, done.err)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
@@ -101,60 +94,45 @@ class OwnTokenizer(PreTrainedTokenizer):
 """
 
 
-@pytest.fixture
-def of_code(tmp_path, monkeypatch):
-    """A base whose tokenizer is code in two files, in a process where nobody may be asked."""
-
-    def asked(*_):
-        pytest.exit("a person was asked")
-
-    monkeypatch.setattr("builtins.input", asked)
-    base = save_base(tmp_path / "base")
+def test_a_tokenizer_of_code_travels_and_is_never_run(tmp_path, command, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.exit("a person was asked"))
+    base, out = save_base(tmp_path / "base"), tmp_path / "out"
     (base / "tokenization_own.py").write_text(OWN_CODE.format(ran=str(tmp_path / "ran")))
     (base / "own_letters.py").write_text("LETTERS = {chr(i): i for i in range(128)}\n")
     named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (base / "tokenizer_config.json").write_text(json.dumps(named))
-    return base
-
-
-def test_a_tokenizer_of_code_travels_and_is_never_run(tmp_path, of_code, command):
-    done = command("--base", of_code, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
     assert done.status == 0
-    assert (
-        "own_letters.py, tokenization_own.py, code of the base's tokenizer or processor, are copied, and never run here."
-        in done.err
-    )
-    assert (
-        "warning: the base's tokenizer does not work here (it is code of its publisher, which is never run); its"
-        in done.err
-    )
-    strip(tmp_path / "out", tmp_path / "stripped")
-    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(of_code)
-    unverified(of_code, tmp_path / "out", overwrite=True)  # nothing in the folder is foreign
-    shuffle(tmp_path / "out", tmp_path / "edited", seed=1)
+    for line in (
+        "own_letters.py, tokenization_own.py, code of the base's tokenizer or processor, are copied, and never run here.",
+        "warning: the base's tokenizer does not work here (it is code of its publisher, which is never run); its",
+    ):
+        assert line in done.err
+    strip(out, tmp_path / "stripped")
+    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
+    unverified(base, out, overwrite=True)  # nothing in the folder is foreign
+    shuffle(out, tmp_path / "edited", seed=1)
     assert (tmp_path / "edited" / "own_letters.py").is_file()
     assert not (tmp_path / "ran").exists()
-    for folder in (of_code, tmp_path / "edited"):
+    for folder in (base, tmp_path / "edited"):
         assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("abc").input_ids == [97, 98, 99]
     assert (tmp_path / "ran").exists()
 
 
 def test_files_that_git_lfs_left_behind_are_refused_before_anything_is_written(tmp_path, command, refused):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n"
-    base = save_base(tmp_path / "base", max_shard_size="30KB")
-    for name in ("tokenizer.json", "generation_config.json", tensor_files(base)[1].name):
-        kept = (base / name).read_bytes() if (base / name).exists() else None
-        (base / name).write_text(pointer)
-        done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
-        refused(
-            done,
-            f"{name} of {base} is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull",
-            ["base"],
-        )
-        (base / name).unlink() if kept is None else (base / name).write_bytes(kept)
-    adapter = tmp_path / "adapter"
+    base, adapter = save_base(tmp_path / "base", max_shard_size="30KB"), tmp_path / "adapter"
+    words = ("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (adapter / "adapter_model.safetensors").write_text(pointer)
-    done = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out", "--adapter", adapter)
-    refused(done, f"adapter_model.safetensors of {adapter} is a Git LFS pointer, not the file", ["base", "adapter"])
+    message = "{} of {} is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull"
+    refused(
+        command(*words, "--adapter", adapter),
+        message.format("adapter_model.safetensors", adapter),
+        ["base", "adapter"],
+    )
+    for name in ("tokenizer.json", "generation_config.json", tensor_files(base)[1].name):
+        (base / name).write_text(pointer)
+        refused(command(*words), message.format(name, base), ["base", "adapter"])
+        (base / name).unlink()

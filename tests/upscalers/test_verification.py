@@ -21,24 +21,6 @@ from upscalers.request.errors import RequestError, VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
-from upscalers.tensors.recipes import Fill
-
-
-def replace_recipe(monkeypatch, name, make):
-    """Make the method give another recipe for one tensor of each new layer."""
-    honest = MidusHml.new_layer_recipes
-
-    def recipes(self, base, layer, index, seed):
-        made = honest(self, base, layer, index, seed)
-        return {**made, name: make(base, made[name])}
-
-    monkeypatch.setattr(MidusHml, "new_layer_recipes", recipes)
-
-
-def put_nan(folder, name, index=0, value=math.nan):
-    tensors = read_tensors(folder)
-    tensors[name].flatten()[index] = value
-    write_tensors(folder, tensors)
 
 
 def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
@@ -71,8 +53,9 @@ def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, fil
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    base = save_base(tmp_path / "base", "qwen2")
+def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything_is_written(
+    shared_base, tmp_path, monkeypatch
+):
     honest = MidusHml.config
 
     def without_window(self, base, plan):
@@ -80,10 +63,9 @@ def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything
         return {**config, "layer_types": [*config["layer_types"][:-1], "full_attention"]}
 
     monkeypatch.setattr(MidusHml, "config", without_window)
-    with pytest.raises(
-        RequestError, match=r"layer 5 has .* = 'full_attention' and its source, layer 3, 'sliding_attention'"
-    ):
-        with_memory(base, tmp_path / "out")
+    message = r"layer 5 has .* = 'full_attention' and its source, layer 3, 'sliding_attention'"
+    with pytest.raises(RequestError, match=message):
+        with_memory(shared_base("qwen2"), tmp_path / "out")
 
 
 def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypatch):
@@ -95,8 +77,7 @@ def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypat
         with_memory(base, tmp_path / "out")
 
 
-def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, monkeypatch):
-    base = save_base(tmp_path / "base")
+def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_path, monkeypatch):
     honest = streamed_model.read_tensor
 
     def read_tensor(position):
@@ -108,7 +89,7 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, mon
     message = r"cannot run the upscaled model \(RuntimeError: can't allocate .* pass --no-verify\."
     with pytest.raises(VerificationError, match=message):
         with_memory(base, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -119,17 +100,20 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, mon
 @pytest.mark.parametrize(
     ("name", "share"), [("model.embed_tokens", 0.5), ("model.layers.2.mlp.down_proj", 0), ("lm_head", 1)]
 )
-def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands(
+def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_unless_nothing_is_verified(
     tmp_path, monkeypatch, value, dtype, name, share
 ):
     """Tensors are read in pieces."""
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     base, name = save_base(tmp_path / "base", dtype=dtype), f"{name}.weight"
-    put_nan(base, name, int(share * (read_tensors(base)[name].numel() - 1)), value)
+    tensors = read_tensors(base)
+    tensors[name].flatten()[int(share * (tensors[name].numel() - 1))] = value
+    write_tensors(base, tensors)
     message = f"{name} holds NaN or infinite values; expected finite weights. Repair the base, or pass --no-verify"
     with pytest.raises(RequestError, match=message):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    assert with_memory(base, tmp_path / "out", verify=False).identity.checked is None
 
 
 def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, base, tmp_path):
@@ -157,25 +141,22 @@ def overflow(base, part):
     write_tensors(base, tensors)
 
 
-@pytest.mark.parametrize("reason", ["--no-verify", "overflow"])
+@pytest.mark.parametrize("overflows", [False, True])
 @pytest.mark.parametrize(("method", "start"), [("midus-hml", PROMISED), ("solar", NOT_PROMISED)])
-def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, reason, method, start):
-    base = save_base(tmp_path / "base", "llama" if reason == "overflow" else "gemma3", dtype=torch.float16)
-    if reason == "overflow":
+def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, overflows, method, start):
+    base = save_base(tmp_path / "base", "llama" if overflows else "gemma3", dtype=torch.float16)
+    words = ("--base", base, "--method", method, "--output", tmp_path / "out")
+    if overflows:
         overflow(base, "head")
     else:  # transformers makes this model and cannot run it
         edit_config(base, query_pre_attn_scalar=-16)
-        assert command("--base", base, "--method", method, "--output", tmp_path / "out").status != 0
-    flag = "--verify" if reason == "overflow" else reason
-    done = command("--base", base, "--method", method, "--output", tmp_path / "out", flag)
+        assert command(*words).status != 0
+        words = (*words, "--no-verify")
+    done = command(*words)
     promise = "promised" if start == PROMISED else "not promised"
-    assert (done.status, f"identity {promise} by the method; nothing was compared" in " ".join(done.out.split())) == (
-        0,
-        True,
-    )
-    assert ("every logit of the base is NaN or infinite, so that nothing was compared" in done.err) == (
-        reason == "overflow"
-    )
+    assert done.status == 0
+    assert f"identity {promise} by the method; nothing was compared" in " ".join(done.out.split())
+    assert ("every logit of the base is NaN or infinite, so that nothing was compared" in done.err) == overflows
     record = record_of(tmp_path / "out")
     assert record["identity"] == {"checked": None, "max_abs_diff": None, "compared": None}
     assert record["kl_divergence"] is None
@@ -192,15 +173,9 @@ def test_what_is_not_finite_in_the_base_alone_is_not_measured(tmp_path):
 
 def test_a_result_that_is_not_finite_where_the_base_is_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(MidusHml, "identity", False)
-    replace_recipe(monkeypatch, "memory.value_bank", lambda base, recipe: Fill(recipe.shape, math.inf))
+    change_written(monkeypatch, "model.layers.1.memory.value_bank", lambda tensor: tensor + math.inf)
     with pytest.raises(
         VerificationError, match=r"NaN or infinite where the base's are finite; .* another --dtype or method\."
     ):
         with_memory(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_without_verification_the_base_is_not_searched_for_nan(tmp_path):
-    base = save_base(tmp_path / "base")
-    put_nan(base, "model.layers.2.mlp.down_proj.weight")
-    assert with_memory(base, tmp_path / "out", verify=False).identity.checked is None
