@@ -48,29 +48,15 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
     assert str(tmp_path) not in section
 
 
-def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, config_for, tmp_path):
-    train(config_for(model=model, max_steps=4, save_steps=2))
-    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    train(config_for(model=model, max_steps=4, save_steps=2, resume_from_checkpoint=True))
-    section = training_section(tmp_path / "out")
-    assert "## Trained with" not in section
-    assert "\n| 4 | 128 | " in section
-
-
-def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
+def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_is_made(model, config_for, tmp_path):
     (model / "README.md").unlink()
-    train(config_for(model=model, max_steps=1))
-    assert not (tmp_path / "out" / "README.md").exists()
-    assert (tmp_path / "out" / "LICENSE.txt").exists()
-
-
-def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, config_for, tmp_path):
     run = TrainingRun(config_for(model=model, max_steps=1))
     names = ("LICENSE.txt", "NOTICE", "upscale.json")
     contents = [(model / name).read_bytes() for name in names]
     shutil.rmtree(model)
     run.execute()
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == contents
+    assert not (tmp_path / "out" / "README.md").exists()
 
 
 def test_its_card_has_what_held_out_texts_measured_before_and_after(model, config_for, tmp_path, monkeypatch):
