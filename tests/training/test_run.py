@@ -9,16 +9,12 @@ from pairs import by_default
 from safetensors.torch import load_file
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, by_step, logged, moved, weights
-from training.tiny_run import NEW_LAYERS, best_at, give_held_out_losses, refused, save_upscaled
+from training.tiny_run import NEW_LAYERS, best_at, give_held_out_losses, is_new, refused, save_upscaled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run import TrainingRun, train
-
-
-def is_new(name: str) -> bool:
-    return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
 
 
 def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_model(

@@ -24,6 +24,11 @@ NEW_LAYERS = [1, 4]
 EOS_ID = 2
 
 
+def is_new(name: str) -> bool:
+    """Return whether a tensor is of a layer that was inserted."""
+    return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
+
+
 def tiny_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
     """A tokenizer of the words `w3` to `w127`, each with the id in its name."""
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": EOS_ID} | {f"w{i}": i for i in range(3, 128)}
