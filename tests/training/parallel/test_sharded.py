@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,26 +115,17 @@ def test_the_first_kind_of_fsdp_is_refused():
         _prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1), torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("kind", "is_there"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
-def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
-    kind, is_there, config_for, tmp_path, monkeypatch
-):
-    trainer = TrainingRun(config_for()).trainer
+def test_the_whole_model_is_saved_and_uploaded_where_the_trainer_would(config_for, tmp_path, monkeypatch):
+    trainer, plugin, there = TrainingRun(config_for()).trainer, SimpleNamespace(), []
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    plugin = SimpleNamespace(state_dict_type=kind)
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
-    trainer.save_model(str(tmp_path / "checkpoint-1"), _internal_call=True)
-    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists() == is_there
-
-
-def test_a_whole_model_is_uploaded_as_the_trainer_would(config_for, tmp_path, monkeypatch):
-    trainer, there = TrainingRun(config_for()).trainer, []
-    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    for kind, is_there in (("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+        plugin.state_dict_type = kind
+        trainer.save_model(str(tmp_path / kind), _internal_call=True)
+        assert (tmp_path / kind / "model.safetensors").exists() == is_there
     monkeypatch.setattr(trainer.args, "push_to_hub", True)
     saved = tmp_path / "saved" / "model.safetensors"
-    monkeypatch.setattr(
-        trainer, "push_to_hub", lambda **arguments: there.append((saved.exists(), arguments["commit_message"]))
-    )
+    monkeypatch.setattr(trainer, "push_to_hub", lambda **keys: there.append((saved.exists(), keys["commit_message"])))
     trainer.save_model(str(saved.parent))
     assert there == [(True, "Model save")]
 
@@ -224,17 +216,10 @@ def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     assert shares_parameters(trainer)
 
 
-class ZeroThree:
-    """What transformers keeps of a file of DeepSpeed."""
-
-    def is_zero3(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def zero_three():
     """transformers was told of the third stage, as `TrainingArguments` tell it."""
-    plugin = ZeroThree()
+    plugin = Mock(is_zero3=lambda: True)  # which can be referred to weakly
     deepspeed.set_hf_deepspeed_config(plugin)
     yield plugin
     deepspeed.unset_hf_deepspeed_config()
