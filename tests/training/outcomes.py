@@ -19,9 +19,6 @@ OF_TIME = (
     *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
 )
 
-# Files without which a folder holds no trained model.
-MODEL = ("config.json", "model.safetensors")
-
 
 def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
     """Return the events of a run's log that have a name; of a run without a model, those up to its latest checkpoint."""
@@ -82,17 +79,10 @@ def assert_close_weights(one: Path, other: Path) -> None:
         torch.testing.assert_close(of_other[name], tensor, rtol=1e-3, atol=1e-4, msg=message.__add__)
 
 
-def forget_the_model(output: Path) -> None:
-    """Leave a run as one that ended before its trained model was saved."""
-    for name in MODEL:
-        (output / name).unlink()
-    shutil.rmtree(output / "memory_bank", ignore_errors=True)
-
-
 def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
     """Copy a run as one that was killed behind the checkpoint of a step."""
-    shutil.copytree(whole, output)
-    forget_the_model(output)
+    shutil.copytree(whole, output, ignore=shutil.ignore_patterns("model.safetensors", "memory_bank"))
+    (output / "config.json").unlink()
     for number, folder in checkpoints_in(output).items():
         if number > step:
             shutil.rmtree(folder)

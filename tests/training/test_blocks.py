@@ -9,10 +9,10 @@ from pairs import by_default
 from peft import LoraConfig, get_peft_model
 from processes.warm import run_ranks
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, save_fetching
+from training.block_runs import LEAVES, assert_same_blocks, bank_of
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.parallel.two_processes import SCRIPT, write_recipe
-from training.tiny_run import best_at, document, give_held_out_losses, refused
+from training.tiny_run import FETCHING, best_at, document, give_held_out_losses, refused
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
@@ -28,9 +28,9 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], TYPES))
-def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, tmp_path, method):
-    source = save_fetching(tmp_path, method)
+@pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], FETCHING))
+def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, upscaled, tmp_path, method):
+    source = upscaled("llama", method)
     train(blocks_for(model=source, max_steps=25))
     losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05

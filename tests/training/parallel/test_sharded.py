@@ -12,15 +12,14 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from processes.warm import run_ranks
-from training.outcomes import as_it_was_at, logged, moved
 from training.parallel.two_processes import (
     METHODS,
     SCRIPT,
+    assert_shared_run_goes_on_exactly,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
-    write_recipe,
 )
-from training.tiny_run import refused, save_upscaled
+from training.tiny_run import refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
@@ -73,27 +72,9 @@ def test_sharded_processes_train_as_one(method, corpus, tmp_path):
 
 
 @pytest.mark.product
-def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
-    assert_tied_tensors_are_saved_once(sharded, corpus, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory) -> Path:
-    """A sharded run with all of its checkpoints; its recipe lies beside it."""
-    folder = tmp_path_factory.mktemp("sharded")
-    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    sharded(recipe, f"--output_dir={folder / 'whole'}")
-    return folder / "whole"
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
-    output = as_it_was_at(step, whole, tmp_path / "out")
-    sharded(whole.with_name("recipe.yaml"), "--resume_from_checkpoint=true", f"--output_dir={output}")
-    for name in ("loss", "grad_norm"):
-        assert logged(output, name) == logged(whole, name) and logged(output, name)
-    assert moved(output, whole) == set()
+@pytest.mark.parametrize("check", [assert_tied_tensors_are_saved_once, assert_shared_run_goes_on_exactly])
+def test_sharded_processes_save_once_and_go_on_exactly(check, corpus, tmp_path):
+    check(sharded, corpus, tmp_path)
 
 
 @pytest.fixture
