@@ -2,17 +2,20 @@
 
 import dataclasses
 import re
+import shutil
 
 import pytest
+import yaml
 from sft.tiny_chats import chat, write_rows
 from training.tiny_run import refused
-from transformers import AutoConfig, AutoTokenizer, TrainingArguments
-from trl import SFTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 from midus_hf.config.wording import install_extra
 from midus_hf.training.sft.arguments import REFUSED, SftArguments
+from midus_hf.training.sft.rows import CHATML
 from midus_hf.training.sft.run import SftRun
 
 
@@ -113,3 +116,42 @@ def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, 
     assert [config.eos_token_id, config.pad_token_id] == tokenizer.convert_tokens_to_ids(
         ["<|im_end|>", "<|im_start|>"]
     )
+
+
+TRL_RECIPE = """
+model_name_or_path: {model}
+attn_implementation: sdpa
+dataset_name: {chats}
+dataset_train_split: train
+learning_rate: 2.0e-5
+lr_scheduler_type: cosine
+optim: adamw_torch
+max_steps: 2
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_length: 96
+packing: false
+assistant_only_loss: true
+bf16: false
+logging_steps: 1
+save_steps: 2
+save_total_limit: 1
+report_to: none
+seed: 42
+"""
+
+
+def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch):
+    """Train with keys that are all of TRL's own dataclasses; the output is where Transformers puts it."""
+    model = shutil.copytree(base("llama", True), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    recipe = tmp_path / "sft_config.yaml"
+    recipe.write_text(TRL_RECIPE.format(model=model, chats=chats))
+    of_trl = map(dataclasses.fields, (ScriptArguments, SFTConfig, ModelConfig))
+    names = {field.name for fields in of_trl for field in fields}
+    assert set(yaml.safe_load(recipe.read_text())) <= names
+    monkeypatch.chdir(tmp_path)
+    assert main([str(recipe)]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "trainer_output")

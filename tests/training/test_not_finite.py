@@ -7,12 +7,10 @@ import torch
 from safetensors.torch import load_file
 from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.cli.train import main
-from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun
-from midus_hf.training.trainer import MemoryTrainer, first_not_finite
+from midus_hf.training.trainer import MemoryTrainer, NotFiniteError, first_not_finite
 
 
 def of_gradient(value):
@@ -49,7 +47,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     run = TrainingRun(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
-        FloatingPointError,
+        NotFiniteError,
         match=rf"gradient norm is (inf|nan) at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
         r"checkpoint before that step\.",
     ):
@@ -67,26 +65,6 @@ def test_the_largest_finite_number_is_finite(dtype):
     assert first_not_finite(named) is None and first_not_finite([]) is None
     assert first_not_finite([*named, ("c", -2 * largest)]) == "c holds inf"
     assert first_not_finite([("c", torch.tensor([math.nan, math.inf])), *named]) == "c holds nan"
-
-
-def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, monkeypatch, capsys):
-    words, output = [*words, "--max_steps=4", "--save_steps=2", "--logging_steps=3"], tmp_path / "out"
-    training_step = Trainer.training_step
-
-    def poisoned(self, model, *args, **kwargs):
-        loss = training_step(self, model, *args, **kwargs)
-        if self.state.global_step == 3:
-            next(parameter for parameter in model.parameters() if parameter.grad is not None).grad[0] = math.inf
-        return loss
-
-    monkeypatch.setattr(Trainer, "training_step", poisoned)
-    assert main(words) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus train: "))
-    assert line.startswith("midus train: gradient norm is inf at step 4; expected a finite number.")
-    assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
-    monkeypatch.setattr(Trainer, "training_step", training_step)
-    assert main([*words, "--resume_from_checkpoint=auto"]) == 0
-    assert all(tensor.isfinite().all() for tensor in weights(output).values())
 
 
 Q_PROJ = "model.layers.4.self_attn.q_proj.weight"
@@ -122,7 +100,7 @@ def test_tensors_that_are_not_finite_are_never_saved(fixture, save_steps, spoil,
     """Whatever made them so: here it is no gradient."""
     run = TrainingRun(request.getfixturevalue(fixture)(max_steps=4, save_steps=save_steps))
     run.trainer.add_callback(AtStep(4, spoil(run), AFTER))
-    with pytest.raises(FloatingPointError, match=message):
+    with pytest.raises(NotFiniteError, match=message):
         run.execute()
     left = [path.name for path in tmp_path.glob("out/*") if path.name != "train_config.yaml"]
     assert left == (["checkpoint-2"] if save_steps else [])
@@ -139,7 +117,7 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     run.trainer.save_model(str(tmp_path / "saved"))
     assert weights(tmp_path / "saved")["model.embed_tokens.weight"][2].isinf().all()
     trained.data[2] = math.inf
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(NotFiniteError):
         run.trainer.save_model(str(tmp_path / "saved"))
 
 
@@ -156,7 +134,7 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
         return result
 
     bank.leaves = spoiled
-    with pytest.raises(FloatingPointError, match=r"gradient norm is inf at step 3; expected a finite number"):
+    with pytest.raises(NotFiniteError, match=r"gradient norm is inf at step 3; expected a finite number"):
         run.execute()
     assert files_of(tmp_path / "out") == ["checkpoint-2", "train_config.yaml"]
 
@@ -171,14 +149,14 @@ def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path)
         parameter.grad, trainer._tr_loss = torch.full((1, 1), math.inf), torch.tensor(loss)
         return trainer.clip_gradients([parameter], 1.0).item()
 
-    with pytest.raises(FloatingPointError, match="gradient norm is inf at step 1"):
+    with pytest.raises(NotFiniteError, match="gradient norm is inf at step 1"):
         norm()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert norm() == math.inf
     with pytest.raises(
-        FloatingPointError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
+        NotFiniteError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
     ):
         norm(math.nan)
     model.lm_head.weight.data[0, 0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):
+    with pytest.raises(NotFiniteError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):
         norm(math.nan)

@@ -1,7 +1,8 @@
-"""The recipes in `configs/train` are read, say what papers and releases say, and fit what makes their models."""
+"""The recipes in `configs/train` and `configs/sft` are read, say what papers and releases say, and fit what makes their models."""
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES, UPSCALING, CONFIGS = (REPOSITORY / "configs" / name for name in ("train", "upscale", "models"))
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+RECIPES, OF_CHATS, UPSCALING, CONFIGS = (
+    REPOSITORY / "configs" / name for name in ("train", "sft", "upscale", "models")
+)
+FILES = [*sorted(RECIPES.glob("*.yaml")), *sorted(OF_CHATS.glob("*.yaml"))]
 MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 # What a recipe may leave to the command line.
-GIVEN = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
+GIVEN = {"model_name_or_path": "m", "output_dir": "o"}
 
 # Of each run: its recipe with the words behind it, which the recipe's comments name, and what its paper says: sequences of a step,
 # tokens of the run, steps of the warm-up, and the rate of all but memories.
@@ -58,16 +61,18 @@ RUNS = {
 }
 
 
-def recipe(name: str, *words: str) -> TrainArguments:
-    path = RECIPES / f"{name}.yaml"
+def read(path: Path, *words: str) -> TrainArguments:
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
-    given = [f"--{key}={value}" for key, value in GIVEN.items() if key not in stated]
-    return read_arguments("train", [str(path), *given, *words])
+    given = {**GIVEN, "corpus" if path.parent == RECIPES else "dataset_name": "c"}
+    given = [f"--{key}={value}" for key, value in given.items() if key not in stated]
+    return read_arguments(path.parent.name, [str(path), *given, *words])
 
 
 def test_nothing_goes_unchecked():
-    assert {words.partition(" ")[0] for words, _ in RUNS.values()} | {"demo"} == set(NAMES)
+    assert {words.partition(" ")[0] for words, _ in RUNS.values()} | {"demo"} == {
+        path.stem for path in FILES if path.parent == RECIPES
+    }
     assert MODELS.keys() <= RUNS.keys()
 
 
@@ -75,7 +80,8 @@ def test_nothing_goes_unchecked():
 def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
     words, (sequences, tokens, warmup, rate) = RUNS[name]
     file, *changes = words.split()
-    config, text = recipe(file, *changes), (RECIPES / f"{file}.yaml").read_text(encoding="utf-8")
+    path = RECIPES / f"{file}.yaml"
+    config, text = read(path, *changes), path.read_text(encoding="utf-8")
     for key, value in zip(*[iter(changes)] * 2, strict=True):
         # The comments name several configs after one key.
         assert (value.rpartition("/")[2] if key == "--config_name" else f"{key} {value}") in text, key
@@ -86,9 +92,9 @@ def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
     if config.config_name is not None:
         assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
         assert config.sequence_length <= MODELS[name]["max_position_embeddings"]
-        read = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
-        assert AutoModelForCausalLM._model_mapping[type(read)].__name__ == read.architectures[0]
-        assert file != "moc-371m" or read.rope_parameters["rope_theta"] == 100_000
+        loaded = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+        assert AutoModelForCausalLM._model_mapping[type(loaded)].__name__ == loaded.architectures[0]
+        assert file != "moc-371m" or loaded.rope_parameters["rope_theta"] == 100_000
 
 
 def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters():
@@ -110,10 +116,17 @@ def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_man
     assert existing.total_parameters == new.total_parameters - new.parameters
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
-    text, config = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), recipe(name)
-    assert re.findall(r"^#   midus train (\S+)", text, flags=re.MULTILINE) == [f"configs/train/{name}.yaml"]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_commands_in_a_recipe_make_its_model_and_run_it(path):
+    text, config, command = path.read_text(encoding="utf-8"), read(path), path.parent.name
+    named = re.findall(rf"^#   midus {command} (\S+)", text, flags=re.MULTILINE)
+    assert named == [f"configs/{command}/{path.name}"]
+    if command == "sft":  # which starts from what its pretraining makes
+        model = config.model_name_or_path
+        assert path.stem != "midus-hml" or f"output_dir: {model}\n" in (RECIPES / path.name).read_text(
+            encoding="utf-8"
+        )
+        return
     made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
     assert [output for _, output in made] == (
         [] if config.model_name_or_path in ("m", None) else [config.model_name_or_path]
@@ -123,7 +136,19 @@ def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
         if "--config" in stated:
             upscaling = read_mapping(REPOSITORY / stated["--config"])
             stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
-        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": name}
+        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": path.stem}
+
+
+@pytest.mark.parametrize(
+    ("variant", "rates", "frozen"),
+    [("bank frozen", (1.5e-5, None), ["value"]), (None, (1.5e-5, 5e-6), []), ("bank at the rate", (None, None), [])],
+)
+def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, rates, frozen):
+    lines = (OF_CHATS / "moc-371m.yaml").read_text(encoding="utf-8").splitlines()
+    line = next((line for line in lines if variant and line.startswith(f"#   {variant}")), ":")
+    config = read(OF_CHATS / "moc-371m.yaml", *shlex.split(line.partition(":")[2]))
+    assert (config.memory_learning_rate, config.value_learning_rate) == rates
+    assert (config.frozen, config.value_schedule) == (frozen, None if frozen else "fixed")
 
 
 @pytest.mark.parametrize("name", [name for name, config in MODELS.items() if config.get("memory")])
@@ -132,10 +157,10 @@ def test_a_config_has_every_option_of_its_memory_written_out(name):
     (entry,) = config["memory"]
     layers = config["num_hidden_layers"]
     sizes = ModelSizes(hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"], num_layers=layers)
-    (read,) = read_memories([entry], sizes).entries
-    assert entry == read.to_dict()
-    assert read.layers == ((2, 6, 10, 14) if name == "moc-371m" else tuple(range(layers)))
-    assert name != "moc-371m" or read.options == ChaptersOptions(**PAPER)
+    (declared,) = read_memories([entry], sizes).entries
+    assert entry == declared.to_dict()
+    assert declared.layers == ((2, 6, 10, 14) if name == "moc-371m" else tuple(range(layers)))
+    assert name != "moc-371m" or declared.options == ChaptersOptions(**PAPER)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from midus_hf.cli.train import main
 from midus_hf.training import saving
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.saving import SavedInPart
+from midus_hf.training.trainer import NotFiniteError
 
 CARD = "---\nlicense: mit\n---\n# Modèle français\n"
 
@@ -104,10 +105,26 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
     assert state.global_step == 2 and (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_failure_of_the_work_raises(words, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("broken inside"), NotFiniteError("gradient norm is inf", 4)],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_of_the_work_raises_and_a_number_that_is_not_finite_is_told(
+    error, words, monkeypatch, tmp_path, capsys
+):
     def fail(*args, **kwargs):
-        raise ValueError("broken inside")
+        raise error
 
     monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", fail)
-    with refused(r"broken inside"):
-        main(words)
+    if isinstance(error, ValueError):
+        with refused("broken inside"):
+            main(words)
+    else:
+        assert main(words) == 1
+        assert (
+            capsys.readouterr()
+            .err.splitlines()[-1]
+            .startswith("midus train: gradient norm is inf at step 4; expected")
+        )
+    assert not (tmp_path / "out" / "config.json").exists()
