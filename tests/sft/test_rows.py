@@ -40,23 +40,16 @@ CHATS = {
         {"instruction": "Bye", "output": "Ciao", "system": "Be kind", "history": [["Hi", "Hello"]]},
         [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
     ),
+    "texts": ({"prompt": "a", "completion": "b", "id": 3}, {"prompt": "a", "completion": "b"}),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHATS)
 def test_a_row_becomes_its_chat(case, tmp_path):
-    row, messages = CHATS[case]
-    assert read(write_rows(tmp_path / "x.jsonl", [row]))["messages"] == [messages]
-
-
-def test_texts_and_tools_are_kept(tmp_path):
-    row = {"prompt": "a", "completion": "b", "id": 3}
-    assert read(write_rows(tmp_path / "a.jsonl", [row]))[0] == {"prompt": "a", "completion": "b"}
-    row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
-    own = tmp_path / "own.jinja"
-    own.write_text("{{ tools }}" + CHATML)
-    assert read(write_rows(tmp_path / "b.jsonl", [row]), template=str(own))[0] == {**row, "tools": [{"name": "add"}]}
+    row, expected = CHATS[case]
+    (chat,) = read(write_rows(tmp_path / "x.jsonl", [row]))
+    assert (chat if case == "texts" else chat["messages"]) == expected
 
 
 ARGUMENTS = {
@@ -119,6 +112,9 @@ def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):
     assert first["messages"][1]["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
     assert first["tools"] == [{"name": "add", "x": None}] and first["chat_template_kwargs"] == {"loud": True}
     assert second["tools"] is None and second["chat_template_kwargs"] == {}
+    row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
+    (apart,) = read(write_rows(tmp_path / "x.jsonl", [row]), template=str(own))
+    assert apart == {**row, "tools": [{"name": "add"}]}
 
 
 def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):

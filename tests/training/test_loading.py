@@ -28,31 +28,33 @@ def without_values(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda model: (model / "config.json").unlink(), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "config.json").write_text("{"), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "model.safetensors").unlink(), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "model.safetensors").write_bytes(b"torn"), "expected the folder or Hub id of a language model: "),
-        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer that loads: "),
-        (without_values, r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"),
-        *(
-            (
-                lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
-                f": {name} of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull there",
-            )
-            for name in ("config.json", "model.safetensors", "tokenizer.json")
-        ),
-    ],
-    ids=[
-        *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer", "a_tensor_less"),
-        *("pointer_to_config", "pointer_to_weights", "pointer_to_tokenizer"),
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
-    model = tmp_path / "model"
-    shutil.copytree(upscaled("llama"), model)
+OF_NO_MODEL = "expected the folder or Hub id of a language model: "
+SPOILT = {
+    "no_config": (lambda model: (model / "config.json").unlink(), OF_NO_MODEL),
+    "torn_config": (lambda model: (model / "config.json").write_text("{"), OF_NO_MODEL),
+    "no_weights": (lambda model: (model / "model.safetensors").unlink(), OF_NO_MODEL),
+    "torn_weights": (lambda model: (model / "model.safetensors").write_bytes(b"torn"), OF_NO_MODEL),
+    "no_tokenizer": (
+        lambda model: [path.unlink() for path in model.glob("tokenizer*")],
+        "which has no tokenizer that loads: ",
+    ),
+    "a_tensor_less": (
+        without_values,
+        r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank",
+    ),
+    **{
+        f"pointer_to_{name}": (
+            lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
+            f": {name} of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull there",
+        )
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+    },
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_model_that_cannot_be_loaded_is_refused(what, upscaled, config_for, tmp_path):
+    model, (spoil, message) = shutil.copytree(upscaled("llama"), tmp_path / "model"), SPOILT[what]
     spoil(model)
     with refused(f"^model(_name_or_path)? is '{re.escape(str(model))}'.*{message}") as refusal:
         train(config_for(model=model))
@@ -93,8 +95,7 @@ def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
 
 
 def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(upscaled, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(upscaled("llama"), model)
+    model = shutil.copytree(upscaled("llama"), tmp_path / "model")
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).unlink()
     with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):

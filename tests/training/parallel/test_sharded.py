@@ -118,18 +118,15 @@ def test_configs_of_accelerate_are_read_as_they_are_meant(told_to_shard):
     assert (plugin.state_dict_type.name, plugin.transformer_cls_names_to_wrap) == ("SHARDED_STATE_DICT", None)
 
 
-class ToldOfDeepSpeed:
-    """What a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
-
-    def __init__(self, model, bf16: bool, settings=None):
-        self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled = model, False, True
-        plugin = SimpleNamespace(deepspeed_config=settings or {})
-        self.args = SimpleNamespace(bf16=bf16, world_size=2)
-        self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-
-
-def sharding(model=None, half: bool = False, **settings) -> ToldOfDeepSpeed:
-    trainer = ToldOfDeepSpeed(torch.nn.Linear(2, 2) if model is None else model, half, settings)
+def sharding(model=None, half: bool = False, **settings) -> SimpleNamespace:
+    """Return what a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(2, 2) if model is None else model,
+        is_fsdp_enabled=False,
+        is_deepspeed_enabled=True,
+        args=SimpleNamespace(bf16=half, world_size=2),
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=Mock(deepspeed_config=settings))),
+    )
     prepare_sharing(trainer)
     return trainer
 
