@@ -70,6 +70,18 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert moved(one, other) == set()
 
 
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    """Compare two checkpoints bit by bit: what trained, blocks, and what optimizers know of both."""
+    assert (one / "trained.safetensors").read_bytes() == (other / "trained.safetensors").read_bytes()
+    blocks = [
+        {path.name: path.read_bytes() for path in folder.glob("block_states/0/level-*")} for folder in (one, other)
+    ]
+    assert blocks[0] == blocks[1]
+    states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
+    assert states[0] and states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
+
+
 def assert_close_weights(one: Path, other: Path) -> None:
     """Compare two models of runs that add the same numbers in another order."""
     of_one, of_other = weights(one), weights(other)

@@ -142,13 +142,16 @@ print(json.dumps(endings))
 def endings(tmp_path_factory) -> list[list]:
     """How each mistake ends, one behind the other in one process: its status, what it prints, and what is imported by then."""
     room = tmp_path_factory.mktemp("room")
-    for folder, file, content in (("model", "config.json", "{}"), ("full", "notes.txt", "")):
-        (room / folder).mkdir()
-        (room / folder / file).write_text(content)
-    for file, content in (("recipe.yaml", "max_steps: 2\n"), ("misspelt.yaml", "max_step: 2\n")):
-        (room / file).write_text(content)
-    for file, column in (("texts.jsonl", "text"), ("wrong.jsonl", "txt")):
-        (room / file).write_text(json.dumps({column: "a"}))
+    files = {
+        "model/config.json": "{}",
+        "full/notes.txt": "",
+        "recipe.yaml": "max_steps: 2\n",
+        "misspelt.yaml": "max_step: 2\n",
+    }
+    files |= {"texts.jsonl": '{"text": "a"}', "wrong.jsonl": '{"txt": "a"}'}
+    for name, content in files.items():
+        (room / name).parent.mkdir(exist_ok=True)
+        (room / name).write_text(content)
     requests = json.dumps([[*command.split(), *words] for command, words, _ in MISTAKES])
     line = [sys.executable, "-c", ASKED, requests]
     return json.loads(subprocess.run(line, cwd=room, capture_output=True, text=True, check=True).stdout)

@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
@@ -17,7 +16,6 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
 from midus_hf.memories.entries import read_memories
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
@@ -97,23 +95,12 @@ def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
         assert file != "moc-371m" or loaded.rope_parameters["rope_theta"] == 100_000
 
 
-def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters():
-    layers, added = LLAMA_3_2_1B["num_hidden_layers"], 8
-    new_layers = place("llama-pro", layers, added)
+def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies():
+    """And so as many parameters."""
+    new_layers = place("llama-pro", LLAMA_3_2_1B["num_hidden_layers"], 8)
     # In the numbering of the base: each new layer follows the one that it is a copy of.
     matched = [index - 1 - earlier for earlier, index in enumerate(new_layers)]
     assert f"--trainable {str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
-
-    def empty_model(num_layers: int, **record):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA_3_2_1B, "num_hidden_layers": num_layers}))
-        model.config.upscale = record
-        return model
-
-    new = set_trainable(empty_model(layers + added, trainable="new", new_layers=new_layers), "new")
-    existing = set_trainable(empty_model(layers), matched)
-    assert existing.parameters == new.parameters > 0
-    assert existing.total_parameters == new.total_parameters - new.parameters
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
