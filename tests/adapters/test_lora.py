@@ -1,7 +1,5 @@
 """LoRA on models with inserted memories: the config that is offered for them, and those of PEFT."""
 
-import re
-
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, logits
@@ -27,16 +25,31 @@ def fresh_model():
     return model
 
 
-def test_keys_and_values_have_their_group_beside_adapters():
-    model = fresh_model()
-    model = get_peft_model(model, lora_config(model, r=4))
-    groups = {group["name"]: group for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, group in (("row_keys", "keys"), ("column_keys", "keys"), ("value_bank", "values")):
-        held = [names[id(p)] for p in groups[group]["params"] if names[id(p)].endswith(name)]
-        assert [re.sub(r"\D*(\d+).*", r"\1", parameter) for parameter in held] == ["1", "4"]
-    assert all(parameter.requires_grad for group in groups.values() for parameter in group["params"])
-    assert any("lora_A" in names[id(parameter)] for parameter in groups["decay"]["params"])
+def test_the_offered_config_has_options_of_peft_and_trains_new_layers_whole_with_their_groups():
+    for model, new in ((fresh_model(), NEW_LAYERS), (tiny_model("mistral"), [2])):  # which is of a dense method
+        model.config.upscale = {"new_layers": new, "trainable": "new"}
+        config = lora_config(
+            model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"]
+        )
+        assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
+        assert config.modules_to_save == [*(f"model.layers.{layer}" for layer in new), "lm_head"]
+        wrapped = get_peft_model(model, config)
+        names = {id(parameter): name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+        layers = range(model.config.num_hidden_layers)
+        prefix = "base_model.model.model.layers"
+        assert {name for name in names.values() if "lora_A" in name} == {
+            f"{prefix}.{layer}.self_attn.q_proj.lora_A.default.weight" for layer in layers if layer not in new
+        }
+        whole = tuple(f"{prefix}.{layer}.modules_to_save." for layer in new)
+        assert {name for name in names.values() if "lora_" not in name and "lm_head" not in name} == {
+            name for name, _ in wrapped.named_parameters() if name.startswith(whole)
+        }
+        groups = parameter_groups(wrapped, Rates(learning_rate=1e-3, weight_decay=0.1))
+        kinds = {group["name"]: [names[id(parameter)] for parameter in group["params"]] for group in groups}
+        assert any("lora_A" in name for name in kinds["decay"])
+        for kind, of_memory in (("keys", ("row_keys", "column_keys")), ("values", ("value_bank",))):
+            assert len(kinds.get(kind, [])) == (len(new) * len(of_memory) if new == NEW_LAYERS else 0)
+            assert all(name.endswith(of_memory) for name in kinds.get(kind, []))
 
 
 def test_slots_are_counted_of_the_layers_that_train():
@@ -49,27 +62,6 @@ def test_slots_are_counted_of_the_layers_that_train():
         logits(wrapped)
     assert list(usage) == list(map(str, NEW_LAYERS))
     assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
-
-
-def test_options_of_the_offered_config_are_those_of_peft():
-    model = fresh_model()
-    config = lora_config(model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
-    assert config.modules_to_save == ["model.layers.1", "model.layers.4", "lm_head"]
-    wrapped = get_peft_model(model, config)
-    adapted = {name for name, _ in wrapped.named_modules() if name.endswith(".lora_A.default")}
-    expected = {f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in (0, 2, 3, 5)}
-    assert adapted == expected, "none on the new layers"
-
-
-def test_new_layers_of_a_dense_method_train_whole_too():
-    model = tiny_model("mistral")
-    model.config.upscale = {"new_layers": [2], "trainable": "new"}
-    wrapped = get_peft_model(model, lora_config(model, r=2))
-    trains = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
-    assert {name for name in trains if "lora_" not in name} == {
-        name for name, _ in wrapped.named_parameters() if "layers.2.modules_to_save." in name
-    }
 
 
 def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
