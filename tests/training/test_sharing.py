@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training.tiny_run import tiny_config
+from training.tiny_run import give_held_out_losses, tiny_config
 from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
@@ -35,16 +35,21 @@ def training_section(folder: Path) -> str:
     return card.partition("## Trained with")[2]
 
 
-def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
-    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3))
+def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, monkeypatch):
+    give_held_out_losses(monkeypatch, lambda step: 3.0 - step / 4)
+    measured = {"eval_text": {"a": str(corpus)}, "eval_on_start": True, "eval_steps": 3}
+    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3, **measured))
     section = training_section(tmp_path / "out")
+    assert "| a | 3.0000 | 2.2500 | 20.0855 | 9.4877 |\n" in section
+    assert "save_" not in section and "eval_strategy" not in section
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
     report, arguments = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
     assert arguments.pop("sequences_per_step") == 2
-    names = ("model_name_or_path", "output_dir", "corpus")
-    assert [report.pop(name) for name in names] == [model.name, "out", corpus.name]
-    assert [arguments.pop(name) for name in names] == [str(model), str(tmp_path / "out"), str(corpus)]
+    names = ("model_name_or_path", "output_dir", "corpus", "eval_text")
+    assert [report.pop(name) for name in names] == [model.name, "out", corpus.name, {"a": corpus.name}]
+    paths = [str(model), str(tmp_path / "out"), str(corpus), {"a": str(corpus)}]
+    assert [arguments.pop(name) for name in names] == paths
     assert report == arguments and report["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
