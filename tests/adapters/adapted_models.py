@@ -6,8 +6,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
 
-LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
 
 @torch.no_grad()
 def logits(model: Any, tokens: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
@@ -28,10 +26,3 @@ def let_act(adapted: PeftModel) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.normal_(std=0.05)
-
-
-def adapted_projections(model: PeftModel, layer: int) -> set[str]:
-    """Return the names of the projections of one layer that hold an adapter."""
-    prefix = f"base_model.model.model.layers.{layer}."
-    names = (name for name, _ in model.named_modules() if name.startswith(prefix) and name.endswith(".lora_A.default"))
-    return {name.removeprefix(prefix).removesuffix(".lora_A.default").rpartition(".")[2] for name in names}

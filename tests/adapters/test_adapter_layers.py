@@ -1,6 +1,7 @@
 """An adapter that was made for the base of an upscaled model would find the wrong layers there, and is refused."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -41,35 +42,29 @@ def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tm
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
 
 
-def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well(upscaled, tmp_path):
-    folder = upscaled("llama")
-    get_peft_model(AutoModel.from_pretrained(folder.parent / "base"), LoraConfig(**TARGETS)).save_pretrained(tmp_path)
+def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well_as_the_first_or_the_second(upscaled, tmp_path):
+    folder, config = upscaled("llama"), LoraConfig(**TARGETS)
+    get_peft_model(AutoModel.from_pretrained(folder.parent / "base"), config).save_pretrained(tmp_path)
     with refused(r"none for 4, 5, which its targets also match"):
         PeftModel.from_pretrained(AutoModel.from_pretrained(folder), tmp_path)
+    with refused("adapter 'second' has weights for layers 0 to 3"):
+        get_peft_model(AutoModel.from_pretrained(folder), config).load_adapter(tmp_path, adapter_name="second")
 
 
 @pytest.mark.parametrize("of", ["targets", "lora_config", "last layers"])
-def test_an_adapter_of_the_upscaled_model_is_loaded(of, upscaled, tmp_path, recwarn):
-    folder = upscaled("llama")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    configs = {
-        "targets": lambda: LoraConfig(**TARGETS),
-        "lora_config": lambda: lora_config(model, r=2),
-        "last layers": lambda: LoraConfig(**TARGETS, layers_to_transform=[3, 5]),
-    }
-    expected = save_adapter(model, configs[of](), tmp_path / "adapter")
-    moved = folder.rename(folder.with_name("moved"))
-    try:
-        assert torch.equal(
-            logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), tmp_path / "adapter")),
-            expected,
-        )
-        if of == "targets":
-            model = AutoModelForCausalLM.from_pretrained(moved)
-            model.load_adapter(str(tmp_path / "adapter"))
-            assert torch.equal(logits(model), expected)
-    finally:
-        moved.rename(folder)
+def test_an_adapter_of_the_upscaled_model_is_loaded_wherever_that_lies(of, upscaled, tmp_path, recwarn):
+    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(upscaled("llama"), tmp_path / "model"))
+    config = lora_config(model, r=2) if of == "lora_config" else LoraConfig(**TARGETS)
+    if of == "last layers":
+        config.layers_to_transform = [3, 5]
+    expected = save_adapter(model, config, tmp_path / "adapter")
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), expected)
+    if of == "targets":
+        model = AutoModelForCausalLM.from_pretrained(moved)
+        model.load_adapter(str(tmp_path / "adapter"))
+        assert torch.equal(logits(model), expected)
     assert not [warning for warning in recwarn if "trained on" in str(warning.message)]
 
 
@@ -88,14 +83,3 @@ def test_an_adapter_of_some_layers_is_loaded_with_a_warning_where_it_was_trained
         else:
             model.load_adapter(str(tmp_path / "adapter"))
     assert len([each for each in said if "wrong layers" in str(each.message)]) == 1
-
-
-def test_a_second_adapter_is_judged_by_its_own_weights(upscaled, tmp_path):
-    folder = upscaled("llama")
-    save_adapter(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**TARGETS), tmp_path / "own")
-    get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder.parent / "base"), LoraConfig(**TARGETS)
-    ).save_pretrained(tmp_path / "base")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "own")
-    with refused("adapter 'second' has weights for layers 0 to 3"):
-        model.load_adapter(tmp_path / "base", adapter_name="second")

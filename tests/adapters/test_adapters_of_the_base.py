@@ -8,16 +8,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from adapters.adapted_models import logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from tiny import prompt, save_tiny_model
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from midus_hf.cli import upscale as cli
 from midus_hf.models.inference.tiny import tiny_model
@@ -59,8 +54,20 @@ def made(tmp_path_factory):
     return of
 
 
-def save_adapter(model, config, folder) -> torch.Tensor:
-    """Save an adapter in which every trained tensor is random; return what the model computes with it when it is loaded."""
+def load(folder, auto=AutoModelForCausalLM, **settings):
+    """Load a model with the same random head for the same settings."""
+    torch.manual_seed(4)
+    return auto.from_pretrained(folder, **settings).eval()
+
+
+@torch.no_grad()
+def output_of(model) -> torch.Tensor:
+    """Return what a model computes of token ids that every tiny model knows."""
+    return model.eval()(prompt().remainder(96), use_cache=False)[0]
+
+
+def save_adapter(model, config, folder) -> None:
+    """Save an adapter in which every trained tensor is random."""
     torch.manual_seed(0)
     adapted = get_peft_model(model, config)
     with torch.no_grad():
@@ -68,38 +75,26 @@ def save_adapter(model, config, folder) -> torch.Tensor:
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     adapted.save_pretrained(folder)
-    return logits(adapted, tokens())
 
 
-def tokens() -> torch.Tensor:
-    """Return token ids that every tiny model knows."""
-    return prompt().remainder(96)
-
-
-def load(folder, auto=AutoModelForCausalLM, **settings):
-    """Load a model with the same random head for the same settings."""
-    torch.manual_seed(4)
-    return auto.from_pretrained(folder, **settings).eval()
-
-
-def check_moved(made_of, config, folder, recwarn) -> Path:
+def check_moved(made_of, config, folder, recwarn, auto=AutoModelForCausalLM, **settings) -> Path:
     """Compare the base with an adapter and the upscaled model with the moved one; return the folder of the moved adapter."""
-    base, upscaled = made_of
-    save_adapter(load(base), config, folder / "adapter")
-    expected = logits(PeftModel.from_pretrained(load(base), folder / "adapter"), tokens())
-    before = file_digests(folder / "adapter")
-    result = write_adapter(folder / "adapter", upscaled, folder / "moved")
-    assert file_digests(folder / "adapter") == before
+    (base, upscaled), adapter, moved = made_of, folder / "adapter", folder / "moved"
+    save_adapter(load(base, auto, **settings), config, adapter)
+    expected = output_of(PeftModel.from_pretrained(load(base, auto, **settings), adapter))
+    before = file_digests(adapter)
+    result = write_adapter(adapter, upscaled, moved)
+    assert file_digests(adapter) == before
     recwarn.clear()
-    adapted = PeftModel.from_pretrained(load(upscaled), folder / "moved")
+    adapted = PeftModel.from_pretrained(load(upscaled, auto, **settings), moved)
     assert not [each for each in recwarn if "adapter keys" in str(each.message) or "wrong" in str(each.message)]
-    assert torch.equal(logits(adapted, tokens()), expected)
-    assert not torch.equal(expected, logits(load(base), tokens()))
+    assert torch.equal(output_of(adapted), expected)
+    assert not torch.equal(expected, output_of(load(base, auto, **settings)))
     new = adapted.config.upscale["new_layers"]
     assert not set(result["layers"]) & set(new)
     named = [name for name, _ in adapted.named_modules() if ".default" in name]
     assert not [name for name in named if any(f"layers.{layer}." in name for layer in new) or ".memor" in name]
-    return folder / "moved"
+    return moved
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,31 +160,17 @@ def test_what_names_layers_in_the_config_names_them_in_the_upscaled_model(option
 
 
 @pytest.mark.parametrize(
-    ("auto", "task"),
+    ("auto", "task", "settings"),
     [
-        (AutoModelForSequenceClassification, "SEQ_CLS"),
-        (AutoModel, "FEATURE_EXTRACTION"),
-        (AutoModel, None),
+        (AutoModelForSequenceClassification, "SEQ_CLS", {"num_labels": 2, "pad_token_id": 0}),
+        (AutoModel, "FEATURE_EXTRACTION", {}),
+        (AutoModel, None, {}),
     ],
 )
-def test_adapters_of_other_tasks_are_moved(auto, task, made, tmp_path):
-    base, upscaled = made("llama", "midus-hml" if auto is AutoModel else "llama-pro")
+def test_adapters_of_other_tasks_are_moved(auto, task, settings, made, tmp_path, recwarn):
+    folders = made("llama", "midus-hml" if auto is AutoModel else "llama-pro")
     config = LoraConfig(r=2, target_modules=ALL_LAYERS, task_type=task)
-    settings = {} if auto is AutoModel else {"num_labels": 2, "pad_token_id": 0}
-    save_adapter_of = load(base, auto, **settings)
-    stack = load(base, AutoModel).state_dict()
-    getattr(save_adapter_of, "model", save_adapter_of).load_state_dict(stack)
-    adapted = get_peft_model(save_adapter_of, config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1)
-    adapted.eval().save_pretrained(tmp_path / "adapter")
-    write_adapter(tmp_path / "adapter", upscaled, tmp_path / "moved")
-    moved = PeftModel.from_pretrained(load(upscaled, auto, **settings), tmp_path / "moved").eval()
-    with torch.no_grad():
-        for ours, theirs in zip(moved(prompt()).to_tuple(), adapted(prompt()).to_tuple(), strict=True):
-            assert not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
+    check_moved(folders, config, tmp_path, recwarn, auto, **settings)
 
 
 @pytest.fixture
@@ -265,9 +246,10 @@ def refuse(tmp_path, capsys):
 
 def test_words_that_name_no_adapter_model_or_output_are_refused(adapter, made, tmp_path, refuse):
     base, upscaled = made("llama", "midus-hml")
-    refuse([adapter, "--onto", base], r"was not made by upscale: .* Give an upscaled model")
-    refuse(
-        [adapter, "--onto", upscaled], r"output \S+ exists; expected a folder to make\. Choose another folder", adapter
-    )
-    refuse([adapter, "--onto", upscaled], r"lies inside the base", adapter / "inside")
-    refuse([tmp_path / "absent", "--onto", upscaled], r"is no folder and no hub id; expected one of them")
+    for folder, onto, output, message in (
+        (adapter, base, None, r"was not made by upscale: .* Give an upscaled model"),
+        (adapter, upscaled, adapter, r"output \S+ exists; expected a folder to make\. Choose another folder"),
+        (adapter, upscaled, adapter / "inside", r"lies inside the base"),
+        (tmp_path / "absent", upscaled, None, r"is no folder and no hub id; expected one of them"),
+    ):
+        refuse([folder, "--onto", onto], message, output)

@@ -1,7 +1,5 @@
 """PEFT's adapters on models whose memories read the depth, fetch blocks, or are those of UltraMemV2."""
 
-from typing import Any
-
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, let_act, logits
@@ -51,15 +49,6 @@ def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(nati
     torch.testing.assert_close(logits(loaded, tokens, **inputs), changed, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["k_proj", "v_proj"])
-def test_slots_are_what_adapted_projections_give(target):
-    """Keys and values that later layers read are those that the layer itself reads."""
-    adapted = adapted_model(depth_model("qwen3", "attention"), [target])
-    let_act(adapted)
-    changed = logits(adapted)
-    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
 def test_an_adapter_beside_a_projection_is_heeded(targets):
     model = get_peft_model(
@@ -98,29 +87,18 @@ def test_copies_that_peft_trains_are_read():
         torch.testing.assert_close(generated(model), before, **CLOSE)
 
 
-def prefixed(routing: str) -> Any:
-    torch.manual_seed(0)
-    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    return get_peft_model(chapter_model(routing=routing, dtype=torch.float32), config)
-
-
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's word
-def test_a_prefix_trains_where_memories_keep_nothing_of_the_sequence():
-    model = prefixed("token")
-    model(input_ids=prompt(), labels=prompt()).loss.backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert len(trained) == 1 and trained[0].grad.any()
+def test_a_prompt_trains_and_a_prefix_where_memories_keep_nothing_of_the_sequence():
+    def loss(kind: type, routing: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        model = get_peft_model(chapter_model(routing=routing, dtype=torch.float32), config)
+        trained.extend(parameter for parameter in model.parameters() if parameter.requires_grad)
+        return model(input_ids=prompt(), labels=prompt()).loss
 
-
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # under which PEFT passes its prefix
-def test_a_prefix_that_memories_have_not_seen_is_refused():
+    for kind, routing in ((PromptTuningConfig, "chunk"), (PrefixTuningConfig, "token")):
+        trained = []
+        loss(kind, routing).backward()
+        assert len(trained) == 1 and trained[0].grad.any()
     with pytest.raises(ValueError, match=r"Prefix tuning fills a cache of its own: tune a prompt instead"):
-        prefixed("chunk").eval()(input_ids=prompt(), labels=prompt())
-
-
-def test_a_prompt_trains_instead():
-    torch.manual_seed(0)
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = get_peft_model(chapter_model(dtype=torch.float32), config)
-    model(input_ids=prompt(), labels=prompt()).loss.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad.any()]
+        loss(PrefixTuningConfig, "chunk")

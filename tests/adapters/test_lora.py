@@ -1,10 +1,8 @@
 """LoRA on models with inserted memories: the config that is offered for them, and those of PEFT."""
 
-import re
-
 import pytest
 import torch
-from adapters.adapted_models import LINEAR, adapted_model, adapted_projections, logits
+from adapters.adapted_models import adapted_model, logits
 from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
 from peft import PeftModel, get_peft_model
@@ -18,7 +16,6 @@ from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 
 NEW_LAYERS = [1, 4]
-IN_BLOCKS = {"q_proj", "k_proj", "v_proj"}
 
 
 def fresh_model():
@@ -28,16 +25,31 @@ def fresh_model():
     return model
 
 
-def test_keys_and_values_have_their_group_beside_adapters():
-    model = fresh_model()
-    model = get_peft_model(model, lora_config(model, r=4))
-    groups = {group["name"]: group for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, group in (("row_keys", "keys"), ("column_keys", "keys"), ("value_bank", "values")):
-        held = [names[id(p)] for p in groups[group]["params"] if names[id(p)].endswith(name)]
-        assert [re.sub(r"\D*(\d+).*", r"\1", parameter) for parameter in held] == ["1", "4"]
-    assert all(parameter.requires_grad for group in groups.values() for parameter in group["params"])
-    assert any("lora_A" in names[id(parameter)] for parameter in groups["decay"]["params"])
+def test_the_offered_config_has_options_of_peft_and_trains_new_layers_whole_with_their_groups():
+    for model, new in ((fresh_model(), NEW_LAYERS), (tiny_model("mistral"), [2])):  # which is of a dense method
+        model.config.upscale = {"new_layers": new, "trainable": "new"}
+        config = lora_config(
+            model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"]
+        )
+        assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
+        assert config.modules_to_save == [*(f"model.layers.{layer}" for layer in new), "lm_head"]
+        wrapped = get_peft_model(model, config)
+        names = {id(parameter): name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+        layers = range(model.config.num_hidden_layers)
+        prefix = "base_model.model.model.layers"
+        assert {name for name in names.values() if "lora_A" in name} == {
+            f"{prefix}.{layer}.self_attn.q_proj.lora_A.default.weight" for layer in layers if layer not in new
+        }
+        whole = tuple(f"{prefix}.{layer}.modules_to_save." for layer in new)
+        assert {name for name in names.values() if "lora_" not in name and "lm_head" not in name} == {
+            name for name, _ in wrapped.named_parameters() if name.startswith(whole)
+        }
+        groups = parameter_groups(wrapped, Rates(learning_rate=1e-3, weight_decay=0.1))
+        kinds = {group["name"]: [names[id(parameter)] for parameter in group["params"]] for group in groups}
+        assert any("lora_A" in name for name in kinds["decay"])
+        for kind, of_memory in (("keys", ("row_keys", "column_keys")), ("values", ("value_bank",))):
+            assert len(kinds.get(kind, [])) == (len(new) * len(of_memory) if new == NEW_LAYERS else 0)
+            assert all(name.endswith(of_memory) for name in kinds.get(kind, []))
 
 
 def test_slots_are_counted_of_the_layers_that_train():
@@ -52,25 +64,6 @@ def test_slots_are_counted_of_the_layers_that_train():
     assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
 
 
-def test_options_of_the_offered_config_are_those_of_peft():
-    model = fresh_model()
-    config = lora_config(model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
-    assert config.modules_to_save == ["model.layers.1", "model.layers.4", "lm_head"]
-    wrapped = get_peft_model(model, config)
-    assert adapted_projections(wrapped, 0) == {"q_proj"} and adapted_projections(wrapped, 1) == set()
-
-
-def test_new_layers_of_a_dense_method_train_whole_too():
-    model = tiny_model("mistral")
-    model.config.upscale = {"new_layers": [2], "trainable": "new"}
-    wrapped = get_peft_model(model, lora_config(model, r=2))
-    trains = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
-    assert {name for name in trains if "lora_" not in name} == {
-        name for name, _ in wrapped.named_parameters() if "layers.2.modules_to_save." in name
-    }
-
-
 def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
     with refused(r"this llama model records no new layers in upscale.new_layers, which would"):
         lora_config(tiny_model("llama"))
@@ -80,15 +73,6 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
         lora_config(wrapped)
     with refused(r"this midus_llama model is wrapped by PEFT, which has set what trains"):
         set_trainable(wrapped)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
-def test_adapters_land_on_the_projections_that_exist(family, targets):
-    """A block has those of attention but for the last."""
-    model = adapted_model(upscaled_model(family), targets)
-    of_layer = LINEAR if targets == "all-linear" else {*targets}
-    for layer in range(6):
-        assert adapted_projections(model, layer) == (of_layer & IN_BLOCKS if layer in NEW_LAYERS else of_layer)
 
 
 @pytest.mark.parametrize("memory_type", ["product-key", "linear"])

@@ -128,41 +128,39 @@ def test_they_may_be_on_all_layers_or_on_those_that_peft_is_given(copies, config
     assert len(new) == 14
 
 
-def test_defaults_are_those_of_the_commands():
-    config, trains_new = read_adapters({})
-    assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
-    assert config.task_type == "CAUSAL_LM" and trains_new
+OF_ZEROS = (
+    r"adapters of model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
+)
 
 
 @pytest.mark.parametrize(
-    ("adapters", "message"),
+    ("model", "adapters", "message"),
     [
-        ({"rank": 4}, "config has no option 'adapters.rank'. Expected one of: "),
-        ({"r": "many"}, "adapters.r is 'many'; expected a whole number."),
-        ({"layers": "old"}, "adapters.layers is 'old'; expected base or all."),
-        ({"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),
-        ({"arrow_config": {}}, "adapters cannot be put on this model: "),
-        ({"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
-        ({"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),
-        ({"inference_mode": True}, "nothing trains with adapters {'inference_mode': True}; expected adapters that"),
+        ("base", {"rank": 4}, r"config has no option 'adapters\.rank'\. Expected one of: "),
+        ("base", {"r": "many"}, r"adapters\.r is 'many'; expected a whole number\."),
+        ("base", {"layers": "old"}, r"adapters\.layers is 'old'; expected base or all\."),
+        ("base", {"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),
+        ("base", {"arrow_config": {}}, "adapters cannot be put on this model: "),
+        ("base", {"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
+        ("base", {"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),
+        ("base", {"inference_mode": True}, "nothing trains with adapters {'inference_mode': True}; expected adapters that"),
+        *(
+            ("copies", {"use_dora": True, "layers": "all", **of}, OF_ZEROS)
+            for of in ({}, {"layers_to_transform": [2], "target_modules": ["o_proj"]})
+        ),
+        ("copies", {"use_dora": True}, None),
     ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, config_for, tmp_path):
-    with refused(re.escape(message)):
-        TrainingRun(config_for(model=base, adapters=adapters))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layers", [{"layers": "all"}, {"layers_to_transform": [2], "target_modules": ["o_proj"]}])
-def test_dora_on_new_layers_whose_weights_are_zero_is_refused(layers, copies, config_for, tmp_path):
-    options = {"use_dora": True, **layers}
-    words = (
-        r"adapters of model.layers.2.self_attn.o_proj could not be merged at the end: NaNs detected .* Change the keys"
-    )
-    with refused(words):
-        TrainingRun(config_for(model=copies, adapters={"layers": "all", **options}))
-    assert not (tmp_path / "out").exists()
-    TrainingRun(config_for(model=copies, adapters={"use_dora": True}))
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_is_written(model, adapters, message, request, config_for, tmp_path):
+    """DoRA among it, on new layers whose weights are zero."""
+    arguments = config_for(model=request.getfixturevalue(model), adapters=adapters)
+    if message is None:
+        TrainingRun(arguments)
+    else:
+        with refused(message):
+            TrainingRun(arguments)
+        assert not (tmp_path / "out").exists()
 
 
 def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscaled):
@@ -173,7 +171,10 @@ def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscal
         add_adapters(model, {"layers": "all", "target_modules": ["out_proj"]})
 
 
-def test_without_peft_it_is_named(base, config_for, without):
+def test_defaults_are_those_of_the_commands_and_without_peft_it_is_named(base, config_for, without):
+    config, trains_new = read_adapters({})
+    assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
+    assert config.task_type == "CAUSAL_LM" and trains_new
     without("peft")
     message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
     with refused(re.escape(message)):

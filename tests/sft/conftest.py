@@ -1,5 +1,6 @@
 """Bases and chats that the tests of fine-tuning share."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,9 @@ from midus_hf.training.sft.arguments import SftArguments
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """Gives the checkpoint of a family, with a memory or without, made once."""
-    made: dict[tuple[str, str | None], Path] = {}
-
-    def checkpoint(family: str = "llama", memory: bool | str = False) -> Path:
-        method = memory if isinstance(memory, str) else "midus-hml" if memory else None
-        key = (family, method)
-        if key not in made:
-            made[key] = save_base(family, tmp_path_factory.mktemp("sft"), method)
-        return made[key]
-
-    return checkpoint
+    made = cache(lambda family, method: save_base(family, tmp_path_factory.mktemp("sft"), method))
+    methods = {True: "midus-hml", False: None}
+    return lambda family="llama", memory=False: made(family, methods.get(memory, memory))
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,21 @@
 
 import dataclasses
 import re
+import shutil
 
 import pytest
+import yaml
 from sft.tiny_chats import chat, write_rows
 from training.tiny_run import refused
-from transformers import AutoConfig, AutoTokenizer, TrainingArguments
-from trl import SFTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 from midus_hf.config.wording import install_extra
 from midus_hf.training.sft.arguments import REFUSED, SftArguments
-from midus_hf.training.sft.run import SftRun, finetune
+from midus_hf.training.sft.rows import CHATML
+from midus_hf.training.sft.run import SftRun
 
 
 @pytest.fixture
@@ -21,19 +24,9 @@ def words(base, chats, tmp_path) -> list[str]:
     """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
-    arguments = [
-        f"--model_name_or_path={base('llama', True)}",
-        f"--dataset_name={chats}",
-        f"--output_dir={tmp_path / 'out'}",
-    ]
-    return [str(recipe), *arguments, "--max_length=96", "--per_device_train_batch_size=2"]
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
-    needed = {"output_dir": str(tmp_path), "model_name_or_path": "m", "dataset_name": "d", "bf16": False}
-    assert SftArguments(**needed).activation_checkpointing
-    assert not SftArguments(**needed, activation_checkpointing=False).gradient_checkpointing
+    given = {"model_name_or_path": base("llama", True), "dataset_name": chats, "output_dir": tmp_path / "out"}
+    given |= {"max_length": 96, "per_device_train_batch_size": 2}
+    return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
 
 
 @pytest.mark.parametrize(
@@ -55,16 +48,14 @@ def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, mes
 
 def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_can(words, tmp_path, capsys):
     """A chat that begins with an answer is trained on."""
-    begun = [{"role": "assistant", "content": "what is it?"}, *chat(1)]
-    for number, wrong in enumerate(([{"role": "usr", "content": "q"}, chat(1)[1]], None)):
-        rows = [{"messages": chat(2)}, {"messages": begun}, *([{"messages": wrong}] if wrong else [])]
-        data = write_rows(tmp_path / f"chats-{number}.jsonl", rows)
-        assert main([*words, f"--dataset_name={data}"]) == (2 if wrong else 0)
-        out, err = capsys.readouterr()
-        if wrong:
-            assert f"row 3 of '{data}' has the role 'usr', which no template knows; expected one of" in err
-        else:
-            assert "2 sequences, " in out
+    can = [{"messages": chat(2)}, {"messages": [{"role": "assistant", "content": "what is it?"}, *chat(1)]}]
+    data = write_rows(tmp_path / "x.jsonl", [*can, {"messages": [{"role": "usr", "content": "q"}, chat(1)[1]]}])
+    assert main([*words, f"--dataset_name={data}"]) == 2
+    message = f"row 3 of '{data}' has the role 'usr', which no template knows; expected one of"
+    assert message in capsys.readouterr().err
+    write_rows(data, can)
+    assert main([*words, f"--dataset_name={data}"]) == 0
+    assert "2 sequences, " in capsys.readouterr().out
 
 
 def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
@@ -78,25 +69,22 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
 NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "bf16": False}
 
 # Keys that TRL reads of the arguments of a run, or that a run reads in its place.
-WORKING = {
-    *(
-        "activation_offloading",
-        "assistant_only_loss",
-        "chat_template_path",
-        "completion_only_loss",
-        "dataset_num_proc",
-    ),
-    *("eos_token", "max_length", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token"),
-    *("router_aux_loss_coef", "shuffle_dataset", "truncation_mode"),
-}
+WORKING = set(
+    "activation_offloading assistant_only_loss chat_template_path completion_only_loss dataset_num_proc eos_token max_length packing "
+    "packing_strategy pad_to_multiple_of pad_token router_aux_loss_coef shuffle_dataset truncation_mode".split()
+)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_each_key_that_trl_adds_works_or_is_refused():
-    added = {field.name for field in dataclasses.fields(SFTConfig)} - {
-        field.name for field in dataclasses.fields(TrainingArguments)
-    }
-    assert added == WORKING | REFUSED.keys()
+    of_trl, of_trainer = (
+        {field.name for field in dataclasses.fields(kind)} for kind in (SFTConfig, TrainingArguments)
+    )
+    assert of_trl - of_trainer == WORKING | REFUSED.keys()
     assert not WORKING & REFUSED.keys()
+    assert SftArguments(**NEEDED).activation_checkpointing, "which is the default of TRL"
+    assert not SftArguments(**NEEDED, activation_checkpointing=False).gradient_checkpointing
+    assert SftArguments(**NEEDED, include_num_input_tokens_seen="no").include_num_input_tokens_seen == "no"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +107,10 @@ def test_a_key_without_effect_is_refused_by_name(keys, message):
 
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
 def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, tmp_path):
-    finetune(config_for("out", eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=16, max_steps=1))
+    """And batches are padded as far as is said."""
+    run = SftRun(config_for(eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=32, max_steps=1))
+    assert next(iter(run.trainer.get_train_dataloader()))["input_ids"].shape[1] % 32 == 0
+    run.execute()
     tokenizer, config = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoConfig))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_start|>")
     assert [config.eos_token_id, config.pad_token_id] == tokenizer.convert_tokens_to_ids(
@@ -127,7 +118,40 @@ def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, 
     )
 
 
-def test_batches_are_padded_as_far_as_is_said(config_for):
-    run = SftRun(config_for("out", pad_to_multiple_of=32, bf16=False))
-    batch = next(iter(run.trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape[1] % 32 == 0
+TRL_RECIPE = """
+model_name_or_path: {model}
+attn_implementation: sdpa
+dataset_name: {chats}
+dataset_train_split: train
+learning_rate: 2.0e-5
+lr_scheduler_type: cosine
+optim: adamw_torch
+max_steps: 2
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_length: 96
+packing: false
+assistant_only_loss: true
+bf16: false
+logging_steps: 1
+save_steps: 2
+save_total_limit: 1
+report_to: none
+seed: 42
+"""
+
+
+def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch):
+    """Train with keys that are all of TRL's own dataclasses; the output is where Transformers puts it."""
+    model = shutil.copytree(base("llama", True), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    recipe = tmp_path / "sft_config.yaml"
+    recipe.write_text(TRL_RECIPE.format(model=model, chats=chats))
+    of_trl = map(dataclasses.fields, (ScriptArguments, SFTConfig, ModelConfig))
+    names = {field.name for fields in of_trl for field in fields}
+    assert set(yaml.safe_load(recipe.read_text())) <= names
+    monkeypatch.chdir(tmp_path)
+    assert main([str(recipe)]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "trainer_output")

@@ -40,40 +40,16 @@ CHATS = {
         {"instruction": "Bye", "output": "Ciao", "system": "Be kind", "history": [["Hi", "Hello"]]},
         [SYSTEM, USER, ANSWER, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Ciao"}],
     ),
+    "texts": ({"prompt": "a", "completion": "b", "id": 3}, {"prompt": "a", "completion": "b"}),
     "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHATS)
 def test_a_row_becomes_its_chat(case, tmp_path):
-    row, messages = CHATS[case]
-    assert read(write_rows(tmp_path / "x.jsonl", [row]))["messages"] == [messages]
-
-
-def test_texts_and_tools_are_kept(tmp_path):
-    row = {"prompt": "a", "completion": "b", "id": 3}
-    assert read(write_rows(tmp_path / "a.jsonl", [row]))[0] == {"prompt": "a", "completion": "b"}
-    row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
-    own = tmp_path / "own.jinja"
-    own.write_text("{{ tools }}" + CHATML)
-    assert read(write_rows(tmp_path / "b.jsonl", [row]), template=str(own))[0] == {**row, "tools": [{"name": "add"}]}
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_calls_have_their_own_arguments_alone(ending, tmp_path):
-    """A table has every key of the column in each row, null where the row has none."""
-    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in "ab"]
-    rows = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
-    data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
-    own.write_text("{{ messages[1].tool_calls }}" + CHATML)
-    if ending == "parquet":
-        Dataset.from_list(rows).to_parquet(data)
-    else:
-        write_rows(data, rows)
-    read_rows = read(data, template=str(own))
-    assert [row["messages"][1] for row in read_rows] == [
-        {"role": "assistant", "content": "", "tool_calls": [call]} for call in calls
-    ]
+    row, expected = CHATS[case]
+    (chat,) = read(write_rows(tmp_path / "x.jsonl", [row]))
+    assert (chat if case == "texts" else chat["messages"]) == expected
 
 
 ARGUMENTS = {
@@ -84,26 +60,33 @@ ARGUMENTS = {
     "large numbers": [{"n": 2**53 + 1}, {"n": -(2**63)}],
     "texts that are JSON": [{"n": "4"}, {"n": "null"}],
     "order": [{"b": 1, "a": 2}, {"a": 3, "b": 4}],
+    "others in each call": [{"a": 1}, {"b": 1}],
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json"])
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("case", "ending"),
+    [*((case, ending) for case in ARGUMENTS for ending in ("jsonl", "json")), ("others in each call", "parquet")],
+)
 def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
-    own = tmp_path / "own.jinja"
+    """A table has every key of a column in each row, null where the row has none."""
+    data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
     own.write_text("{{ messages[1].tool_calls }}{{ tools }}" + CHATML)
     calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ARGUMENTS[case]]
     rows = [
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": call}], "tools": call}
         for call in calls
     ]
-    data = write_rows(tmp_path / "x.jsonl", rows)
-    if ending == "json":
-        data = tmp_path / "x.json"
+    if ending == "parquet":
+        Dataset.from_list(rows).to_parquet(data)
+    elif ending == "json":
         data.write_text(json.dumps(rows))
+    else:
+        write_rows(data, rows)
     chats = list(read(data, template=str(own)))
-    assert repr([chat["messages"][1]["tool_calls"] for chat in chats]) == repr(calls)
-    assert repr([chat["tools"] for chat in chats]) == repr(calls)
+    for chat, call in zip(chats, calls, strict=True):
+        assert chat["messages"][1] == {"role": "assistant", "content": "", "tool_calls": call}
+        assert repr(chat["messages"][1]["tool_calls"]) == repr(chat["tools"]) == repr(call)
 
 
 @pytest.mark.parametrize("answer", ["2004-01-25", "4", "007", "True", "null", "1e3"])
@@ -129,6 +112,9 @@ def test_json_text_is_parsed_and_keeps_its_nulls(tmp_path):
     assert first["messages"][1]["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
     assert first["tools"] == [{"name": "add", "x": None}] and first["chat_template_kwargs"] == {"loud": True}
     assert second["tools"] is None and second["chat_template_kwargs"] == {}
+    row = {"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "add"}]'}
+    (apart,) = read(write_rows(tmp_path / "x.jsonl", [row]), template=str(own))
+    assert apart == {**row, "tools": [{"name": "add"}]}
 
 
 def test_columns_and_keys_that_are_not_read_are_named(tmp_path, capsys):
@@ -201,28 +187,21 @@ def test_what_would_be_lost_is_refused(message, tmp_path):
         read(data)
 
 
-def test_text_and_comments_of_a_template_do_not_write_a_key(tmp_path):
-    (tmp_path / "own.jinja").write_text("{# message.thinking #}<thinking>{% if thinking %}{% endif %}" + CHATML)
-    data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, {**ANSWER, "thinking": "hm"}]}])
-    with refused(r"has 'thinking', which the chat template does not write\. Set chat_template_path"):
-        read(data, template=str(tmp_path / "own.jinja"))
-
-
-def test_a_template_that_writes_what_rows_hold_is_taken(tmp_path):
-    (tmp_path / "own.jinja").write_text(
-        CHATML.replace("message['content'] +", "message.thinking + message['content'] +")
-    )
-    data = tmp_path / "x.parquet"
+def test_a_template_is_taken_that_writes_what_rows_hold_and_another_is_refused_with_what_to_give(tmp_path):
+    own, data = tmp_path / "own.jinja", tmp_path / "x.parquet"
     Dataset.from_list([{"messages": [{**USER, "thinking": ""}, {**ANSWER, "thinking": "hm"}]}]).to_parquet(data)
+    own.write_text(
+        "{# message.thinking #}<thinking>{% if thinking %}{% endif %}" + CHATML
+    )  # text and comments write nothing
+    with refused(r"has 'thinking', which the chat template does not write\. Set chat_template_path"):
+        read(data, template=str(own))
     tokenizer = character_tokenizer()
-    assert len(read(data, tokenizer, str(tmp_path / "own.jinja"))) == 1
-    assert tokenizer.chat_template == (tmp_path / "own.jinja").read_text()
-
-
-def test_templates_that_cannot_be_are_refused_with_what_to_give():
-    with refused("tokenizer has no chat template; set chat_template_path to chatml"):
-        set_template(character_tokenizer(), None)
-    with refused("chat_template_path is 'absent'; expected chatml, or a file"):
-        set_template(character_tokenizer(), "absent")
-    with refused(r"whose tokens .* this tokenizer lacks"):
-        set_template(tiny_tokenizer(), "chatml")
+    own.write_text(CHATML.replace("message['content'] +", "message.thinking + message['content'] +"))
+    assert len(read(data, tokenizer, str(own))) == 1 and tokenizer.chat_template == own.read_text()
+    for tokenizer, template, message in (
+        (character_tokenizer(), None, "tokenizer has no chat template; set chat_template_path to chatml"),
+        (character_tokenizer(), "absent", "chat_template_path is 'absent'; expected chatml, or a file"),
+        (tiny_tokenizer(), "chatml", "whose tokens .* this tokenizer lacks"),
+    ):
+        with refused(message):
+            set_template(tokenizer, template)

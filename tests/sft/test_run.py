@@ -30,7 +30,10 @@ ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
 def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(config_for, family, memory, base, tmp_path):
     model = base(family, memory)
-    result = finetune(config_for(model=model))
+    config = config_for(model=model)
+    given = dict(vars(config))
+    result = finetune(config)
+    assert vars(config) == given, "the record and the card show them, and a second run reads them"
     assert result.steps == 3 and len(events(tmp_path / "out")) == 3
     assert moved(model, tmp_path / "out") == set(weights(model))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -52,6 +55,12 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
         model = tmp_path / "generic"
         hierarchical_model("llama", "hier-ffn", tmp_path / "bank", without_ids="generic").save_pretrained(model)
         character_tokenizer().save_pretrained(model)
+    if without_ids == "none":
+        with refused(
+            "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
+        ):
+            SftRun(config_for(model=model, trainable="auto"))
+        assert not (tmp_path / "out").exists()
     SftRun(config_for(model=model, trainable="all"))
     printed = " ".join(capsys.readouterr().out.split())
     assert ("chats have no paths" in printed) == (read is not None)
@@ -61,15 +70,6 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
 def learned(row) -> str:
     """What has a loss in a sequence."""
     return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
-
-
-def test_answers_and_the_tokens_that_end_them_have_a_loss(config_for, base, tmp_path, capsys):
-    data = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(3)}])
-    run = SftRun(config_for(model=base(), data=data))
-    assert learned(run.trainer.train_dataset[0]) == "it is 3<|im_end|>4<|im_end|>"
-    assert "1 sequences, 58 tokens, 10 of them with a loss" in capsys.readouterr().out
-    everything = SftRun(config_for("all", model=base(), data=data, assistant_only_loss=False)).trainer.train_dataset[0]
-    assert everything["labels"] == everything["input_ids"] == run.trainer.train_dataset[0]["input_ids"]
 
 
 @pytest.mark.parametrize("own", [ALPACA, None])
@@ -87,17 +87,37 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "row", "options", "message"),
     [
-        (CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "The chat template is not training-comp"),
-        (REFUSES.format("'say 3' in messages[0].content") + CHATML, "row 4 of .* is refused by the chat template: no. Correct"),
-        (CHATML.replace("assistant'", "Assistant'"), "of which TRL refuses a row: .*has no assistant tokens"),
+        (
+            CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), None, {},
+            "The chat template is not training-comp",
+        ),
+        (
+            REFUSES.format("'say 3' in messages[0].content") + CHATML, None, {},
+            "row 4 of .* is refused by the chat template: no. Correct",
+        ),
+        (CHATML.replace("assistant'", "Assistant'"), None, {}, "of which TRL refuses a row: .*has no assistant tokens"),
+        (
+            CHATML, {"messages": chat(1)}, {"completion_only_loss": True},
+            "completion_only_loss is true, .* whose rows have no completion; expected the columns prompt and",
+        ),
+        (CHATML, {"messages": chat(1)}, {"max_length": 4}, "which has no answer to learn from within 4 tokens"),
+        (  # The one label of the data is the first token of a fragment, which nothing predicts.
+            CHATML, {"prompt": "a" * 8, "completion": "<eos>"},
+            {"packing": True, "packing_strategy": "bfd_split", "max_length": 8},
+            "which has no answer to learn from within 8 tokens. Add data, or raise max_length",
+        ),
     ],
 )  # fmt: skip
-def test_a_template_that_cannot_train_is_refused_and_nothing_is_written(template, message, config_for, base, tmp_path):
+def test_what_cannot_train_is_refused_and_nothing_is_written(
+    template, row, options, message, config_for, base, tmp_path
+):
     (tmp_path / "own.jinja").write_text(template)
+    if row is not None:
+        options = {**options, "data": write_rows(tmp_path / "x.jsonl", [row])}
     with refused(message):
-        SftRun(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja")))
+        SftRun(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja"), **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -161,19 +181,6 @@ def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refus
     assert (run.tokenizer.convert_tokens_to_ids("<|im_end|>") in stops) == (ends is not None)
 
 
-def test_arguments_stay_as_they_are_given(config_for, base, tmp_path):
-    """The record and the card show them, and a second run reads them."""
-    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "1 + 2 =", "completion": " 3"}])
-    arguments = config_for(model=base(), data=data, max_steps=1)
-    before = dict(vars(arguments))
-    for _ in range(2):
-        run = SftRun(arguments)
-        assert learned(run.trainer.train_dataset[0]) == " 3<eos>"
-        run.execute()
-        assert {key: value for key, value in vars(arguments).items() if before[key] != value} == {}
-        shutil.rmtree(tmp_path / "out")
-
-
 MESSAGES = {"prompt": chat(1)[:2] + chat(1)[2:3], "completion": chat(1)[3:]}
 TEXTS = {"prompt": "1 + 2 =", "completion": " 3"}
 WHOLE = "<|im_start|>user\nsay 1"
@@ -191,25 +198,19 @@ WHOLE = "<|im_start|>user\nsay 1"
         (TEXTS, {"completion_only_loss": False}, "1 + 2 = 3<eos>"),
         (TEXTS, {"assistant_only_loss": False, "completion_only_loss": True}, " 3<eos>"),
         ({"messages": chat(1)}, {"completion_only_loss": False}, "it is 1<|im_end|>2<|im_end|>"),
-        ({"messages": chat(1)}, {"completion_only_loss": True}, None),
     ],
 )  # fmt: skip
-def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path):
+def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path, capsys):
     config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
-    if expected is None:
-        with refused(
-            "completion_only_loss is true, .* whose rows have no completion; expected the columns prompt and"
-        ):
-            SftRun(config)
-    else:
-        text = learned(SftRun(config).trainer.train_dataset[0])
-        assert text.startswith(WHOLE) if expected == WHOLE else text == expected
-
-
-def test_tokens_are_counted_as_the_arguments_say(config_for):
-    assert config_for().include_num_input_tokens_seen == "non_padding"
-    assert config_for(packing=True).include_num_input_tokens_seen == "all"
-    assert config_for(packing=True, include_num_input_tokens_seen="no").include_num_input_tokens_seen == "no"
+    run = SftRun(config)
+    (sequence,) = run.trainer.train_dataset
+    text, count = learned(sequence), sum(label != IGNORED_LABEL for label in sequence["labels"])
+    assert f"1 sequences, {len(sequence['input_ids'])} tokens, {count} of them with a loss" in capsys.readouterr().out
+    assert (
+        text.startswith(WHOLE) and sequence["labels"] == sequence["input_ids"]
+        if expected == WHOLE
+        else text == expected
+    )
 
 
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
@@ -224,8 +225,6 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
     said = capsys.readouterr().err
     assert len(run.trainer.train_dataset) == 2 and "left out" not in said
     assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in said
-    with refused("which has no answer to learn from within 4 tokens"):
-        SftRun(config_for("none", model=base("llama"), data=data, max_length=4))
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -244,45 +243,12 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     assert run.execute().loss > 0
 
 
-def test_packed_data_without_an_answer_is_refused(config_for, base, tmp_path):
-    """The one label of the data is the first token of a fragment, which nothing predicts."""
-    rows = [{"prompt": "a" * 8, "completion": "<eos>"}]
-    options = {"packing": True, "packing_strategy": "bfd_split", "max_length": 8}
-    with refused("which has no answer to learn from within 8 tokens. Add data, or raise max_length"):
-        SftRun(config_for(model=base("llama"), data=write_rows(tmp_path / "x.jsonl", rows), **options))
-
-
 @pytest.mark.parametrize(
     ("lengths", "expected"), [((), True), ((2, 2), True), ((1, 1, 2), False), ((3, 1), True), ((2, 1, 1), False)]
 )
 def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
     labels = {(1, 1, 2): [5, 6, 7, IGNORED_LABEL], (2, 1, 1): [5, IGNORED_LABEL, 6, 7]}
     assert has_loss(labels.get(lengths, [IGNORED_LABEL, 6, IGNORED_LABEL, IGNORED_LABEL]), lengths) == expected
-
-
-def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(config_for, base, chats, tmp_path):
-    words = (
-        "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
-    )
-    with refused(words):
-        SftRun(config_for(model=base("llama", "hier-ffn"), trainable="auto"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_first_loss_is_the_mean_over_labelled_tokens(config_for, base, tmp_path):
-    run = SftRun(config_for(max_steps=1))
-    batch = next(iter(run.trainer.get_train_dataloader()))
-    model = AutoModelForCausalLM.from_pretrained(base("llama", True))
-    with torch.no_grad():
-        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"][:, 1:]
-    expected = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL
-    )
-    assert (labels == IGNORED_LABEL).any() and (labels != IGNORED_LABEL).any()
-    run.execute()
-    (loss,) = logged(tmp_path / "out")
-    assert loss == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma3"], FAMILIES))
@@ -294,7 +260,7 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
         config = config_for(str(packing), model=base(family, True), **options)
         result = finetune(config)
         losses.append(result.loss)
-        assert result.tokens == 947
+        assert result.tokens == 947 and config.include_num_input_tokens_seen == ("all" if packing else "non_padding")
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -338,9 +304,6 @@ def test_named_texts_are_measured(config_for, tmp_path):
     finetune(config_for(eval_text=texts, eval_steps=2))
     for name in texts:
         assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3]
-    (tmp_path / "short.txt").write_text("it is 1")
-    with refused("eval_text has .* tokens; expected at least one sequence"):
-        finetune(config_for("short", eval_text=str(tmp_path / "short.txt"), eval_steps=2))
 
 
 @pytest.mark.product

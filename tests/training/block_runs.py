@@ -4,24 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from tiny import save_tiny_model
-from training.tiny_run import document, tiny_config, tiny_tokenizer
+from training.tiny_run import document, tiny_config
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from upscalers.runs.upscale import upscale
 
-TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
 # Those that the corpus has texts of, of nine.
 LEAVES = [0, 4, 5]
-
-
-def save_fetching(folder: Path, method: str = "hier-ffn") -> Path:
-    """Save an upscaled model whose texts fetch blocks, and return its folder."""
-    base, output = save_tiny_model("llama", folder / "base"), folder / method
-    upscale(base=base, method=method, output=output, options={"sizes": [4, 2], "branching": 3}, verify=False)
-    tiny_tokenizer().save_pretrained(output)
-    return output
 
 
 def write_assigned(path: Path) -> Path:

@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
-from training.block_runs import config_of, save_fetching, write_assigned
+from training.block_runs import config_of, write_assigned
 from training.tiny_run import save_native, save_upscaled, tiny_config, write_corpus
 
 from midus_hf.training.arguments import TrainArguments
@@ -23,34 +24,24 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def upscaled(tmp_path_factory):
     """Return what gives the checkpoint of a family that a method has upscaled, made once; nobody may change it."""
-    made: dict[str, Path] = {}
 
-    def checkpoint(family: str = "llama", method: str = "midus-hml", **options) -> Path:
-        key = json.dumps([family, method, options])
-        if key not in made:
-            made[key] = save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"), method, options)
-        return made[key]
+    @cache
+    def made(family: str, method: str, options: str) -> Path:
+        return save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"), method, json.loads(options))
 
-    return checkpoint
+    return lambda family="llama", method="midus-hml", **options: made(family, method, json.dumps(options))
 
 
 @pytest.fixture(scope="session")
 def native(tmp_path_factory):
     """Gives the checkpoint of a family's own class whose config says which of its layers are new, made once."""
-    made: dict[str, Path] = {}
-
-    def checkpoint(family: str) -> Path:
-        if family not in made:
-            made[family] = save_native(family, tmp_path_factory.mktemp(f"native_{family}"))
-        return made[family]
-
-    return checkpoint
+    return cache(lambda family: save_native(family, tmp_path_factory.mktemp(f"native_{family}")))
 
 
 @pytest.fixture(scope="session")
-def fetching(tmp_path_factory) -> Path:
+def fetching(upscaled) -> Path:
     """Return the folder of a tiny model whose texts fetch blocks; nobody may change it."""
-    return save_fetching(tmp_path_factory.mktemp("fetching"))
+    return upscaled("llama", "hier-ffn")
 
 
 @pytest.fixture(scope="session")
@@ -86,13 +77,9 @@ def blocks_for(fetching, assigned, tmp_path):
 @pytest.fixture
 def words(upscaled, corpus, tmp_path) -> list[str]:
     """What the command is told of a run that is long enough to be stopped."""
+    given = {"model_name_or_path": upscaled("llama"), "corpus": corpus, "output_dir": tmp_path / "out"}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "sequence_length: 16\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n"
     )
-    return [
-        str(recipe),
-        f"--model_name_or_path={upscaled('llama')}",
-        f"--corpus={corpus}",
-        f"--output_dir={tmp_path / 'out'}",
-    ]
+    return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]

@@ -19,9 +19,6 @@ OF_TIME = (
     *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
 )
 
-# Files without which a folder holds no trained model.
-MODEL = ("config.json", "model.safetensors")
-
 
 def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
     """Return the events of a run's log that have a name; of a run without a model, those up to its latest checkpoint."""
@@ -73,6 +70,18 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert moved(one, other) == set()
 
 
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    """Compare two checkpoints bit by bit: what trained, blocks, and what optimizers know of both."""
+    assert (one / "trained.safetensors").read_bytes() == (other / "trained.safetensors").read_bytes()
+    blocks = [
+        {path.name: path.read_bytes() for path in folder.glob("block_states/0/level-*")} for folder in (one, other)
+    ]
+    assert blocks[0] == blocks[1]
+    states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
+    assert states[0] and states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
+
+
 def assert_close_weights(one: Path, other: Path) -> None:
     """Compare two models of runs that add the same numbers in another order."""
     of_one, of_other = weights(one), weights(other)
@@ -82,17 +91,10 @@ def assert_close_weights(one: Path, other: Path) -> None:
         torch.testing.assert_close(of_other[name], tensor, rtol=1e-3, atol=1e-4, msg=message.__add__)
 
 
-def forget_the_model(output: Path) -> None:
-    """Leave a run as one that ended before its trained model was saved."""
-    for name in MODEL:
-        (output / name).unlink()
-    shutil.rmtree(output / "memory_bank", ignore_errors=True)
-
-
 def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
     """Copy a run as one that was killed behind the checkpoint of a step."""
-    shutil.copytree(whole, output)
-    forget_the_model(output)
+    shutil.copytree(whole, output, ignore=shutil.ignore_patterns("model.safetensors", "memory_bank"))
+    (output / "config.json").unlink()
     for number, folder in checkpoints_in(output).items():
         if number > step:
             shutil.rmtree(folder)

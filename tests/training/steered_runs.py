@@ -37,14 +37,6 @@ class NotedRates(TrainerCallback):
             self.of_group.setdefault(group["name"], []).append(group["lr"])
 
 
-def executed_with_rates(run: TrainingRun) -> dict[str, list[float]]:
-    """Train; return the rates of each group."""
-    rates = NotedRates()
-    run.trainer.add_callback(rates)
-    run.execute()
-    return rates.of_group
-
-
 def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
     """Signal this process in the middle of a step."""
     return AtStep(step, lambda model: signal.raise_signal(number))

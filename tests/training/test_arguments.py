@@ -29,7 +29,10 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_saving_and_measuring_follow_their_steps():
+def test_saving_measuring_and_what_trains_follow_other_keys():
+    begun = {"config_name": "c", "tokenizer_name": "t", "output_dir": "o", "corpus": "c", "bf16": False}
+    assert from_mapping(TrainArguments, begun).trainable == "all"
+    assert from_mapping(TrainArguments, {**begun, "trainable": [3]}).trainable == [3]
     read = from_mapping(TrainArguments, {**NEEDED, "save_steps": 5, "eval_steps": 5, "eval_text": "t"})
     assert (read.save_strategy, read.eval_strategy) == ("steps", "steps")
     read = from_mapping(TrainArguments, {**NEEDED, "save_strategy": "epoch"})
@@ -38,18 +41,6 @@ def test_saving_and_measuring_follow_their_steps():
     read = [from_mapping(TrainArguments, {**NEEDED, **keys}) for keys in measured]
     assert [one.eval_strategy for one in read] == ["epoch", "no"]
     assert [from_mapping(TrainArguments, one.recorded()).eval_strategy for one in read] == ["epoch", "no"]
-
-
-def test_float32_that_was_asked_for_is_recorded(monkeypatch):
-    monkeypatch.setattr("midus_hf.training.arguments.computes_bfloat16", lambda use_cpu: False)
-    asked, unasked = (from_mapping(TrainArguments, {**NEEDED, "bf16": bf16}) for bf16 in (False, None))
-    assert asked.recorded()["bf16"] is False and "bf16" not in unasked.recorded()
-
-
-def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():
-    begun = {"config_name": "c", "tokenizer_name": "t", "output_dir": "o", "corpus": "c", "bf16": False}
-    assert from_mapping(TrainArguments, begun).trainable == "all"
-    assert from_mapping(TrainArguments, {**begun, "trainable": [3]}).trainable == [3]
 
 
 def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatch, tmp_path):
@@ -62,13 +53,13 @@ def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatc
 def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
     read.fsdp_config = {"api_key": "opensesame"}
-    shapes = (
+    shapes = [
         str(read),
         repr(read),
         repr(read.recorded()),
         read.to_json_string(),
         repr(pickle.loads(pickle.dumps(read))),
-    )
+    ]
     for shown in shapes:
         assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
@@ -138,21 +129,18 @@ def test_every_key_is_described_in_the_help(capsys):
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_bfloat16_is_the_default_where_the_device_computes_it(able, monkeypatch, capsys):
+def test_bfloat16_is_the_default_where_the_device_computes_it(able, config_for, monkeypatch, capsys):
     monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: able)
     read = from_mapping(TrainArguments, {**NEEDED, "bf16": None})
-    assert (read.bf16, read.lacks_bf16) == (able, not able)
+    assert (read.bf16, read.lacks_bf16, read.recorded().get("bf16")) == (able, not able, True if able else None)
     for options in ({"bf16": True}, {"bf16": False}, {"bf16": None, "fp16": True}):
         read = from_mapping(TrainArguments, {**NEEDED, **options})
         assert (read.bf16, read.lacks_bf16) == (bool(options["bf16"]), False)
+        assert read.recorded().get("bf16") == options["bf16"], "what was asked for is recorded"
     assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
-
-
-def test_a_run_says_once_that_it_computes_in_float32_for_want_of_bfloat16(config_for, monkeypatch, capsys):
-    monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: False)
     TrainingRun(config_for(bf16=None))
     line = "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
-    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert capsys.readouterr().out.splitlines().count(line) == (not able)
 
 
 @pytest.mark.parametrize(

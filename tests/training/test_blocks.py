@@ -9,10 +9,10 @@ from pairs import by_default
 from peft import LoraConfig, get_peft_model
 from processes.warm import run_ranks
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, save_fetching
+from training.block_runs import LEAVES, assert_same_blocks, bank_of
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.parallel.two_processes import SCRIPT, write_recipe
-from training.tiny_run import best_at, document, give_held_out_losses, refused
+from training.tiny_run import FETCHING, best_at, document, give_held_out_losses, refused
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
@@ -28,9 +28,9 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], TYPES))
-def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, tmp_path, method):
-    source = save_fetching(tmp_path, method)
+@pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], FETCHING))
+def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, upscaled, tmp_path, method):
+    source = upscaled("llama", method)
     train(blocks_for(model=source, max_steps=25))
     losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
@@ -38,17 +38,6 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
     bank, fresh = bank_of(tmp_path / "out", method), bank_of(source, method)
     assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES) and not fresh.written(1)
     assert torch.equal(bank.block(2, 3), fresh.block(2, 3)) and not torch.equal(bank.block(2, 4), fresh.block(2, 4))
-
-
-def test_what_is_reported_trains(blocks_for, capsys, tmp_path):
-    run = TrainingRun(blocks_for())
-    printed = " ".join(capsys.readouterr().out.split())
-    bank, fetched = 3 * 32 * 4 * (4 * 3 + 2 * 9), 3 * 32 * 4 * (4 + 2)
-    report = f"Training new: the bank's blocks as texts fetch them, {fetched:,} of its {bank:,} parameters by each text; the "
-    assert report in printed and "0 of" not in printed
-    assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
-    run.execute()
-    assert logged(tmp_path / "out", "trained_parameters") == [bank]
 
 
 def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tmp_path):
@@ -88,18 +77,24 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
     assert draw_generic(3, 0, 9, 1.0).all() and not draw_generic(3, 0, 9, 0.0).any()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "generic_share": 0.5}],
-    ids=str,
-)
-def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
-    parts = assert_resumes(blocks_for, 3, **changes)
+def test_a_resumed_run_with_accumulated_gradients_is_the_uninterrupted_one_and_that_of_whole_batches(
+    blocks_for, tmp_path, capsys
+):
+    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    parts = assert_resumes(blocks_for, 3, generic_share=0.5, **halves)
+    bank, fetched = 3 * 32 * 4 * (4 * 3 + 2 * 9), 3 * 32 * 4 * (4 + 2)
+    report = f"Training new: the bank's blocks as texts fetch them, {fetched:,} of its {bank:,} parameters by each text; the "
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count(report) == 2 and "0 of" not in printed.split("corpus: ")[0]
+    assert logged(parts, "trained_parameters") == [bank]
     assert_same_blocks(bank_of(tmp_path / "whole"), bank_of(parts))
     checkpoint = tmp_path / "whole" / "checkpoint-3"
     assert not (checkpoint / "memory_bank").exists() and not list(checkpoint.glob("model*.safetensors"))
     names = sorted(path.name for path in checkpoint.glob("block_states/0/*"))
     assert names == ["level-1.safetensors", "level-2.safetensors"]
+    train(blocks_for("one", generic_share=0.5))
+    for name, tolerance in (("grad_norm", 1e-4), ("loss", 1e-5)):
+        assert logged(tmp_path / "one", name) == pytest.approx(logged(parts, name), rel=tolerance)
 
 
 def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
@@ -110,16 +105,6 @@ def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_fo
     monkeypatch.undo()
     train(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "four"))
-
-
-def test_accumulated_gradients_are_those_of_one_batch(blocks_for, tmp_path):
-    for name, changes in (
-        ("one", {"per_device_train_batch_size": 4}),
-        ("two", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-    ):
-        train(blocks_for(name, **changes))
-    assert logged(tmp_path / "two", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
-    assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, assigned, tmp_path):
@@ -144,21 +129,18 @@ def held_out_rows(path: Path, leaves) -> Path:
     return path
 
 
-def test_held_out_text_fetches_the_blocks_of_its_paths_and_changes_nothing_that_is_trained(blocks_for, tmp_path):
-    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 7])  # of leaves 7 and 8 the corpus has nothing
+def test_held_out_text_fetches_the_blocks_of_its_paths_if_any_and_changes_nothing_that_is_trained(
+    blocks_for, tmp_path
+):
+    held_out = {"paths": [4, 0, 8, 7], "none": [None] * 20}  # of leaves 7 and 8 the corpus has nothing
+    texts = {name: str(held_out_rows(tmp_path / f"{name}.jsonl", leaves)) for name, leaves in held_out.items()}
     train(blocks_for("without"))
-    train(blocks_for("with", eval_text=str(texts), eval_steps=3))
-    losses = logged(tmp_path / "with", "eval_loss")
+    train(blocks_for("with", eval_text=texts, eval_steps=3))
+    losses, others = (logged(tmp_path / "with", f"eval_{name}_loss") for name in texts)
     assert len(losses) == 2 and losses[0] != losses[1]
+    assert len(others) == 2 and others[0] == others[1], "the model is frozen"
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
-
-
-def test_held_out_text_without_paths_is_measured_without_blocks(blocks_for, tmp_path):
-    texts = held_out_rows(tmp_path / "held_out.jsonl", [None] * 20)
-    train(blocks_for(eval_text=str(texts), eval_steps=3))
-    losses = logged(tmp_path / "out", "eval_loss")
-    assert len(losses) == 2 and len(set(losses)) == 1, "the model is frozen"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from midus_hf.model_names import small_columns
 from midus_hf.training import early_checks
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.early_checks import key_names
-from midus_hf.training.loading import load_config
 from midus_hf.training.run import TrainingRun
 from midus_hf.training.sft.arguments import SftArguments
 
@@ -48,17 +47,27 @@ def test_an_optimizer_that_chooses_its_parameters_is_refused(keys, message):
             from_mapping(kind, {**needed, **data, **keys})
 
 
-def test_an_optimizer_whose_package_is_absent_is_refused_before_training(config_for, without, tmp_path):
-    without("bitsandbytes")
-    with refused("the Trainer cannot be made: .*bitsandbytes"):
-        TrainingRun(config_for(optim="paged_adamw_8bit"))
+@pytest.mark.parametrize(
+    ("package", "keys", "message"),
+    [
+        ("bitsandbytes", {"optim": "paged_adamw_8bit"}, "the Trainer cannot be made: .*bitsandbytes"),
+        ("wandb", {"report_to": "wandb"}, "report_to is wandb, whose package is not installed; install it, or set report_to to none"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_absent_is_missed_before_training(package, keys, message, config_for, without, tmp_path):
+    without(package)
+    with refused(message):
+        TrainingRun(config_for(**keys))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reporter_whose_package_is_absent_is_refused_before_texts_are_read(config_for, without, tmp_path):
-    without("wandb")
-    with refused("report_to is wandb, whose package is not installed; install it, or set report_to to none"):
-        TrainingRun(config_for(report_to="wandb", output_dir=str(tmp_path / "out")))
+def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
+    arguments = config_for()
+    arguments.use_liger_kernel = True
+    with refused(
+        "use_liger_kernel is true, and Liger has no kernels for midus_llama; expected a model without memory."
+    ):
+        TrainingRun(arguments)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +142,16 @@ print(json.dumps(endings))
 def endings(tmp_path_factory) -> list[list]:
     """How each mistake ends, one behind the other in one process: its status, what it prints, and what is imported by then."""
     room = tmp_path_factory.mktemp("room")
-    for folder, file, content in (("model", "config.json", "{}"), ("full", "notes.txt", "")):
-        (room / folder).mkdir()
-        (room / folder / file).write_text(content)
-    for file, content in (("recipe.yaml", "max_steps: 2\n"), ("misspelt.yaml", "max_step: 2\n")):
-        (room / file).write_text(content)
-    for file, column in (("texts.jsonl", "text"), ("wrong.jsonl", "txt")):
-        (room / file).write_text(json.dumps({column: "a"}))
+    files = {
+        "model/config.json": "{}",
+        "full/notes.txt": "",
+        "recipe.yaml": "max_steps: 2\n",
+        "misspelt.yaml": "max_step: 2\n",
+    }
+    files |= {"texts.jsonl": '{"text": "a"}', "wrong.jsonl": '{"txt": "a"}'}
+    for name, content in files.items():
+        (room / name).parent.mkdir(exist_ok=True)
+        (room / name).write_text(content)
     requests = json.dumps([[*command.split(), *words] for command, words, _ in MISTAKES])
     line = [sys.executable, "-c", ASKED, requests]
     return json.loads(subprocess.run(line, cwd=room, capture_output=True, text=True, check=True).stdout)
@@ -151,15 +163,6 @@ def test_a_mistake_is_told_before_libraries_are_imported(number, endings):
     status, out, err, imported = endings[number]
     assert (status, out, imported) == (2, "", []), err
     assert err.startswith(f"midus {command}: {message}") and len(err.splitlines()) == 1
-
-
-def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
-    arguments = config_for()
-    arguments.use_liger_kernel = True
-    with refused(
-        "use_liger_kernel is true, and Liger has no kernels for midus_llama; expected a model without memory."
-    ):
-        load_config(arguments)
 
 
 def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):

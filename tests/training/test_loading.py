@@ -28,49 +28,37 @@ def without_values(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda model: (model / "config.json").unlink(), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "config.json").write_text("{"), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "model.safetensors").unlink(), "expected the folder or Hub id of a language model: "),
-        (lambda model: (model / "model.safetensors").write_bytes(b"torn"), "expected the folder or Hub id of a language model: "),
-        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer that loads: "),
-        (without_values, r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"),
-        *(
-            (
-                lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
-                f": {name} of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull there",
-            )
-            for name in ("config.json", "model.safetensors", "tokenizer.json")
-        ),
-    ],
-    ids=[
-        *("no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer", "a_tensor_less"),
-        *("pointer_to_config", "pointer_to_weights", "pointer_to_tokenizer"),
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
-    model = tmp_path / "model"
-    shutil.copytree(upscaled("llama"), model)
+OF_NO_MODEL = "expected the folder or Hub id of a language model: "
+SPOILT = {
+    "no_config": (lambda model: (model / "config.json").unlink(), OF_NO_MODEL),
+    "torn_config": (lambda model: (model / "config.json").write_text("{"), OF_NO_MODEL),
+    "no_weights": (lambda model: (model / "model.safetensors").unlink(), OF_NO_MODEL),
+    "torn_weights": (lambda model: (model / "model.safetensors").write_bytes(b"torn"), OF_NO_MODEL),
+    "no_tokenizer": (
+        lambda model: [path.unlink() for path in model.glob("tokenizer*")],
+        "which has no tokenizer that loads: ",
+    ),
+    "a_tensor_less": (
+        without_values,
+        r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank",
+    ),
+    **{
+        f"pointer_to_{name}": (
+            lambda model, name=name: (model / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
+            f": {name} of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull there",
+        )
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+    },
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_model_that_cannot_be_loaded_is_refused(what, upscaled, config_for, tmp_path):
+    model, (spoil, message) = shutil.copytree(upscaled("llama"), tmp_path / "model"), SPOILT[what]
     spoil(model)
     with refused(f"^model(_name_or_path)? is '{re.escape(str(model))}'.*{message}") as refusal:
         train(config_for(model=model))
     assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weights_are_read(
-    upscaled, config_for, tmp_path
-):
-    base = tmp_path / "base"
-    shutil.copytree(upscaled("llama").parent / "base", base)
-    (base / "model.safetensors").unlink()
-    with refused(
-        "trainable is 'auto', and this llama model is a base, not an upscaled model: .* Upscale it first, set trainable: all .*, "
-        "or set adapters, such as"
-    ):
-        train(config_for(model=base))
     assert not (tmp_path / "out").exists()
 
 
@@ -80,39 +68,39 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        (
+            "base without weights",
+            {},
+            "trainable is 'auto', and this llama model is a base, not an upscaled model: .* Upscale it first, set trainable: all .*, "
+            "or set adapters, such as",
+        ),
         ("headwise", {"sparse_values": True}, OF_TABLES),
         ("none", {}, "model_name_or_path is None; expected the folder or Hub id of the model"),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         pytest.param(
-            *(
-                "headwise",
-                {"attn_implementation": "flash_attention_2"},
-                "expected the folder or Hub id .*FlashAttention2",
-            ),
+            *("headwise", {"attn_implementation": "flash_attention_2"}, "expected the folder or Hub id .*FlashAttention2"),
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
     kind, options, message, upscaled, fetching, corpus, tmp_path
 ):
-    model = {"headwise": lambda: upscaled("llama"), "none": lambda: None, "fetching": lambda: fetching}[kind]()
+    base = shutil.copytree(upscaled("llama").parent / "base", tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    model = {"headwise": upscaled("llama"), "none": None, "fetching": fetching, "base without weights": base}[kind]
     with refused(message):
         train(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(upscaled, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(upscaled("llama"), model)
+    model = shutil.copytree(upscaled("llama"), tmp_path / "model")
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).unlink()
     with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):
         train(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
-    config = LlamaConfig(max_position_embeddings=64)
-    check_sequence_length("sequence_length", 64, config)
-    with refused(r"positions for 64 tokens"):
-        check_sequence_length("sequence_length", 65, config)
+    check_sequence_length("sequence_length", 64, LlamaConfig(max_position_embeddings=64))
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())  # which has none
 
 
@@ -152,7 +140,8 @@ def shape(memory: str | None) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
 def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
-    run = TrainingRun(begun(model_config=shape(memory), max_steps=60))
+    """Its card names no base, and nothing that is saved names a path of this machine."""
+    run = TrainingRun(begun(model_config=shape(memory), max_steps=60, seed=3))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert all(parameter.requires_grad for parameter in run.model.parameters())
     run.execute()
@@ -164,14 +153,14 @@ def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(
     assert sum(losses[-5:]) < sum(losses[:5])
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
     assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
-
-
-def test_weights_follow_from_the_seed(begun):
-    first, again, other = (
-        TrainingRun(begun(name, seed=seed)).model.state_dict() for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    )
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front)
+    assert text.startswith("\n# out\n") and str(tmp_path) not in card
+    assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
+    report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
+    of_origin = {key: value for key, value in report.items() if key.endswith(("_name", "_name_or_path"))}
+    assert of_origin == {"config_name": "shape.json", "tokenizer_name": "tokenizer"} and report["trainable"] == "all"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
@@ -180,29 +169,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(begun):
         train(begun("parts", max_steps=4, save_steps=2, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
-def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
-    train(begun(seed=3, max_steps=1))
-    card = (tmp_path / "out" / "README.md").read_text()
-    _, front, text = card.split("---\n", 2)
-    assert "base_model" not in yaml.safe_load(front)
-    assert text.startswith("\n# out\n")
-    assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
-    report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
-    assert "model_name_or_path" not in report
-    assert (report["config_name"], report["tokenizer_name"]) == ("shape.json", "tokenizer")
-    assert (report["trainable"], str(tmp_path) in card) == ("all", False)
-
-
-def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):
+def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
     run = TrainingRun(begun(config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
     made = run.model.state_dict()
+    again, other = (
+        TrainingRun(begun(name, config_name=str(upscaled_model), seed=seed)).model.state_dict()
+        for name, seed in (("again", 42), ("other", 2))
+    )
     assert made.keys() == saved.keys()
-    assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
+    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(made[name], saved[name]) and not torch.equal(made[name], other[name])
     assert not hasattr(run.model.config, "upscale")
     with refused("what trains is 'new', but the config of this midus_llama model records no new"):
-        TrainingRun(begun("other", config_name=str(upscaled_model), trainable="new"))
+        TrainingRun(begun("new", config_name=str(upscaled_model), trainable="new"))
+
+
+IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
 
 
 @pytest.mark.parametrize(
@@ -216,23 +201,16 @@ def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_
         ({"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder or Hub id of a tokenizer: "),
         ({"attn_implementation": "none_such"}, "Specified `attn_implementation=.none_such.` is not supported"),
         ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
+        *(
+            ({"model_config": IMAGES, "attn_implementation": attention}, r"config_name is '.*shape\.json'; expected the file, folder")
+            for attention in (None, "eager")
+        ),
+        ({"output_dir": "tokenizer/out"}, "which lies in the tokenizer_name "),
     ],
 )  # fmt: skip
-def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
+def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with refused(message) as refusal:
         TrainingRun(begun(**changes))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("attention", [None, "eager"])
-def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path):
-    config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
-    with refused(r"config_name is '.*shape\.json'; expected the file, folder or Hub id of a"):
-        TrainingRun(begun(model_config=config, attn_implementation=attention))
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
-    with refused("which lies in the tokenizer_name "):
-        TrainingRun(begun(output_dir=str(tokenizer / "out")))

@@ -7,12 +7,10 @@ import torch
 from safetensors.torch import load_file
 from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.cli.train import main
-from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun
-from midus_hf.training.trainer import MemoryTrainer, first_not_finite
+from midus_hf.training.trainer import MemoryTrainer, NotFiniteError, first_not_finite
 
 
 def of_gradient(value):
@@ -49,17 +47,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     run = TrainingRun(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
-        FloatingPointError,
+        NotFiniteError,
         match=rf"gradient norm is (inf|nan) at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
         r"checkpoint before that step\.",
     ):
         run.execute()
     whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
     assert files_of(tmp_path / "out") == [*whole, "train_config.yaml"]
-    for name in whole:
-        assert all(
-            tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / name / "trained.safetensors").values()
-        )
+    saved = [load_file(tmp_path / "out" / name / "trained.safetensors").values() for name in whole]
+    assert all(tensor.isfinite().all() for tensors in saved for tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -71,55 +67,43 @@ def test_the_largest_finite_number_is_finite(dtype):
     assert first_not_finite([("c", torch.tensor([math.nan, math.inf])), *named]) == "c holds nan"
 
 
-def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, monkeypatch, capsys):
-    words, output = [*words, "--max_steps=4", "--save_steps=2", "--logging_steps=3"], tmp_path / "out"
-    training_step = Trainer.training_step
-
-    def poisoned(self, model, *args, **kwargs):
-        loss = training_step(self, model, *args, **kwargs)
-        if self.state.global_step == 3:
-            next(parameter for parameter in model.parameters() if parameter.grad is not None).grad[0] = math.inf
-        return loss
-
-    monkeypatch.setattr(Trainer, "training_step", poisoned)
-    assert main(words) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus train: "))
-    assert line.startswith("midus train: gradient norm is inf at step 4; expected a finite number.")
-    assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
-    monkeypatch.setattr(Trainer, "training_step", training_step)
-    assert main([*words, "--resume_from_checkpoint=auto"]) == 0
-    assert all(tensor.isfinite().all() for tensor in weights(output).values())
+Q_PROJ = "model.layers.4.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(("save_steps", "value"), [(2, math.nan), (None, math.inf)], ids=["checkpoint", "model"])
-def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_for, tmp_path):
+def of_block(run):
+    """Return what spoils a block of the bank of a run."""
+    (bank,) = run.trainer.blocks.banks
+    return lambda model: bank._values(bank.touched()[0]).__setitem__(5, math.nan)
+
+
+def of_weight(value, dtype=None):
+    """Return what makes for a run what spoils a weight, which is saved in a dtype."""
+
+    def spoil(run):
+        run.dtypes |= {} if dtype is None else {Q_PROJ: dtype}
+        return lambda model: model.get_parameter(Q_PROJ).data[1].fill_(value)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("fixture", "save_steps", "spoil", "message"),
+    [
+        ("config_for", 2, of_weight(math.nan), r"layers\.4\.self_attn\.q_proj\.weight holds nan at step 4; expected a"),
+        ("config_for", None, of_weight(math.inf), r"layers\.4\.self_attn\.q_proj\.weight holds inf at step 4; expected a"),
+        ("config_for", None, of_weight(1e6, torch.float16), r"q_proj\.weight holds inf at step 4"),  # that cannot hold it
+        ("blocks_for", 2, of_block, r"block \d+ of level \d holds nan at step 4; expected a finite number"),
+    ],
+    ids=["checkpoint", "model", "dtype-of-the-model", "blocks"],
+)  # fmt: skip
+def test_tensors_that_are_not_finite_are_never_saved(fixture, save_steps, spoil, message, request, tmp_path):
     """Whatever made them so: here it is no gradient."""
-
-    def spoil(model):
-        model.model.layers[4].self_attn.q_proj.weight.data[1, 2] = value
-
-    run = TrainingRun(config_for(max_steps=4, save_steps=save_steps))
-    run.trainer.add_callback(AtStep(4, spoil, AFTER))
-    with pytest.raises(
-        FloatingPointError, match=rf"layers\.4\.self_attn\.q_proj\.weight holds {value} at step 4; expected a"
-    ):
+    run = TrainingRun(request.getfixturevalue(fixture)(max_steps=4, save_steps=save_steps))
+    run.trainer.add_callback(AtStep(4, spoil(run), AFTER))
+    with pytest.raises(NotFiniteError, match=message):
         run.execute()
-    left = files_of(tmp_path / "out") if save_steps else [path.name for path in tmp_path.glob("out")]
-    assert left == (["checkpoint-2", "train_config.yaml"] if save_steps else [])
-
-
-def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_for, tmp_path):
-    run = TrainingRun(config_for(max_steps=1))
-    name = "model.layers.4.self_attn.q_proj.weight"
-    run.dtypes[name] = torch.float16
-
-    def spoil(model):
-        model.get_parameter(name).data[0, 0] = 1e6
-
-    run.trainer.add_callback(AtStep(1, spoil, AFTER))
-    with pytest.raises(FloatingPointError, match=r"q_proj\.weight holds inf at step 1"):
-        run.execute()
-    assert not (tmp_path / "out" / "config.json").exists()
+    left = [path.name for path in tmp_path.glob("out/*") if path.name != "train_config.yaml"]
+    assert left == (["checkpoint-2"] if save_steps else [])
 
 
 def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
@@ -133,7 +117,7 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     run.trainer.save_model(str(tmp_path / "saved"))
     assert weights(tmp_path / "saved")["model.embed_tokens.weight"][2].isinf().all()
     trained.data[2] = math.inf
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(NotFiniteError):
         run.trainer.save_model(str(tmp_path / "saved"))
 
 
@@ -150,22 +134,7 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
         return result
 
     bank.leaves = spoiled
-    with pytest.raises(FloatingPointError, match=r"gradient norm is inf at step 3; expected a finite number"):
-        run.execute()
-    assert files_of(tmp_path / "out") == ["checkpoint-2", "train_config.yaml"]
-
-
-def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
-    run = TrainingRun(blocks_for(save_steps=2))
-    (bank,) = run.trainer.blocks.banks
-
-    def spoil(model):
-        bank._values(bank.touched()[0])[5] = math.nan
-
-    run.trainer.add_callback(AtStep(4, spoil, AFTER))
-    with pytest.raises(
-        FloatingPointError, match=r"block \d+ of level \d holds nan at step 4; expected a finite number"
-    ):
+    with pytest.raises(NotFiniteError, match=r"gradient norm is inf at step 3; expected a finite number"):
         run.execute()
     assert files_of(tmp_path / "out") == ["checkpoint-2", "train_config.yaml"]
 
@@ -180,14 +149,14 @@ def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path)
         parameter.grad, trainer._tr_loss = torch.full((1, 1), math.inf), torch.tensor(loss)
         return trainer.clip_gradients([parameter], 1.0).item()
 
-    with pytest.raises(FloatingPointError, match="gradient norm is inf at step 1"):
+    with pytest.raises(NotFiniteError, match="gradient norm is inf at step 1"):
         norm()
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     assert norm() == math.inf
     with pytest.raises(
-        FloatingPointError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
+        NotFiniteError, match=r"loss is nan at step 1; .* '--debug underflow_overflow' names the first"
     ):
         norm(math.nan)
     model.lm_head.weight.data[0, 0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):
+    with pytest.raises(NotFiniteError, match=r"loss is nan, and [\w.]+ holds inf, at step 1"):
         norm(math.nan)

@@ -1,12 +1,10 @@
 """What the documents say to do in a script of one's own trains the new layers, all of them, and leaves the base alone."""
 
-import re
-
 import pytest
 import torch
 from datasets import Dataset
 from training.steered_runs import NotedRates
-from training.tiny_run import NEW_LAYERS, document, refused, tiny_config, tiny_tokenizer
+from training.tiny_run import document, is_new, refused, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
@@ -49,62 +47,34 @@ def scene(tmp_path, monkeypatch):
     return make
 
 
-def watch_rates(monkeypatch) -> dict[str, list[float]]:
-    """Of every optimizer step that a Trainer takes from now on: the rate of each group."""
-    rates, plain = NotedRates(), Trainer.train
-
-    def train(self, *args, **kwargs):
-        self.add_callback(rates)
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "train", train)
-    return rates.of_group
-
-
-def is_new(name: str) -> bool:
-    result = re.search(r"layers\.(\d+)\.", name)
-    return result is not None and int(result[1]) in NEW_LAYERS
-
-
-def check_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """Every tensor of the new layers has moved, and no other by one bit."""
+@pytest.mark.parametrize(
+    ("block", "trainer_class", "options", "maximum"),
+    [
+        (WITH_MEMORY_TRAINER, MemoryTrainer, {}, 1e-2),
+        (WITH_PLAIN_TRAINER, Trainer, {}, 1e-4),
+        *((WITH_TRL, None, {"packing": packing, "max_length": 16}, 1e-2) for packing in (False, True)),
+    ],
+    ids=["own", "plain", "trl", "trl-packed"],
+)
+def test_what_is_said_for_a_trainer_trains_the_new_layers_alone(
+    upscaled, scene, monkeypatch, block, trainer_class, options, maximum
+):
+    is_of_trl, rates, plain = trainer_class is None, NotedRates(), Trainer.train
+    settings = scene(upscaled("llama"), *((SFTConfig,) if is_of_trl else ()), **options)
+    before = {name: tensor.clone() for name, tensor in settings["model"].state_dict().items()}
+    monkeypatch.setattr(Trainer, "train", lambda self, *args: (self.add_callback(rates), plain(self, *args)))
+    if is_of_trl:
+        settings |= {"dataset": settings["texts"], "__name__": "script"}
+    exec(block.text, settings)
+    after = settings["model"].state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) != is_new(name), name
-
-
-def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
+    rates = rates.of_group
     assert list(rates) == ["decay", "no_decay", "keys", "values"]
-    assert rates["keys"] == rates["values"] == [maximum] * STEPS
-    assert rates["decay"] == rates["no_decay"]
+    assert rates["keys"] == rates["values"] == [maximum] * STEPS and rates["decay"] == rates["no_decay"]
     assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
-
-
-def state(model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("block", "trainer_class"),
-    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer)],
-    ids=["own", "plain"],
-)
-def test_what_is_said_for_trainer(upscaled, scene, monkeypatch, block, trainer_class):
-    settings = scene(upscaled("llama"))
-    before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    exec(block.text, settings)
-    check_moved(before, settings["model"].state_dict())
-    check_rates(rates, 1e-4 if trainer_class is Trainer else 1e-2)
-    assert type(settings["trainer"]) is trainer_class
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypatch, packing):
-    settings = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
-    before, rates = state(settings["model"]), watch_rates(monkeypatch)
-    exec(WITH_TRL.text, {**settings, "dataset": settings["texts"], "__name__": "script"})
-    check_moved(before, settings["model"].state_dict())
-    check_rates(rates, 1e-2)
+    assert is_of_trl or type(settings["trainer"]) is trainer_class
 
 
 @pytest.mark.parametrize(
@@ -150,12 +120,8 @@ def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
 
 
 def test_a_caller_chooses_the_optimizer(upscaled, scene):
-    settings = scene(upscaled("llama"))
+    settings, chosen = scene(upscaled("llama")), (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
     set_trainable(settings["model"])
-    trainer = MemoryTrainer(
-        settings["model"],
-        settings["arguments"],
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9}),
-    )
+    trainer = MemoryTrainer(settings["model"], settings["arguments"], optimizer_cls_and_kwargs=chosen)
     optimizer = trainer.create_optimizer()
     assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}

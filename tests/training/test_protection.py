@@ -100,22 +100,22 @@ def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, 
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_a_model_that_is_trained_again_loses_the_section_of_its_card(texts, trained, tmp_path):
-    train(tiny_config(trained, texts / "corpus", tmp_path / "again", max_steps=1))
+def test_a_model_that_is_trained_again_has_a_certificate_of_that_run_or_none(texts, trained, tmp_path):
+    train(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
     card = (tmp_path / "again" / "README.md").read_text()
     assert "Protected texts" not in card and card.count("## Trained with") == 2
     assert read_certificate(tmp_path / "again") is None
-    train(run_of(texts, trained, tmp_path / "protected_again", max_steps=1))
+    protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
+    train(run_of(texts, trained, tmp_path / "protected_again", max_steps=1, protect=protect))
     assert (tmp_path / "protected_again" / "README.md").read_text().count("## Protected texts") == 1
+    named = [text["name"] for text in read_certificate(tmp_path / "protected_again")["texts"]]
+    assert named == ["protected 1", "protected 2"]
 
 
 def test_a_line_says_which_ngrams_protected_texts_took(texts, tmp_path, capsys):
-    base = save_tiny_model("llama", tmp_path / "base")
-    tiny_tokenizer().save_pretrained(base)
     names = [f"w{number}" for number in range(10, 16)]
     (tmp_path / "names.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in [*names, "w8 w9"]))
-    options = {"corpus": str(tmp_path / "names.jsonl"), "names": True, "min_order": 1}
-    model = engram(texts, tmp_path, base=base, **options)
+    model = engram(texts, tmp_path, corpus=str(tmp_path / "names.jsonl"), names=True, min_order=1)
     for protected, line in {
         "w8 w9 w20": "6 of the 7 n-grams of memory 'ngram' are left to learn with (85.7%); protected texts have 'w8 w9'",
         "w14 w13 w12 w11 w10 w9": "2 of the 7 n-grams of memory 'ngram' are left to learn with (28.6%); protected texts have 'w10', "
@@ -123,16 +123,9 @@ def test_a_line_says_which_ngrams_protected_texts_took(texts, tmp_path, capsys):
         "w20 w21": "7 of the 7 n-grams of memory 'ngram' are left to learn with (100.0%)",
     }.items():
         (tmp_path / "protected.txt").write_text(protected)
-        run = run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1)
-        train(run)
+        train(run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1))
         shutil.rmtree(tmp_path / "run")
         assert f"protect: {line}\n" in capsys.readouterr().out
-
-
-def test_sources_of_one_name_are_told_apart(texts, trained, tmp_path):
-    protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
-    train(run_of(texts, trained.parent / "model", tmp_path / "run", max_steps=1, protect=protect))
-    assert [text["name"] for text in read_certificate(tmp_path / "run")["texts"]] == ["protected 1", "protected 2"]
 
 
 def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
@@ -160,24 +153,18 @@ def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
     assert not values[1 + left :].any() and values[1 : 1 + left].any()
 
 
-def test_a_resumed_run_protects_the_same_texts(texts, trained, tmp_path):
-    model = trained.parent / "model"
-    train(run_of(texts, model, tmp_path / "run", save_steps=2))
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    train(run_of(texts, model, tmp_path / "run", save_steps=2, resume_from_checkpoint=True))
-    before, after = ((folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "run"))
-    assert before == after
-    assert read_certificate(trained) == read_certificate(tmp_path / "run")
-
-
-def test_a_resumed_run_with_other_texts_is_refused(texts, trained, tmp_path):
-    model, protected = trained.parent / "model", shutil.copytree(texts / "protected", tmp_path / "protected")
-    train(run_of(texts, model, tmp_path / "run", save_steps=2, protect=str(protected)))
+def test_a_resumed_run_protects_the_same_texts_and_no_others(texts, trained, tmp_path):
+    protected, output = shutil.copytree(texts / "protected", tmp_path / "protected"), tmp_path / "run"
+    keys = {"save_steps": 2, "protect": str(protected)}
+    train(run_of(texts, trained.parent / "model", output, **keys))
+    shutil.rmtree(output / "checkpoint-4")
+    keys["resume_from_checkpoint"] = True
+    train(run_of(texts, trained.parent / "model", output, **keys))
+    assert (output / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    assert read_certificate(output) == read_certificate(trained)
     (protected / "001.txt").unlink()
     with pytest.raises(ValueError, match="protect names other texts than the run had when it saved checkpoint-4"):
-        train(
-            run_of(texts, model, tmp_path / "run", save_steps=2, protect=str(protected), resume_from_checkpoint=True)
-        )
+        train(run_of(texts, trained.parent / "model", output, **keys))
 
 
 def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained, tmp_path):
@@ -197,12 +184,15 @@ def answer(capsys, *words):
     return capsys.readouterr()
 
 
-def test_touched_tells_from_ids_where_a_text_reads_rows(trained, texts, capsys):
+def test_touched_tells_from_ids_where_a_text_reads_rows(trained, texts, tmp_path, capsys, monkeypatch):
     words = ["--text", texts / "protected", "--text", texts / "corpus", "--text", texts / "other.txt", "--json"]
     rows = {row["text"]: row for row in json.loads(answer(capsys, trained, *words).out)["rows"]}
     assert rows["protected"] | {"untouched": 2, "reading": 0, "certified": "yes"} == rows["protected"]
     assert rows["other.txt"] | {"untouched": 1, "differing": 0, "certified": "no"} == rows["other.txt"]
     assert 0 < rows["corpus"]["reading"] < rows["corpus"]["differing"] < 1
+    monkeypatch.setenv("HOME", str(trained.parent))
+    printed = answer(capsys, f"~/{trained.name}", "--text", texts / "protected", "--prove").out
+    assert "its certificate fits the folder. 2 untouched documents computed: their logits are the same" in printed
 
 
 def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
@@ -214,12 +204,6 @@ def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
     assert same.tolist() == [True] * first + [False] * (40 - first)
 
 
-def test_proving_computes_untouched_documents(trained, texts, capsys, monkeypatch):
-    monkeypatch.setenv("HOME", str(trained.parent))
-    printed = answer(capsys, f"~/{trained.name}", "--text", texts / "protected", "--prove").out
-    assert "its certificate fits the folder. 2 untouched documents computed: their logits are the same" in printed
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -229,19 +213,16 @@ def test_proving_computes_untouched_documents(trained, texts, capsys, monkeypatc
         (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
         (lambda folder: edited(folder, rms_norm_eps=0.5), "does not fit the folder: the config changed"),
         (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is no certificate of midus train; remove it"),
+        (None, "has no memory of known n-grams"),
     ],
 )  # fmt: skip
 def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, texts, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path / "model")
-    change(tmp_path / "model")
+    if change is None:
+        engram(texts, tmp_path, addressing="random")  # every text reads rows
+    else:
+        change(shutil.copytree(trained, tmp_path / "model"))
     assert look(["touched", str(tmp_path / "model"), "--text", str(texts / "protected")]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_rows_at_random_touch_every_text(texts, tmp_path, capsys):
-    model = engram(texts, tmp_path, addressing="random")
-    assert look(["touched", str(model), "--text", str(texts / "corpus")]) == 2
-    assert "has no memory of known n-grams" in capsys.readouterr().err
 
 
 def beside(folder):
@@ -294,8 +275,3 @@ def test_what_it_refuses(model, changes, messages, texts, trained, upscaled, tmp
         train(run_of(texts, folder, tmp_path / "run", **changes))
     assert all(message in str(refused.value) for message in messages), refused.value
     assert not (tmp_path / "run").exists()
-
-
-def test_a_list_of_no_texts_protects_none(texts, trained, tmp_path):
-    train(run_of(texts, trained.parent / "model", tmp_path / "run", max_steps=1, protect=[]))
-    assert read_certificate(tmp_path / "run") is None

@@ -1,13 +1,12 @@
-"""The recipes in `configs/train` are read, say what papers and releases say, and fit what makes their models."""
+"""The recipes in `configs/train` and `configs/sft` are read, say what papers and releases say, and fit what makes their models."""
 
 import json
 import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
@@ -17,123 +16,104 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
 from midus_hf.memories.entries import read_memories
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+RECIPES, OF_CHATS, UPSCALING, CONFIGS = (
+    REPOSITORY / "configs" / name for name in ("train", "sft", "upscale", "models")
+)
+FILES = [*sorted(RECIPES.glob("*.yaml")), *sorted(OF_CHATS.glob("*.yaml"))]
+MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 # What a recipe may leave to the command line.
-GIVEN = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
+GIVEN = {"model_name_or_path": "m", "output_dir": "o"}
 
-# Models and runs, the recipe of each, and the words behind it, which its comments name.
+# Of each run: its recipe with the words behind it, which the recipe's comments name, and what its paper says: sequences of a step,
+# tokens of the run, steps of the warm-up, and the rate of all but memories.
 _WITHOUT_MEMORY = "--memory_learning_rate null --value_learning_rate null --value_schedule null --value_weight_decay 0"
 _OF_TABLE_6 = (
     "--tokenizer_name openai-community/gpt2 --corpus HuggingFaceFW/fineweb-edu --corpus_name sample-100BT "
     "--sequence_length 1024"
 )
+_ON_8B = "--learning_rate 5.0e-5 --per_device_train_batch_size 2 --gradient_accumulation_steps 32 --activation_checkpointing true"
+_SMALLER = "--per_device_train_batch_size 3 --max_steps 158945 --warmup_steps 0.02"
+_CONFIGS = "--config_name configs/models"
+_MOC, _MODA, _SMALL_MODA = (1024, 9600 * 2**20, 250, 3e-4), (1024, 4e11, 2000, 3e-4), (1024, 1e11, 2000, 3e-4)
 RUNS = {
-    "midus-hml": ("midus-hml", ""),
-    "hier-ffn": ("hier-ffn", ""),
-    "midus-hml-8b": (
-        "midus-hml",
-        "--learning_rate 5.0e-5 --per_device_train_batch_size 2 --gradient_accumulation_steps 32 --activation_checkpointing true",
-    ),
-    "moc-371m": ("moc-371m", ""),
-    "vanilla-148m": ("moc-371m", f"--config_name configs/models/vanilla-148m.json {_WITHOUT_MEMORY}"),
-    "vanilla-203m": ("moc-371m", f"--config_name configs/models/vanilla-203m.json {_WITHOUT_MEMORY}"),
-    "moda-706m": ("moda-706m", ""),
-    "olmo2-669m": ("moda-706m", "--config_name configs/models/olmo2-669m.json"),
-    "moda-74m": ("moda-706m", f"--config_name configs/models/moda-74m.json {_OF_TABLE_6}"),
-    "moda-128m": ("moda-706m", f"--config_name configs/models/moda-128m.json {_OF_TABLE_6}"),
-    "ultramem-v2-1b-7b": ("ultramem-v2-1b-7b", ""),
+    "midus-hml": ("midus-hml", (64, 1.5e9, 1145, 1e-4)),
+    "midus-hml-8b": (f"midus-hml {_ON_8B}", (64, 1.5e9, 1145, 5e-5)),
+    "hier-ffn": ("hier-ffn", (1024, 2**40, 5002, 1e-4)),
+    "moc-371m": ("moc-371m", _MOC),
+    **{
+        name: (f"moc-371m {_CONFIGS}/{name}.json {_WITHOUT_MEMORY}", _MOC) for name in ("vanilla-148m", "vanilla-203m")
+    },
+    "moda-706m": ("moda-706m", _MODA),
+    "olmo2-669m": (f"moda-706m {_CONFIGS}/olmo2-669m.json", _MODA),
+    **{name: (f"moda-706m {_CONFIGS}/{name}.json {_OF_TABLE_6}", _SMALL_MODA) for name in ("moda-74m", "moda-128m")},
+    "ultramem-v2-1b-7b": ("ultramem-v2-1b-7b", (1024, 1e12, 2504, 4e-4)),
     "ultramem-v2-227m-1.2b": (
-        "ultramem-v2-1b-7b",
-        "--config_name configs/models/ultramem-v2-227m-1.2b.json --per_device_train_batch_size 3 --max_steps 158945 "
-        "--warmup_steps 0.02",
+        f"ultramem-v2-1b-7b {_CONFIGS}/ultramem-v2-227m-1.2b.json {_SMALLER}",
+        (768, 5e11, 3179, 4e-4),
     ),
 }
 
 
-def recipe(name: str, *words: str) -> TrainArguments:
-    path = RECIPES / f"{name}.yaml"
+def read(path: Path, *words: str) -> TrainArguments:
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
-    given = [f"--{key}={value}" for key, value in GIVEN.items() if key not in stated]
-    return read_arguments("train", [str(path), *given, *words])
+    given = {**GIVEN, "corpus" if path.parent == RECIPES else "dataset_name": "c"}
+    given = [f"--{key}={value}" for key, value in given.items() if key not in stated]
+    return read_arguments(path.parent.name, [str(path), *given, *words])
 
 
-def of_run(name: str, *words: str) -> TrainArguments:
-    """Return the arguments of a run."""
-    file, changes = RUNS[name]
-    return recipe(file, *changes.split(), *words)
+def test_nothing_goes_unchecked():
+    assert {words.partition(" ")[0] for words, _ in RUNS.values()} | {"demo"} == {
+        path.stem for path in FILES if path.parent == RECIPES
+    }
+    assert MODELS.keys() <= RUNS.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recipe_names_the_words_of_its_other_runs(name):
-    file, changes = RUNS[name]
-    text = (RECIPES / f"{file}.yaml").read_text(encoding="utf-8")
-    for key, value in zip(*[iter(changes.split())] * 2, strict=True):
+def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
+    words, (sequences, tokens, warmup, rate) = RUNS[name]
+    file, *changes = words.split()
+    path = RECIPES / f"{file}.yaml"
+    config, text = read(path, *changes), path.read_text(encoding="utf-8")
+    for key, value in zip(*[iter(changes)] * 2, strict=True):
         # The comments name several configs after one key.
         assert (value.rpartition("/")[2] if key == "--config_name" else f"{key} {value}") in text, key
-
-
-def test_no_recipe_goes_unchecked():
-    assert SIZES.keys() == RUNS.keys()
-    assert {file for file, _ in RUNS.values()} | {"demo"} == set(NAMES)
-    recipe("demo")
-
-
-# Of each run by its paper: sequences of a step, tokens of the run, steps of the warm-up, and the rate of all but memories.
-SIZES = {
-    "midus-hml": (64, 1.5e9, 1145, 1e-4),
-    "midus-hml-8b": (64, 1.5e9, 1145, 5e-5),
-    "hier-ffn": (1024, 2**40, 5002, 1e-4),
-    **dict.fromkeys(("olmo2-669m", "moda-706m"), (1024, 4e11, 2000, 3e-4)),
-    **dict.fromkeys(("moda-74m", "moda-128m"), (1024, 1e11, 2000, 3e-4)),
-    **dict.fromkeys(("moc-371m", "vanilla-148m", "vanilla-203m"), (1024, 9600 * 2**20, 250, 3e-4)),
-    "ultramem-v2-227m-1.2b": (768, 5e11, 3179, 4e-4),
-    "ultramem-v2-1b-7b": (1024, 1e12, 2504, 4e-4),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_a_run_has_the_sizes_of_its_paper(name):
-    config, (sequences, tokens, warmup, rate) = of_run(name), SIZES[name]
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
     step = sequences * config.sequence_length
     assert abs(config.max_steps * step - tokens) <= step
     assert (config.get_warmup_steps(config.max_steps), config.learning_rate) == (warmup, rate)
     if config.config_name is not None:
         assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
-        assert config.sequence_length <= model_config(name)["max_position_embeddings"]
+        assert config.sequence_length <= MODELS[name]["max_position_embeddings"]
+        loaded = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+        assert AutoModelForCausalLM._model_mapping[type(loaded)].__name__ == loaded.architectures[0]
+        assert file != "moc-371m" or loaded.rope_parameters["rope_theta"] == 100_000
 
 
-def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters():
-    layers, added = LLAMA_3_2_1B["num_hidden_layers"], 8
-    new_layers = place("llama-pro", layers, added)
+def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies():
+    """And so as many parameters."""
+    new_layers = place("llama-pro", LLAMA_3_2_1B["num_hidden_layers"], 8)
     # In the numbering of the base: each new layer follows the one that it is a copy of.
     matched = [index - 1 - earlier for earlier, index in enumerate(new_layers)]
     assert f"--trainable {str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
 
-    def empty_model(num_layers: int, **record):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA_3_2_1B, "num_hidden_layers": num_layers}))
-        model.config.upscale = record
-        return model
 
-    new = set_trainable(empty_model(layers + added, trainable="new", new_layers=new_layers), "new")
-    existing = set_trainable(empty_model(layers), matched)
-    assert existing.parameters == new.parameters > 0
-    assert existing.total_parameters == new.total_parameters - new.parameters
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
-    text, config = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), recipe(name)
-    assert re.findall(r"^#   midus train (\S+)", text, flags=re.MULTILINE) == [f"configs/train/{name}.yaml"]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_commands_in_a_recipe_make_its_model_and_run_it(path):
+    text, config, command = path.read_text(encoding="utf-8"), read(path), path.parent.name
+    named = re.findall(rf"^#   midus {command} (\S+)", text, flags=re.MULTILINE)
+    assert named == [f"configs/{command}/{path.name}"]
+    if command == "sft":  # which starts from what its pretraining makes
+        model = config.model_name_or_path
+        assert path.stem != "midus-hml" or f"output_dir: {model}\n" in (RECIPES / path.name).read_text(
+            encoding="utf-8"
+        )
+        return
     made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
     assert [output for _, output in made] == (
         [] if config.model_name_or_path in ("m", None) else [config.model_name_or_path]
@@ -143,93 +123,72 @@ def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
         if "--config" in stated:
             upscaling = read_mapping(REPOSITORY / stated["--config"])
             stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
-        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": name}
+        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": path.stem}
 
 
-# Parameters of the models, by the names of their recipes (appendix A.4.1).
-PARAMETERS = {"moc-371m": 371_292_932, "vanilla-148m": 147_874_560, "vanilla-203m": 202_937_088}
+@pytest.mark.parametrize(
+    ("variant", "rates", "frozen"),
+    [("bank frozen", (1.5e-5, None), ["value"]), (None, (1.5e-5, 5e-6), []), ("bank at the rate", (None, None), [])],
+)
+def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, rates, frozen):
+    lines = (OF_CHATS / "moc-371m.yaml").read_text(encoding="utf-8").splitlines()
+    line = next((line for line in lines if variant and line.startswith(f"#   {variant}")), ":")
+    config = read(OF_CHATS / "moc-371m.yaml", *shlex.split(line.partition(":")[2]))
+    assert (config.memory_learning_rate, config.value_learning_rate) == rates
+    assert (config.frozen, config.value_schedule) == (frozen, None if frozen else "fixed")
 
 
-# Recipes of Mixture-of-Depths Attention.
-MODA = ("olmo2-669m", "moda-706m", "moda-74m", "moda-128m")
-
-
-# Models whose parameters are those of the paper's table 7.
-TABLE_7 = ("ultramem-v2-227m-1.2b", "ultramem-v2-1b-7b")
-
-
-def model_config(name: str) -> dict[str, Any]:
-    return json.loads((REPOSITORY / "configs" / "models" / f"{name}.json").read_text())
-
-
-def test_every_config_has_a_recipe_that_is_tested():
-    configs = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
-    assert configs == {*PARAMETERS, *TABLE_7, *MODA}
-
-
-@pytest.mark.parametrize("name", ["moc-371m", *MODA[1:], *TABLE_7])
+@pytest.mark.parametrize("name", [name for name, config in MODELS.items() if config.get("memory")])
 def test_a_config_has_every_option_of_its_memory_written_out(name):
-    config = model_config(name)
+    config = MODELS[name]
     (entry,) = config["memory"]
     layers = config["num_hidden_layers"]
     sizes = ModelSizes(hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"], num_layers=layers)
-    (read,) = read_memories([entry], sizes).entries
-    assert entry == read.to_dict()
-    assert read.layers == ((2, 6, 10, 14) if name == "moc-371m" else tuple(range(layers)))
-    assert name != "moc-371m" or read.options == ChaptersOptions(**PAPER)
+    (declared,) = read_memories([entry], sizes).entries
+    assert entry == declared.to_dict()
+    assert declared.layers == ((2, 6, 10, 14) if name == "moc-371m" else tuple(range(layers)))
+    assert name != "moc-371m" or declared.options == ChaptersOptions(**PAPER)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_model_has_the_papers_shape_and_parameters(name):
-    """Table 5."""
-    config = AutoConfig.from_pretrained(REPOSITORY / "configs" / "models" / f"{name}.json")
-    assert config.rope_parameters["rope_theta"] == 100_000
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert model.num_parameters() == PARAMETERS[name]
-    assert type(model).__name__ == config.architectures[0]
-
-
-def sizes_in_millions(config: dict[str, Any]) -> tuple[float, float, float]:
-    """Parameters that a token uses, with and without embeddings, and all of them but embeddings."""
-    counts = count_parameters(config)
-    sizes = (counts["activated"], counts["activated_without_embeddings"], counts["total_without_embeddings"])
-    used, used_without, total_without = (size / 1e6 for size in sizes)
-    return used, used_without, total_without
-
-
-def test_the_smaller_model_has_the_parameters_of_table_7():
-    """225 M of 1.18 B: what a token uses counts embeddings there, and the total does not, as in the table's row of OLMoE."""
-    used, _, total = sizes_in_millions(model_config("ultramem-v2-227m-1.2b"))
-    assert abs(used - 225) < 1 and round(total / 1e3, 2) == 1.18
-
-
-def test_the_composite_model_has_what_a_token_uses_and_not_the_total():
-    """1,079 M of 6.70 B, both without embeddings. With 528 keys, as the table says, the total is 6.21 B; with 552 it is 6.69 B."""
-    config = model_config("ultramem-v2-1b-7b")
-    _, used, total = sizes_in_millions(config)
-    assert round(used) == 1079 and round(total / 1e3, 2) == 6.21
-    assert round(100 * (1 - total / 6700), 1) == 7.2
-    (entry,) = config["memory"]
-    _, used, total = sizes_in_millions({**config, "memory": [{**entry, "n": 552}]})
-    assert round(used) == 1080 and round(total / 1e3, 2) == 6.69
-
-
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
+@pytest.mark.parametrize(
+    ("name", "memory", "used", "used_without", "total"),
+    [
+        # 225 M of 1.18 B: what a token uses counts embeddings there, and the total does not, as in the table's row of OLMoE.
+        ("ultramem-v2-227m-1.2b", {}, 225, None, 1.18),
+        # 1,079 M of 6.70 B. With 528 keys, as the table says, the total is 6.21 B; with 552 it is 6.69 B.
+        ("ultramem-v2-1b-7b", {}, None, 1079, 6.21),
+        ("ultramem-v2-1b-7b", {"n": 552}, None, 1080, 6.69),
+    ],
+    ids=str,
 )
+def test_a_model_has_the_parameters_of_table_7(name, memory, used, used_without, total):
+    """In millions that a token uses, with and without embeddings, and in billions of the total without them."""
+    config = {**MODELS[name], "memory": [{**MODELS[name]["memory"][0], **memory}]}
+    counts = count_parameters(config)
+    assert used is None or abs(counts["activated"] / 1e6 - used) < 1
+    assert used_without is None or round(counts["activated_without_embeddings"] / 1e6) == used_without
+    assert round(counts["total_without_embeddings"] / 1e9, 2) == total
+
+
 QWEN2_5_0_5B = {
-    **dict(zip(_SIZES, (896, 4864, 24, 14, 2, 151936), strict=True)),
-    **{"model_type": "qwen2", "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+    **{
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+    },
+    **{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
 }
 GEMMA_3_270M = {
-    **dict(zip(_SIZES, (640, 2048, 18, 4, 1, 262144), strict=True)),
-    **{"model_type": "gemma3_text", "head_dim": 256, "torch_dtype": "bfloat16"},
+    **{"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
+    **{
+        "vocab_size": 262144,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "torch_dtype": "bfloat16",
+    },
 }
 # Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank.
 FETCHING_BASES = {

@@ -51,17 +51,24 @@ def fingerprints(folder) -> tuple[str | None, str | None]:
     return json.loads((bank / "bank.json").read_text())["tree"], beside
 
 
-def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, fetching, tmp_path):
+def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_with_the_bank_wherever_the_model_goes(
+    made, fetching, tmp_path
+):
     assert fingerprints(fetching) == (None, None), "nothing trained this bank"
     both = (TREE.fingerprint, TREE.fingerprint)
     assert fingerprints(made / "model") == both
     AutoModelForCausalLM.from_pretrained(made / "model").save_pretrained(tmp_path / "saved")
     delete(EditRequest(made / "model", tmp_path / "deleted"), ["2:4"])
-    upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=1, verify=False)
+    upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=2, verify=False)
     strip(tmp_path / "deeper", tmp_path / "stripped")
     for name in ("saved", "deeper", "stripped"):
         assert fingerprints(tmp_path / name) == both, name
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.bank("hier-ffn").tree == TREE.fingerprint
+    before, after = bank_of(made / "model"), bank_of(tmp_path / "deeper")
+    assert before.layout.layers != after.layout.layers and before.layout.base is not None
+    assert after.description["layout"]["layers"] == list(after.layout.layers)
+    assert after.description["layout"]["base"] == after.layout.base
+    assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))
     own, beside = fingerprints(tmp_path / "deleted")  # of a tree without the deleted topic
     assert own == beside != TREE.fingerprint
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "deleted").banks.bank("hier-ffn").tree == own
@@ -116,12 +123,3 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     for paths in (["--retriever", str(tmp_path / "retriever")], ["--path-column", "memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_layers_that_moved_take_their_bank_along(made, tmp_path):
-    upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=2, verify=False)
-    before, after = bank_of(made / "model"), bank_of(tmp_path / "deeper")
-    assert before.layout.layers != after.layout.layers and before.layout.base is not None
-    assert after.description["layout"]["layers"] == list(after.layout.layers)
-    assert after.description["layout"]["base"] == after.layout.base
-    assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))

@@ -1,12 +1,13 @@
 """A trained model carries what it needs to be shared: its record, its terms, and a card that tells how it was trained."""
 
+import math
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from training.tiny_run import document, give_held_out_losses, tiny_config
+from training.tiny_run import give_held_out_losses, tiny_config
 from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
@@ -34,66 +35,54 @@ def training_section(folder: Path) -> str:
     return card.partition("## Trained with")[2]
 
 
-def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
-    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3))
+def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, monkeypatch):
+    give_held_out_losses(monkeypatch, lambda step: 3.0 - step / 4)
+    measured = {"eval_text": {"a": str(corpus)}, "eval_on_start": True, "eval_steps": 3}
+    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3, **measured))
     section = training_section(tmp_path / "out")
+    assert "| a | 3.0000 | 2.2500 | 20.0855 | 9.4877 |\n" in section
+    assert "save_" not in section and "eval_strategy" not in section
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
     report, arguments = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
     assert arguments.pop("sequences_per_step") == 2
-    names = ("model_name_or_path", "output_dir", "corpus")
-    assert [report.pop(name) for name in names] == [model.name, "out", corpus.name]
-    assert [arguments.pop(name) for name in names] == [str(model), str(tmp_path / "out"), str(corpus)]
+    names = ("model_name_or_path", "output_dir", "corpus", "eval_text")
+    assert [report.pop(name) for name in names] == [model.name, "out", corpus.name, {"a": corpus.name}]
+    paths = [str(model), str(tmp_path / "out"), str(corpus), {"a": str(corpus)}]
+    assert [arguments.pop(name) for name in names] == paths
     assert report == arguments and report["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
 
-def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, config_for, tmp_path):
-    train(config_for(model=model, max_steps=4, save_steps=2))
-    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    train(config_for(model=model, max_steps=4, save_steps=2, resume_from_checkpoint=True))
-    section = training_section(tmp_path / "out")
-    assert "## Trained with" not in section
-    assert "\n| 4 | 128 | " in section
-
-
-def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
+def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_is_made(model, config_for, tmp_path):
     (model / "README.md").unlink()
-    train(config_for(model=model, max_steps=1))
-    assert not (tmp_path / "out" / "README.md").exists()
-    assert (tmp_path / "out" / "LICENSE.txt").exists()
-
-
-def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, config_for, tmp_path):
     run = TrainingRun(config_for(model=model, max_steps=1))
     names = ("LICENSE.txt", "NOTICE", "upscale.json")
     contents = [(model / name).read_bytes() for name in names]
     shutil.rmtree(model)
     run.execute()
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == contents
+    assert not (tmp_path / "out" / "README.md").exists()
 
 
-def test_its_card_has_what_held_out_texts_measured_before_and_after(model, config_for, tmp_path, monkeypatch):
-    eval_text = {"a": "held.txt", "b": "held.txt"}
-    monkeypatch.chdir(tmp_path)
-    Path("held.txt").write_text(document(60, 1))
-    give_held_out_losses(monkeypatch, lambda step: 3.0 - step / 4)
-    for name, keys in (("both", {"eval_on_start": True}), ("after", {})):
-        train(config_for(name, model=model, max_steps=2, eval_text=eval_text, eval_steps=2, **keys))
-    both, after = (training_section(tmp_path / name) for name in ("both", "after"))
+def test_its_card_has_what_held_out_texts_measured_before_and_after_and_makes_nothing_up(tmp_path):
+    def card(losses, **keys):
+        keys = {"eval_text": {"a": "held.txt", "b": "held.txt"}, "eval_steps": 1, "save_steps": 1, **keys}
+        events = [
+            {"step": step, f"eval_{name}_loss": loss, f"eval_{name}_perplexity": math.exp(loss)}
+            for step, loss in losses.items()
+            for name in keys["eval_text"]
+        ]
+        state = TrainerState(global_step=2, best_global_step=1, log_history=events, num_input_tokens_seen=1_000)
+        return add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path, **keys), state).decode()
+
+    both = card({0: 3.0, 1: 2.0, 2: 2.5})
     head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
-    assert head + "".join(f"| {row} | 3.0000 | 2.5000 | 20.0855 | 12.1825 |\n" for row in eval_text) in both
-    assert "| b | not measured | 2.5000 | not measured | 12.1825 |\n" in after
-    assert "save_" not in both and "eval_strategy" not in both
-
-
-def test_losses_on_a_card_are_those_of_the_model_that_is_saved_and_none_is_made_up(tmp_path):
-    best = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
-    arguments = tiny_config(tmp_path, tmp_path, tmp_path, eval_text="held.txt", **best)
-    events = [{"step": step, "eval_loss": loss, "eval_perplexity": 9.0} for step, loss in enumerate((3.0, 2.0, 2.5))]
-    state = TrainerState(global_step=2, best_global_step=1, log_history=events, num_input_tokens_seen=1_000)
-    card = add_training(b"# A model", arguments, state).decode()
-    assert "| held out | 3.0000 | 2.0000 |" in card and "| 2 | 1,000 | not logged |" in card
+    assert head + "".join(f"| {row} | 3.0000 | 2.5000 | 20.0855 | 12.1825 |\n" for row in "ab") in both
+    assert "| 2 | 1,000 | not logged |" in both
+    assert "| b | not measured | 2.5000 | not measured | 12.1825 |\n" in card({2: 2.5})
+    best = card({0: 3.0, 1: 2.0, 2: 2.5}, load_best_model_at_end=True)
+    assert "| a | 3.0000 | 2.0000 | " in best, "the loss of the model that is saved"
 
 
 def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled, tmp_path, monkeypatch, capsys):

@@ -24,6 +24,11 @@ NEW_LAYERS = [1, 4]
 EOS_ID = 2
 
 
+def is_new(name: str) -> bool:
+    """Return whether a tensor is of a layer that was inserted."""
+    return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
+
+
 def tiny_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
     """A tokenizer of the words `w3` to `w127`, each with the id in its name."""
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": EOS_ID} | {f"w{i}": i for i in range(3, 128)}
@@ -60,6 +65,9 @@ def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
     return folder
 
 
+# Methods whose texts fetch blocks.
+FETCHING = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
+
 # How a tiny base is upscaled by a method.
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
@@ -67,7 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "llama-pro": {"num_new_layers": 2},
     "ultramem-v2": {"options": {"n": 16, "k": 2, "share": "ring:2", "heads": 2}},
     "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 4, "layers": [1, 3]}},
-    "hier-ffn": {"options": {"sizes": [3, 2], "branching": 3}},
+    **{method: {"options": {"sizes": [4, 2], "branching": 3}} for method in FETCHING},
 }
 
 

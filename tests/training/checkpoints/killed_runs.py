@@ -4,12 +4,11 @@ It imports everything once and computes nothing, so that each run is a child tha
 
     [{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]
 
-A point is what a run is about to do to a file of its output (an event of Python's audit hooks), with `*` for what differs between
-runs, and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output as it
+A point is what a run is about to do to a file of its output (an event of Python's audit hooks), and at the how manieth time; or
+`["step", "", 3]`, when blocks have had their third update. `copy` is where the output as it
 was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
 """
 
-import fnmatch
 import json
 import os
 import shutil
@@ -30,28 +29,21 @@ def die_at(kind: str, path: str, times: int, output: Path) -> None:
     """Let this process be killed at a point."""
     target, left = str(output / path), [times]
 
-    def is_the_point(this_kind: str, this_place: Any) -> bool:
-        left[0] -= this_kind == kind and fnmatch.fnmatch(str(this_place), target)
-        return left[0] == 0
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def die_at_the_point(this_kind: str, this_place: Any) -> None:
+        left[0] -= this_kind == kind and str(this_place) == target
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(event: str, arguments: tuple) -> None:
         # Files are opened for reading too, which is no point.
-        if (
-            event == kind
-            and not (event == "open" and arguments[1] in ("r", "rb"))
-            and is_the_point(event, arguments[0])
-        ):
-            die()
+        if event == kind and not (event == "open" and arguments[1] in ("r", "rb")):
+            die_at_the_point(event, arguments[0])
 
     step = trained_bank.TrainedBank.step
 
     def stepped(*args: Any) -> None:
         step(*args)
-        if is_the_point("step", target):
-            die()
+        die_at_the_point("step", target)
 
     trained_bank.TrainedBank.step = stepped
     sys.addaudithook(watch)

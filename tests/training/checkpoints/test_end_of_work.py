@@ -12,6 +12,9 @@ from midus_hf.cli.train import main
 from midus_hf.training import saving
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.saving import SavedInPart
+from midus_hf.training.trainer import NotFiniteError
+
+CARD = "---\nlicense: mit\n---\n# Modèle français\n"
 
 
 @pytest.fixture
@@ -20,25 +23,20 @@ def model(upscaled, tmp_path) -> Path:
     return shutil.copytree(upscaled("llama"), tmp_path / "model")
 
 
-def test_settings_of_generation_that_contradict_one_another_are_saved_as_they_came(model, config_for, tmp_path):
+def test_settings_of_generation_that_contradict_one_another_and_a_card_that_is_no_utf8_are_saved_as_they_came(
+    model, config_for, tmp_path
+):
+    card = CARD.encode("latin-1")
+    (model / "README.md").write_bytes(card)
     values = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}  # of sampling, without do_sample
     (model / "generation_config.json").write_text(json.dumps(values))
     run = TrainingRun(config_for(model=model, max_steps=1))
     run.model.generation_config.eos_token_id = [2, 7]  # a change, as fine-tuning makes it
     run.execute()
+    assert (tmp_path / "out" / "README.md").read_bytes().startswith(card + b"\n## Trained with\n")
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert saved | values | {"eos_token_id": [2, 7]} == saved
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [2, 7]
-
-
-CARD = "---\nlicense: mit\n---\n# Modèle français\n"
-
-
-def test_a_card_that_is_no_utf8_keeps_its_bytes(model, config_for, tmp_path):
-    (model / "README.md").write_bytes(CARD.encode("latin-1"))
-    train(config_for(model=model, max_steps=1))
-    saved = (tmp_path / "out" / "README.md").read_bytes()
-    assert saved.startswith(CARD.encode("latin-1") + b"\n## Trained with\n")
 
 
 def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(
@@ -107,10 +105,26 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
     assert state.global_step == 2 and (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_failure_of_the_work_raises(words, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("broken inside"), NotFiniteError("gradient norm is inf", 4)],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_of_the_work_raises_and_a_number_that_is_not_finite_is_told(
+    error, words, monkeypatch, tmp_path, capsys
+):
     def fail(*args, **kwargs):
-        raise ValueError("broken inside")
+        raise error
 
     monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", fail)
-    with refused(r"broken inside"):
-        main(words)
+    if isinstance(error, ValueError):
+        with refused("broken inside"):
+            main(words)
+    else:
+        assert main(words) == 1
+        assert (
+            capsys.readouterr()
+            .err.splitlines()[-1]
+            .startswith("midus train: gradient norm is inf at step 4; expected")
+        )
+    assert not (tmp_path / "out" / "config.json").exists()

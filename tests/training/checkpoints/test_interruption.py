@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from pairs import by_default
@@ -22,29 +21,21 @@ INTERRUPTER = SCRIPT.with_name("interrupted_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
-def saved_in(output: Path) -> list[Path]:
-    """Return the checkpoints of a run that is training."""
-    return list(output.glob("checkpoint-*/manifest.json"))
-
-
 def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
-    options = {"gradient_accumulation_steps": 2, "max_steps": 12}
+    """It measures no text before it ends."""
+    held_out = write_corpus(tmp_path / "held-out", 2)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_text": str(held_out)}
     train(config_for("whole", **options))
-    stopped = interrupted(TrainingRun(config_for("parts", **options)), 7, signal.SIGTERM)
+    run, measured = TrainingRun(config_for("parts", **options)), []
+    run.trainer.evaluate = lambda *_, **__: measured.append(run.trainer.state.global_step) or {}
+    stopped = interrupted(run, 7, signal.SIGTERM)
+    assert not [step for step in measured if step >= 7]
     saved = tmp_path / "parts" / "checkpoint-7"
     assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true goes on from {saved}"
     assert stopped.signal_number == signal.SIGTERM
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
     train(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-
-
-def test_a_run_that_stops_measures_nothing_before_it_ends(config_for, tmp_path):
-    run = TrainingRun(config_for(max_steps=12, eval_text=str(write_corpus(tmp_path / "held-out", 2))))
-    measured = []
-    run.trainer.evaluate = lambda *_, **__: measured.append(run.trainer.state.global_step) or {}
-    assert interrupted(run, 7, signal.SIGTERM).signal_number == signal.SIGTERM
-    assert not [step for step in measured if step >= 7]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
@@ -60,7 +51,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
 
     def signal_in_training() -> None:
         while not ended.wait(0.02):
-            if saved_in(tmp_path / "out"):
+            if list(tmp_path.glob("out/checkpoint-*/manifest.json")):
                 os.kill(os.getpid(), number)
                 return
 
@@ -103,18 +94,11 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     assert capsys.readouterr().err == "midus train: interrupted\n" and not (tmp_path / "out").exists()
 
 
-def assert_stopped_together(output: Path, err: str) -> int:
-    """The step at which all processes stopped; the first one alone has said so."""
-    saved = last_checkpoint(output)
-    step = int(saved.name.rpartition("-")[2])
-    assert err.count(f"interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}") == 1
-    assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-    return step
-
-
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
 def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
     run = run_ranks(INTERRUPTER, rank, "3", SCRIPT, *words)
-    assert run.returncode == 130
-    assert assert_stopped_together(tmp_path / "out", run.stderr) == 3
-    assert run.stderr.count(HINT) == hints
+    assert run.returncode == 130 and run.stderr.count(HINT) == hints
+    saved = tmp_path / "out" / "checkpoint-3"
+    assert last_checkpoint(tmp_path / "out") == saved
+    assert run.stderr.count(f"interrupted after step 3; --resume_from_checkpoint true goes on from {saved}") == 1
+    assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -6,12 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from pairs import by_default
 from processes.warm import run_warm
-from safetensors.torch import load_file
-from training.block_runs import bank_of
-from training.outcomes import events
+from training.block_runs import assert_same_blocks, bank_of
+from training.outcomes import assert_same_checkpoint, by_step, moved
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.checkpoints import checkpoints_in, damage_of
@@ -68,35 +66,16 @@ def complete_checkpoints(output: Path) -> list[int]:
     return sorted(step for step, folder in checkpoints_in(output).items() if damage_of(folder) is None)
 
 
-def assert_same_state(one: Path, other: Path) -> None:
-    """Of two checkpoints, bit by bit: what trained, blocks, and what optimizers know of both."""
-    assert (one / "trained.safetensors").read_bytes() == (other / "trained.safetensors").read_bytes()
-    files, others = (
-        sorted(path.relative_to(folder) for path in folder.glob(f"{STATE}/level-*")) for folder in (one, other)
-    )
-    assert files == others and len(files) >= 2
-    assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
-    states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
-    assert states[0] and states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
-
-
-def assert_same_model(one: Path, other: Path) -> None:
-    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
-    for level in (1, 2):
-        file = Path(BANK, f"level-{level}.safetensors")
-        assert (one / file).read_bytes() == (other / file).read_bytes()
-
-
 @pytest.mark.parametrize("name", KILLS)
 def test_what_is_gone_on_with_after_kills_is_the_run_that_nobody_disturbed(runs, name):
-    assert_same_model(runs / name, runs / "whole")
+    assert moved(runs / name, runs / "whole") == set()
+    assert_same_blocks(bank_of(runs / name), bank_of(runs / "whole"))
     for step in (4, 6):
-        assert_same_state(runs / name / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
+        assert_same_checkpoint(runs / name / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
+        assert len(list((runs / name).glob(f"checkpoint-{step}/{STATE}/level-*"))) == 2
     assert set(complete_checkpoints(runs / name)) >= {4, 6}
-    losses = [[(event["step"], event["loss"]) for event in events(runs / folder)] for folder in (name, "whole")]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
+    losses = by_step(runs / name, "loss")
+    assert losses == by_step(runs / "whole", "loss") and len(losses) == 6
     assert not list((runs / name).rglob("*.midus-*")) and not list((runs / name).rglob(".partial*"))
 
 
@@ -114,4 +93,4 @@ def test_a_killed_run_leaves_whole_checkpoints_and_no_bank_that_is_not_whole(run
             assert (folder / name).read_bytes() == (runs / "whole" / BANK / name).read_bytes()
     assert complete_checkpoints(runs / left)
     for step in complete_checkpoints(runs / left):
-        assert_same_state(runs / left / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
+        assert_same_checkpoint(runs / left / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.outcomes import as_it_was_at, assert_same_run, exact_log, flip, moved
+from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
-from midus_hf.cli.train import main
 from midus_hf.training import checkpoints
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
@@ -83,13 +82,13 @@ def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resume
     flip(output / "checkpoint-4" / WEIGHTS)
     train(resumed())
     printed = capsys.readouterr()
+    card = (output / "README.md").read_text()
+    assert card.replace("resume_from_checkpoint: auto\n", "") == (whole / "README.md").read_text()
+    assert card.count("## Trained with") == 1 and "\n| 6 | 192 | " in card
     assert printed.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in printed.out
     assert exact_log(output) == exact_log(whole) and moved(output, whole) == set()
     for step in (4, 6):
-        one, other = (run / f"checkpoint-{step}" for run in (output, whole))
-        assert (one / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
-    states = [torch.load(run / "checkpoint-6" / "optimizer.pt")["state"] for run in (output, whole)]
-    assert all(torch.equal(states[0][key][part], states[1][key][part]) for key in states[0] for part in states[0][key])
+        assert_same_checkpoint(output / f"checkpoint-{step}", whole / f"checkpoint-{step}")
     assert all(damage_of(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
 
 
@@ -104,24 +103,15 @@ def test_all_that_are_passed_over_stand_in_one_line(output, capsys):
     )
 
 
-def test_without_a_whole_checkpoint_nothing_is_resumed(resumed, output):
-    flip(output / "checkpoint-4" / "optimizer.pt")
-    (output / "checkpoint-2" / "manifest.json").unlink()
-    with refused(
-        r"resume_from_checkpoint is true, but '.*out' holds no whole checkpoint; start the run again in another"
-    ):
-        TrainingRun(resumed(resume_from_checkpoint=True))
-    with refused(
-        r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or"
-    ):
-        TrainingRun(resumed(resume_from_checkpoint=False))
-
-
 def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, whole, tmp_path):
     """By `auto`, which never starts over a trained model."""
     shutil.rmtree(output / "checkpoint-4")
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()
+    with refused(
+        "resume_from_checkpoint is true, but '.*out' holds no whole checkpoint; start the run again in another"
+    ):
+        TrainingRun(resumed(resume_from_checkpoint=True))
     for path in output.iterdir():
         if path.name not in ("checkpoint-2", "train_config.yaml"):
             path.unlink()
@@ -134,52 +124,45 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
         TrainingRun(resumed())
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
-    named = output / "checkpoint-4"
-    (named / "scheduler.pt").unlink()
-    with refused(
-        r"resume_from_checkpoint is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
-        r"checkpoint-N with all that a run wrote there\. Name another one, or set "
-        r"resume_from_checkpoint: true for the latest that is whole\."
-    ):
-        TrainingRun(resumed(resume_from_checkpoint=str(named)))
-    with refused(r"no whole checkpoint \(it does not exist\)"):
-        TrainingRun(resumed(resume_from_checkpoint=str(output / "checkpoint-9")))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"learning_rate": 0.5}, r"learning_rate is 0\.5, but the run to resume has 0\.01; give the same, or start a new run"),
         ({"trainable": "all"}, r"trainable is 'all', but the run to resume has 'its default'; give"),
         ({"per_device_train_batch_size": 4}, r"a step of the run to resume takes 2 sequences, and one of this run 4; set gradient"),
+        (
+            {"resume_from_checkpoint": "checkpoint-4"},
+            r"resume_from_checkpoint is '.*checkpoint-4', which is no whole checkpoint \(it was not written to its end\); expected a "
+            r"folder checkpoint-N with all that a run wrote there\. Name another one, or set "
+            r"resume_from_checkpoint: true for the latest that is whole\.",
+        ),
+        ({"resume_from_checkpoint": "checkpoint-9"}, r"no whole checkpoint \(it does not exist\)"),
+        (
+            {"resume_from_checkpoint": False},
+            r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or",
+        ),
     ],
 )  # fmt: skip
-def test_keys_that_change_the_run_are_refused(resumed, output, changes, message):
+def test_what_cannot_be_gone_on_with_is_refused(resumed, output, changes, message):
+    (output / "checkpoint-4" / "manifest.json").unlink()
+    if isinstance(name := changes.get("resume_from_checkpoint"), str):
+        changes = {"resume_from_checkpoint": str(output / name)}
     with refused(message):
         TrainingRun(resumed(**changes))
 
 
-def test_a_step_of_as_many_sequences_may_be_made_otherwise(resumed, output):
-    assert train(resumed(per_device_train_batch_size=1, gradient_accumulation_steps=2)).steps == 6
-
-
 def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed(output, monkeypatch):
-    rmtree, killed = shutil.rmtree, []
-
     def die(path):
-        killed.append(path)
         raise KeyboardInterrupt  # which nothing catches, as little as SIGKILL
 
-    monkeypatch.setattr(shutil, "rmtree", die)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", die)
         remove_checkpoint(output / "checkpoint-4")
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    assert killed and damage_of(output / "checkpoint-4") == "it was not written to its end"
+    assert damage_of(output / "checkpoint-4") == "it was not written to its end"
 
 
 def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeypatch):
-    """With a limit of one, too: at every moment one is whole."""
+    """With a limit of one, too: at every moment one is whole. Its step of as many sequences is made otherwise."""
     whole_ones, finish = [], checkpoints.finish_checkpoint
 
     def watched(folder):
@@ -189,38 +172,22 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
         finish(folder)
 
     monkeypatch.setattr("midus_hf.training.trainer.finish_checkpoint", watched)
-    train(resumed(save_total_limit=1))
+    train(resumed(save_total_limit=1, per_device_train_batch_size=1, gradient_accumulation_steps=2))
     assert whole_ones == [["checkpoint-4", "checkpoint-2"]]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def full_disk(monkeypatch, ending: str) -> None:
-    """Let nothing be written by torch to paths that end so."""
-    save = torch.save
-
+def test_a_checkpoint_that_a_full_disk_ended_is_not_whole(resumed, output, monkeypatch):
     def full(value, path, *args, **kwargs):
-        if str(path).endswith(ending):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(value, path, *args, **kwargs)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(resumed())
+    assert damage_of(output / "checkpoint-6") == "it was not written to its end"
 
 
-def test_a_run_that_a_full_disk_ended_goes_on_from_the_checkpoint_before(
-    words, config_for, tmp_path, monkeypatch, capsys
-):
-    arguments, output = [*words, "--max_steps=6", "--save_steps=2", "--learning_rate=1e-2"], tmp_path / "out"
-    with monkeypatch.context() as patch:
-        full_disk(patch, "checkpoint-4/scheduler.pt")
-        with pytest.raises(OSError, match="No space left on device"):
-            main(arguments)
-    assert main([*arguments, "--resume_from_checkpoint=auto"]) == 0
-    assert "checkpoint-4 is passed over: it was not written to its end" in capsys.readouterr().err
-    train(config_for("whole", **OPTIONS))
-    assert_same_run(output, tmp_path / "whole")
-
-
-def test_a_killed_publication_leaves_no_config_and_the_next_start_completes_it(resumed, output, whole, monkeypatch):
+def test_a_run_that_is_over_completes_a_killed_publication_in_no_further_step(resumed, output, whole, monkeypatch):
     replace = os.replace
 
     def killed(source, target):
@@ -234,6 +201,6 @@ def test_a_killed_publication_leaves_no_config_and_the_next_start_completes_it(r
         with pytest.raises(KeyboardInterrupt):
             train(resumed())
     assert not (output / "config.json").exists()
-    train(resumed())
+    assert train(resumed()).steps == 6
     assert_same_run(output, whole)
     assert not (output / ".partial_model").exists()

@@ -23,18 +23,10 @@ def glossary() -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def lettered(tmp_path_factory):
-    """An upscaled model with a tokenizer of letters."""
-    return save_upscaled("llama", tmp_path_factory.mktemp("lettered"), tokenizer=letter_tokenizer())
-
-
-def words_of(texts, model, output) -> list[str]:
-    """What the command is told of a short run."""
-    return [str(texts), f"--model={model}", f"--output={output}", "--sequence_length=60", "--bf16=false"]
-
-
-def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path, monkeypatch, capsys):
+def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_is_resumed(
+    tmp_path, monkeypatch, capsys
+):
+    model = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer())
     read: list[list[int]] = []
     step = MemoryTrainer.training_step
 
@@ -49,7 +41,15 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
     tokens = [token for text in glossary() for token in [*letter_tokenizer()(text)["input_ids"], 2]]
     whole, rest = divmod(len(tokens), 60)
     assert rest > 0.01 * len(tokens)
-    words = words_of(texts, lettered, tmp_path / "out")
+    output = tmp_path / "out"
+    words = [
+        str(texts),
+        f"--model={model}",
+        f"--output={output}",
+        "--sequence_length=60",
+        "--bf16=false",
+        "--save_steps=90",
+    ]
     assert main(words) == 0
     out, err = capsys.readouterr()
     epochs = math.ceil(100 / math.ceil((whole + 1) / 4))
@@ -62,19 +62,10 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps(lettered, tmp_path,
     assert said in out
     expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
     assert sorted(read) == sorted(expected * epochs)
-    assert f"num_train_epochs: {epochs}\n" in (tmp_path / "out" / "train_config.yaml").read_text()
-
-
-def test_a_run_whose_epochs_are_chosen_is_resumed_by_the_same_words(lettered, tmp_path, monkeypatch):
-    texts = tmp_path / "texts.txt"
-    texts.write_text(" ".join(glossary()))
-    words = [*words_of(texts, lettered, tmp_path / "out"), "--save_steps=18"]
-    monkeypatch.setattr("midus_hf.cli.train._LEAST_STEPS", 20)
-    assert main(words) == 0
-    first = logged(tmp_path / "out")
-    assert len(first) == 20
-    assert main([*words, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-18'}"]) == 0
-    assert logged(tmp_path / "out") == first
+    assert f"num_train_epochs: {epochs}\n" in (output / "train_config.yaml").read_text()
+    losses = logged(output)
+    assert main([*words, f"--resume_from_checkpoint={output / 'checkpoint-90'}"]) == 0
+    assert logged(output) == losses
 
 
 @pytest.mark.parametrize(

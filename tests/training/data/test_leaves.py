@@ -25,12 +25,6 @@ def rows(paths=None, **columns):
     return datasets.Dataset.from_dict({"text": texts, "path": paths or [path for path, _ in ROWS], **columns})
 
 
-def sequences(apart=False, depth=None):
-    paths = np.array([path for path, _ in ROWS])
-    options = {"paths": paths, "depth": depth, "documents_apart": apart, "vocab_size": 128}
-    return leaf_sequences(rows(), tiny_tokenizer(), T, **options).sequences
-
-
 def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
     """Path and tokens of each sequence, and which of them begin a text, by a loop over leaves."""
     made = []
@@ -45,28 +39,25 @@ def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
     return made
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_sequences_are_of_one_leaf_and_come_with_its_path(depth):
-    made = sequences(depth=depth)
-    assert made.column_names == ["input_ids", "labels", "memory_ids"]
-    assert len(made) == len(expected(depth))
-    for row, (path, tokens, _) in zip(made, expected(depth), strict=True):
-        filled = T - len(tokens)
+@pytest.mark.parametrize(("depth", "apart"), [(1, False), (2, False), (2, True)])
+def test_sequences_are_of_one_leaf_and_come_with_its_path(depth, apart):
+    """Where texts of a leaf are kept apart, positions and labels begin again with each."""
+    paths = np.array([path for path, _ in ROWS])
+    options = {"paths": paths, "depth": depth, "documents_apart": apart, "vocab_size": 128}
+    made = leaf_sequences(rows(), tiny_tokenizer(), T, **options).sequences
+    assert made.column_names == ["input_ids", *(["position_ids"] if apart else []), "labels", "memory_ids"]
+    for row, (path, tokens, starts) in zip(made, expected(depth), strict=True):
+        filled, labels = T - len(tokens), tokens
+        if apart:
+            labels = [-100 if start else token for token, start in zip(tokens, starts, strict=True)]
+            positions, position = [], 0
+            for index, start in enumerate(starts + [at == 0 for at in range(filled)]):
+                position = 0 if start or index == 0 else position + 1
+                positions.append(position)
+            assert row["position_ids"] == positions
         assert row["memory_ids"] == path
         assert row["input_ids"] == tokens + [EOS] * filled
-        assert row["labels"] == tokens + [-100] * filled
-
-
-def test_texts_of_a_leaf_may_be_kept_apart():
-    for row, (_, tokens, starts) in zip(sequences(apart=True), expected(), strict=True):
-        filled = T - len(tokens)
-        labels = [-100 if start else token for token, start in zip(tokens, starts, strict=True)]
         assert row["labels"] == labels + [-100] * filled
-        positions, position = [], 0
-        for index, start in enumerate(starts + [at == 0 for at in range(filled)]):
-            position = 0 if start or index == 0 else position + 1
-            positions.append(position)
-        assert row["position_ids"] == positions
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -74,22 +65,17 @@ def test_texts_of_a_leaf_may_be_kept_apart():
 def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
     """One token behind a whole sequence, with whose labels a batch would have a loss that is not a number."""
     text = datasets.Dataset.from_dict({"text": [" ".join(f"w{10 + n}" for n in range(count))]})
-    packed, tokens, dropped, _ = leaf_sequences(
-        text, tiny_tokenizer(), T, paths=np.array([[0, 1]]), documents_apart=apart
-    )
+    options = {"paths": np.array([[0, 1]]), "documents_apart": apart}
+    packed, tokens, dropped, _ = leaf_sequences(text, tiny_tokenizer(), T, **options)
     assert (tokens, dropped) == (count + 1, int(count == T))
     assert len(packed) == (2 if count == T + 1 else 1)
     assert all(any(label != -100 for label in labels[1:]) for labels in packed["labels"])
 
 
-def test_a_model_without_banks_is_refused():
-    with refused("path_column is 'path', but the model has no memory that fetches blocks"):
-        checked_paths(rows(), {}, "path")
-
-
 @pytest.mark.parametrize(
     "path, message",
     [
+        (None, "path_column is 'path', but the model has no memory that fetches blocks"),
         ([0, 0, 0], r"column 'path' of the corpus is \(6, 3\), torch.int64; expected integers \[batch, 2\]"),
         ([1, 4], "has 4 for level 2 in row 0; expected 0 to 3, or a row of -1"),
         ([2, 0], "has 2 for level 1 in row 0; expected 0 to 1, or a row of -1"),
@@ -100,4 +86,4 @@ def test_paths_of_another_tree_are_refused(path, message):
     banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
     checked_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
     with refused(message):
-        checked_paths(rows([path] * 6), banks, "path")
+        checked_paths(rows(path and [path] * 6), banks if path else {}, "path")

@@ -1,14 +1,11 @@
 """Groups of parameters, their rates and schedules, and the dtypes in which tensors are held while they train."""
 
 import dataclasses
-import math
 import re
-import shutil
 
 import pytest
 import torch
 from models.upscaled import upscaled_model
-from training.steered_runs import executed_with_rates
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -17,7 +14,6 @@ from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import hold_for_training, restore_dtypes, set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
@@ -91,6 +87,12 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, 
     assert of_groups(groups) == [(name, *rest) for name, _, *rest in expected]
     for group, (name, kinds_inside, *_) in zip(groups, expected, strict=True):
         assert names_in(model, group) == set().union(*(kinds[kind] for kind in kinds_inside.split())), name
+    # A wrapper that renames parameters changes no group, and each is in one of them when everything trains.
+    outer = made_groups(torch.nn.ModuleDict({"wrapped": model}), **rates)
+    assert [list(map(id, group["params"])) for group in outer] == [list(map(id, group["params"])) for group in groups]
+    set_trainable(model, "all")
+    grouped = [id(parameter) for group in made_groups(model, **rates) for parameter in group["params"]]
+    assert sorted(grouped) == sorted(map(id, model.parameters()))
 
 
 PROJECTION = {"query_projection.weight"}
@@ -116,48 +118,15 @@ def test_what_a_memory_has_beside_keys_and_values_can_have_rates_of_its_own(rate
         assert (names_in(memory, group), *rest) == expected[name]
 
 
-def test_no_parameter_is_in_two_groups_or_in_none_when_everything_trains(model):
-    set_trainable(model, "all")
-    grouped = [id(p) for group in parameter_groups(model, Rates(learning_rate=1e-3)) for p in group["params"]]
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {id(parameter) for parameter in model.parameters()}
-
-
-def test_a_wrapper_that_renames_parameters_changes_no_group(model):
-    inner = parameter_groups(model, Rates(learning_rate=1e-3))
-    outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), Rates(learning_rate=1e-3))
-    assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
-
-
 @pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
-def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(
-    family, trainable, native, config_for, tmp_path
-):
-    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(native(family), tmp_path / "model"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(-1)
-    model.save_pretrained(tmp_path / "model")
-    run = TrainingRun(config_for(model=tmp_path / "model", trainable=trainable, weight_decay=0.5))
-    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
-    for parameter in run.model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    run.trainer.create_optimizer().step()
-    for name, parameter in run.model.named_parameters():
-        decays = parameter.requires_grad and "norm" not in name and not name.endswith("bias")
-        expected = before[name] * (1 - 1e-2 * 0.5) if decays else before[name]
-        assert torch.equal(parameter, expected), name
-
-
-def test_without_keys_and_values_there_is_no_group_for_them():
-    groups = parameter_groups(torch.nn.Linear(2, 2), Rates(learning_rate=1e-3))
-    assert [group["name"] for group in groups] == ["decay", "no_decay"]
-
-
-def test_a_frozen_model_is_refused():
-    with refused(r"no parameter requires a gradient; call set_trainable on the model first."):
-        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(learning_rate=1e-3))
+def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(family, trainable, native):
+    model = AutoModelForCausalLM.from_pretrained(native(family))
+    set_trainable(model, trainable)
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    without_decay = {name for name in trains if "norm" in name or name.endswith("bias")}
+    groups = made_groups(model)
+    assert of_groups(groups) == [("decay", 1e-3, 0.1, "fixed"), ("no_decay", 1e-3, 0, "fixed")]
+    assert [names_in(model, group) for group in groups] == [trains - without_decay, without_decay]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
@@ -168,19 +137,10 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
         {"params": weights[1:], "lr": 3.0, "schedule": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2)
-    multipliers = []
-    for _ in range(21):
-        main, values = scheduler.get_last_lr()
-        multipliers.append((main / 0.5, values / 3.0))
-        optimizer.step()
-        scheduler.step()
+    main, values = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2).lr_lambdas
     for step, factor in {0: 4.0, 1: 3.4, 4: 1.6, 5: 1.0, 6: 1.0, 15: 1.0, 20: 1.0}.items():
-        main, values = multipliers[step]
-        assert values == pytest.approx(factor * main)
-    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(1.6))
-    end = 1 if schedule == "constant_with_warmup" else 0
-    assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
+        assert values(step) == pytest.approx(factor * main(step))
+    assert (main(0), main(4), main(20)) == (0, 1, pytest.approx(1 if schedule == "constant_with_warmup" else 0))
 
 
 @pytest.mark.parametrize(
@@ -191,21 +151,13 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x', None."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
+        ({"learning_rate": 1}, "no parameter requires a gradient; call set_trainable on the model first."),
     ],
+    ids=str,
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
     with refused(re.escape(message)):
-        Rates(**values)
-
-
-def test_values_follow_their_schedule_in_a_run(config_for):
-    options = {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2, "key_value_learning_rate": 3e-3}
-    rates = executed_with_rates(TrainingRun(config_for(**options)))
-    main = [rate / 1e-2 for rate in rates["decay"]]
-    assert main[:2] == [0, 0.5]
-    assert main[2:] == pytest.approx([(1 + math.cos(math.pi * step / 18)) / 2 for step in range(18)])
-    assert rates["values"] == pytest.approx([3e-2 * max(1, 4 - 3 * step / 5) * main[step] for step in range(20)])
-    assert rates["keys"] == [3e-3] * 20
+        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(**values))
 
 
 def plateau(*schedules: str):
@@ -226,24 +178,22 @@ def test_a_plateau_lowers_what_follows_the_schedule_alone():
         plateau("fixed", "4x-to-1x")
 
 
-def arguments_of(tmp_path, **options):
+def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
+    @dataclasses.dataclass
     class Arguments(MemoryArguments, TrainingArguments):
         """Keys of memories beside those of a Trainer."""
 
-    return dataclasses.dataclass(Arguments)(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
-
-
-def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
     options = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1, "warmup_steps": 0.1}
-    decays = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}}
-    arguments = arguments_of(tmp_path, **options, **decays)
+    options |= {"key_value_learning_rate": 3e-3, "value_learning_rate": 3e-2, "value_schedule": "4x-to-1x"}
+    options |= {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}}
+    arguments = Arguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     result = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
-    assert result == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys": 1e-3, "values": 1e-3}
-    assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
-        [0.9045, 0.9045, 0.9045, 1, 1], rel=1e-4
-    )
+    assert result == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys": 3e-3, "values": 3e-2}
+    for step, main, values in ((1, 0.5, 3.4), (4, 1, 1.6), (12, 0.9045, 1)):
+        factors = [factor(step) for factor in trainer.lr_scheduler.lr_lambdas]
+        assert factors == pytest.approx([main, main, main, 1, main * values], rel=1e-4)
 
 
 def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
@@ -255,13 +205,9 @@ def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
         assert (group["name"], group["schedule"]) == ("blocks", expected)
 
 
-def batch_norm_model(family: str):
-    return upscaled_model(family, memory_type="product-key").to(torch.bfloat16)
-
-
 @pytest.mark.parametrize("bf16", [True, False])
 def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, bf16):
-    model = batch_norm_model(family).requires_grad_(False)
+    model = upscaled_model(family, memory_type="product-key").to(torch.bfloat16).requires_grad_(False)
     memory = model.model.layers[1].memory
     memory.requires_grad_()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from sft.tiny_chats import chat, save_base, write_rows
-from training.outcomes import as_it_was_at, largest_difference, logged, moved
+from training.outcomes import largest_difference, logged
 from training.parallel.two_processes import (
     METHODS,
     SCRIPT,
+    assert_shared_run_goes_on_exactly,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
     write_recipe,
@@ -53,6 +54,11 @@ def test_processes_of_deepspeed_train_as_one(method, stage, corpus, tmp_path):
     assert_shared_run_is_that_of_one(method, functools.partial(trained, stage=stage), corpus, tmp_path)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_goes_on_exactly(stage, corpus, tmp_path):
+    assert_shared_run_goes_on_exactly(functools.partial(trained, stage=stage), corpus, tmp_path)
+
+
 def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
     assert_tied_tensors_are_saved_once(trained, corpus, tmp_path)
 
@@ -75,29 +81,6 @@ def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []
     assert largest_difference(two, one) < 1e-4
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def stage(request) -> int:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def whole(stage, corpus, tmp_path_factory) -> Path:
-    """A run with all of its checkpoints; its recipe lies beside it."""
-    folder = tmp_path_factory.mktemp("deepspeed")
-    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    trained(recipe, f"--output_dir={folder / 'whole'}", stage=stage)
-    return folder / "whole"
-
-
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
-    output = as_it_was_at(step, whole, tmp_path / "out")
-    trained(whole.with_name("recipe.yaml"), "--resume_from_checkpoint=true", f"--output_dir={output}", stage=stage)
-    for name in ("loss", "grad_norm"):
-        assert logged(output, name) == logged(whole, name) and logged(output, name)
-    assert moved(output, whole) == set()
 
 
 def test_chats_are_trained_on_as_by_one_process(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,15 +12,14 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from processes.warm import run_ranks
-from training.outcomes import as_it_was_at, logged, moved
 from training.parallel.two_processes import (
     METHODS,
     SCRIPT,
+    assert_shared_run_goes_on_exactly,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
-    write_recipe,
 )
-from training.tiny_run import refused, save_upscaled
+from training.tiny_run import refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
@@ -72,27 +72,9 @@ def test_sharded_processes_train_as_one(method, corpus, tmp_path):
 
 
 @pytest.mark.product
-def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
-    assert_tied_tensors_are_saved_once(sharded, corpus, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory) -> Path:
-    """A sharded run with all of its checkpoints; its recipe lies beside it."""
-    folder = tmp_path_factory.mktemp("sharded")
-    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    sharded(recipe, f"--output_dir={folder / 'whole'}")
-    return folder / "whole"
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
-    output = as_it_was_at(step, whole, tmp_path / "out")
-    sharded(whole.with_name("recipe.yaml"), "--resume_from_checkpoint=true", f"--output_dir={output}")
-    for name in ("loss", "grad_norm"):
-        assert logged(output, name) == logged(whole, name) and logged(output, name)
-    assert moved(output, whole) == set()
+@pytest.mark.parametrize("check", [assert_tied_tensors_are_saved_once, assert_shared_run_goes_on_exactly])
+def test_sharded_processes_save_once_and_go_on_exactly(check, corpus, tmp_path):
+    check(sharded, corpus, tmp_path)
 
 
 @pytest.fixture
@@ -114,26 +96,17 @@ def test_the_first_kind_of_fsdp_is_refused():
         _prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1), torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("kind", "is_there"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
-def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
-    kind, is_there, config_for, tmp_path, monkeypatch
-):
-    trainer = TrainingRun(config_for()).trainer
+def test_the_whole_model_is_saved_and_uploaded_where_the_trainer_would(config_for, tmp_path, monkeypatch):
+    trainer, plugin, there = TrainingRun(config_for()).trainer, SimpleNamespace(), []
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    plugin = SimpleNamespace(state_dict_type=kind)
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
-    trainer.save_model(str(tmp_path / "checkpoint-1"), _internal_call=True)
-    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists() == is_there
-
-
-def test_a_whole_model_is_uploaded_as_the_trainer_would(config_for, tmp_path, monkeypatch):
-    trainer, there = TrainingRun(config_for()).trainer, []
-    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    for kind, is_there in (("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+        plugin.state_dict_type = kind
+        trainer.save_model(str(tmp_path / kind), _internal_call=True)
+        assert (tmp_path / kind / "model.safetensors").exists() == is_there
     monkeypatch.setattr(trainer.args, "push_to_hub", True)
     saved = tmp_path / "saved" / "model.safetensors"
-    monkeypatch.setattr(
-        trainer, "push_to_hub", lambda **arguments: there.append((saved.exists(), arguments["commit_message"]))
-    )
+    monkeypatch.setattr(trainer, "push_to_hub", lambda **keys: there.append((saved.exists(), keys["commit_message"])))
     trainer.save_model(str(saved.parent))
     assert there == [(True, "Model save")]
 
@@ -145,18 +118,15 @@ def test_configs_of_accelerate_are_read_as_they_are_meant(told_to_shard):
     assert (plugin.state_dict_type.name, plugin.transformer_cls_names_to_wrap) == ("SHARDED_STATE_DICT", None)
 
 
-class ToldOfDeepSpeed:
-    """What a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
-
-    def __init__(self, model, bf16: bool, settings=None):
-        self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled = model, False, True
-        plugin = SimpleNamespace(deepspeed_config=settings or {})
-        self.args = SimpleNamespace(bf16=bf16, world_size=2)
-        self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-
-
-def sharding(model=None, half: bool = False, **settings) -> ToldOfDeepSpeed:
-    trainer = ToldOfDeepSpeed(torch.nn.Linear(2, 2) if model is None else model, half, settings)
+def sharding(model=None, half: bool = False, **settings) -> SimpleNamespace:
+    """Return what a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(2, 2) if model is None else model,
+        is_fsdp_enabled=False,
+        is_deepspeed_enabled=True,
+        args=SimpleNamespace(bf16=half, world_size=2),
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=Mock(deepspeed_config=settings))),
+    )
     prepare_sharing(trainer)
     return trainer
 
@@ -224,17 +194,10 @@ def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     assert shares_parameters(trainer)
 
 
-class ZeroThree:
-    """What transformers keeps of a file of DeepSpeed."""
-
-    def is_zero3(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def zero_three():
     """transformers was told of the third stage, as `TrainingArguments` tell it."""
-    plugin = ZeroThree()
+    plugin = Mock(is_zero3=lambda: True)  # which can be referred to weakly
     deepspeed.set_hf_deepspeed_config(plugin)
     yield plugin
     deepspeed.unset_hf_deepspeed_config()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from training.outcomes import largest_difference, logged, moved, weights
+from training.outcomes import as_it_was_at, largest_difference, logged, moved, weights
 from training.tiny_run import save_upscaled
 from transformers import AutoModelForCausalLM
 
@@ -66,3 +66,16 @@ def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path,
     assert moved(model, folder / "out") and largest_difference(folder / "out", model) > 1e-2
     trained = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert trained.dtype is torch.bfloat16 and trained.lm_head.weight is trained.get_input_embeddings().weight
+
+
+def assert_shared_run_goes_on_exactly(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
+    """Compare a run that nobody disturbed with runs that were killed behind its checkpoints, the last one among them."""
+    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
+    whole = folder / "whole"
+    shared(recipe, f"--output_dir={whole}")
+    for step in (2, 6):
+        output = as_it_was_at(step, whole, folder / str(step))
+        shared(recipe, "--resume_from_checkpoint=true", f"--output_dir={output}")
+        for name in ("loss", "grad_norm"):
+            assert logged(output, name) == logged(whole, name) and logged(output, name)
+        assert moved(output, whole) == set()
