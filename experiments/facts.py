@@ -329,7 +329,7 @@ def draw(lines: Sequence[dict[str, Any]]) -> bytes:
         xlim=(0, 1.03),
     )
     axes.set_title("filled: articles with a name; hollow: others; bars: range of seeds", fontsize=9, loc="left")
-    axes.legend(fontsize=9, frameon=False, loc="upper left")
+    axes.legend(fontsize=9, frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     return as_png(figure)
 
