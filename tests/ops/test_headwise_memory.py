@@ -55,6 +55,7 @@ def test_the_reference_can_be_differentiated_twice():
             r"value_bank is \(24, 5\); expected \[n \* n, v\] or \[H, n \* n, v\] with n \* n = 25",
         ),
         ({"value_bank": (25,)}, r"value_bank is \(25,\); expected \[n \* n, v\] or"),
+        ({"value_bank": (2, 25, 5)}, "value_transform is given with a bank per head; expected None, or a bank"),
         ({"value_transform": (2, 5, 4)}, r"value_transform is \(2, 5, 4\); expected \(H, v, v\) = \(2, 5, 5\)"),
         ({"value_transform": (1, 5, 5)}, r"value_transform is \(1, 5, 5\); expected \(H, v, v\) = \(2, 5, 5\)"),
         ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys"),
