@@ -75,6 +75,18 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
         set_trainable(wrapped)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
+def test_adapters_land_on_the_projections_that_exist(family, targets):
+    """A block has those of attention but for the last."""
+    model = adapted_model(upscaled_model(family), targets)
+    of_block = {"q_proj", "k_proj", "v_proj"}
+    every = {*of_block, "o_proj", "gate_proj", "up_proj", "down_proj"} if targets == "all-linear" else {*targets}
+    adapted = [name.split(".") for name, _ in model.named_modules() if name.endswith(".lora_A.default")]
+    for layer in range(6):
+        expected = every & of_block if layer in NEW_LAYERS else every
+        assert {parts[-3] for parts in adapted if f"layers.{layer}." in ".".join(parts)} == expected
+
+
 @pytest.mark.parametrize("memory_type", ["product-key", "linear"])
 @pytest.mark.parametrize("whole", [None, ["memory"]], ids=["frozen", "whole"])
 def test_a_memory_with_batch_norm_is_after_saving_what_it_was(memory_type, whole, tmp_path):

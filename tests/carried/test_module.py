@@ -15,11 +15,13 @@ import cloudpickle
 import pytest
 import torch
 from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES, imported
+from models.upscaled import memory_config
 from pairs import by_default
+from tiny import tiny_model
 
 import midus_hf
 from midus_hf.carried import standins
-from midus_hf.carried.module import reference_modules
+from midus_hf.carried.module import reference_modules, write_code
 from midus_hf.carried.sources import Source, defined
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class
@@ -104,6 +106,12 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     (model,) = config["architectures"]
     own = model.removesuffix("ForCausalLM")
     assert model in classes and all(name.startswith(own) for name in classes if name.startswith("Midus")), own
+
+
+def test_a_model_without_memory_entries_carries_no_memory_layer(family, tmp_path):
+    (path,) = write_code(tmp_path, memory_config(tiny_model(family), new_layers=()))
+    classes = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert path.name == "modeling_midus.py" and not classes & {layer.__name__ for layer in LAYERS.values()}
 
 
 @of_all_cases
