@@ -72,7 +72,8 @@ def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str
     stack: Any = loaded.stack if hasattr(loaded.config, "memories") else None
     if stack is None or "packs" not in stack.services:
         return []
-    names = stack.services["packs"].names_of(torch.tensor(tokenizer(question, add_special_tokens=False)["input_ids"]))
+    ids = torch.tensor(tokenizer(question, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+    names = stack.services["packs"].names_of(ids)
     if names:
         print(
             f"in front of the question: {', '.join(names)}, so that packs are open before it is read", file=sys.stderr
