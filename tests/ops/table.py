@@ -27,11 +27,14 @@ class OpCase:
         make: Makes arguments by name; those that are floating point have gradients, but for `fixed`.
         call: Computes the output from arguments by a body; a slot or another integer is no part of it.
         bodies: That compute it, beside `"reference"`.
-        sizes: Sizes to make arguments of, whose outputs and gradients are compared with the reference in float64.
+        sizes: Sizes to make arguments of, whose outputs and gradients are compared with the reference in float64; the call's
+            `options` are among them.
         registered: The op that torch knows, and what it is given, by a body; None where none is registered.
         node: In the name of the op's node in a graph.
         unregistered: Bodies that are no op of their own.
         wide: Names of what is in float32 whatever the dtype of the arguments.
+        exact: Names of what is as close to float64 as sums in float32, too.
+        sums: Whether the last column of the output is called `sums`, and not part of it.
         narrows: Whether autocast changes what is computed.
         dtypes: Of arguments; by default all that a body computes with.
         entry: The function that passes the registered op by where nobody watches, and the op's name there.
@@ -39,6 +42,8 @@ class OpCase:
         around: Whether PyTorch computes something around the op.
         sizes_of_kernels: Names of the sizes that kernels are held to, where another row has the same kernels; by default all.
         tokens_of_kernels: How many kernels compute in two runs, whose bytes are compared.
+        query_sizes: Names of the sizes at which queries are large, or not finite.
+        options: Names of what a call takes beside arguments.
     """
 
     make: Callable[..., Arguments]
@@ -49,6 +54,8 @@ class OpCase:
     node: str = ""
     unregistered: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+    sums: bool = False
     narrows: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     entry: tuple[Callable[..., Any], str] | None = None
@@ -56,6 +63,14 @@ class OpCase:
     around: bool = False
     sizes_of_kernels: tuple[str, ...] = ()
     tokens_of_kernels: int = 70
+    query_sizes: tuple[str, ...] = ("small",)
+    options: tuple[str, ...] = ("k", "softcap")
+
+    def made(self, size: str, **changes: Any) -> tuple[Arguments, dict[str, Any]]:
+        """Return arguments of a size, by its name, and options of the call."""
+        options = {name: value for name, value in self.sizes[size].items() if name in self.options}
+        sizes = {name: value for name, value in self.sizes[size].items() if name not in options}
+        return self.make(**sizes, **changes), options
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -165,8 +180,11 @@ def stacked(tokens=5, texts=2, group=2, kv_heads=2, width=16, slots=3, dtype=tor
 
 
 def of_depth(arguments: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
-    read, lse = depth_attention(arguments["query"], *slots_of(arguments), 0.3, softcap, backend=backend)
-    return torch.cat([read.flatten().to(lse.dtype), lse.flatten()])
+    """Return what each head reads, and, behind it, the logarithm of its sum of exponentials."""
+    query = arguments["query"]
+    read, lse = depth_attention(query, *slots_of(arguments), query.shape[-1] ** -0.5, softcap, backend=backend)
+    assert read.dtype == query.dtype
+    return torch.cat([read.to(lse.dtype), lse.unsqueeze(-1)], dim=-1)
 
 
 GATHERED = {
@@ -181,13 +199,27 @@ GATHERED = {
 LOOKED_UP = {
     "one": {"tokens": 1, "heads": 1, "half": 1, "n": 1, "width": 1},
     "small": {"tokens": 37, "n": 8, "width": 12},
-    "n-64": {"tokens": 33, "heads": 2, "n": 64, "width": 16},
+    "n-64": {"tokens": 33, "heads": 2, "n": 64, "width": 16, "k": 1},
     "many-heads": {"tokens": 17, "heads": 9, "half": 32, "width": 64},
     "n-33": {"tokens": 20, "heads": 2, "half": 48, "n": 33, "width": 96},
-    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16, "width": 256},
-    "n-300": {"tokens": 3, "heads": 1, "half": 4, "n": 300, "width": 8},
+    "n-40": {"tokens": 9, "heads": 2, "half": 10, "n": 40, "width": 133, "k": 32},
+    "n-7": {"tokens": 20, "heads": 2, "half": 8, "n": 7, "width": 9, "k": 5},
+    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16, "width": 256, "k": 8},
+    "n-300": {"tokens": 6, "heads": 2, "half": 4, "n": 300, "width": 8},
     "five-keys": {"tokens": 70, "heads": 10, "half": 4, "n": 5, "width": 3},
     "many-scores": {"tokens": 350, "half": 2, "n": 5, "width": 3},
+}
+KEYED = {
+    "small": {},
+    "no-mask": {"tokens": 64, "heads": 2, "half": 32, "n": 64},
+    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16},
+    "n-33": {"heads": 2, "half": 48, "n": 33, "k": 32},
+    "one-slot": {"tokens": 33, "k": 1},
+    "n-100": {"tokens": 17, "heads": 2, "half": 33, "n": 100, "k": 7},
+    "all-keys": {"tokens": 70, "heads": 2, "half": 4, "n": 5, "k": 5},
+    "n-128": {"tokens": 1, "heads": 2, "n": 128, "k": 8},
+    "n-300": {"tokens": 5, "heads": 1, "half": 16, "n": 300, "k": 9},
+    "many-tokens": {"tokens": 300, "half": 33, "n": 64},
 }
 OPENED = {
     "small": {},
@@ -203,8 +235,31 @@ OPENED = {
         }.items()
     },
 }
+STACKED = {
+    "small": {"softcap": 2.0},
+    "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
+    "odd-sizes": {"group": 3, "width": 20},
+    "no-texts": {"texts": 0},
+    "no-tokens": {"tokens": 0},
+    "many-slots": {"slots": 20, "tokens": 3, "softcap": None},
+    **{
+        name: dict(zip(("group", "width", "slots", "tokens", "softcap"), numbers, strict=True))
+        for name, numbers in {
+            "slots-of-two-blocks": (1, 96, 33, 5, 2.0),
+            "one-slot": (2, 80, 1, 7, 2.0),
+            "widest": (7, 256, 5, 3, 2.0),
+            "eight-heads": (8, 80, 5, 3, 2.0),
+            "five-heads": (5, 20, 33, 3, None),
+            "more-heads-than-a-block": (17, 16, 5, 3, None),
+            "most-heads": (64, 1, 3, 1, None),
+            "no-mask": (6, 128, 33, 3, None),
+        }.items()
+    },
+    **{f"{slots}-slots": {"slots": slots, "tokens": 1, "texts": 1, "kv_heads": 1} for slots in (255, 300, 512)},
+}
 # A bank per head is another stride, and transforms are a matrix product around kernels.
-OF_SHARED_KERNELS = ("one", "small", "many-heads", "five-keys")
+OF_SHARED_KERNELS = ("one", "small", "many-heads", "n-40", "five-keys")
+QUERIES_OF_MEMORY = ("small", "n-64", "n-300", "many-scores")
 ALL = ("torch", "native", "triton")
 OPS = {
     "weighted gather": OpCase(
@@ -226,18 +281,17 @@ OPS = {
     ),
     "product keys": OpCase(
         keyed,
-        lambda arguments, backend: product_key_topk(*arguments.values(), 4, backend=backend)[0],
+        lambda arguments, backend, k=4: product_key_topk(*arguments.values(), k, backend=backend)[0],
         ALL,
-        {
-            "small": {},
-            "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16},
-            "n-33": {"heads": 2, "half": 48, "n": 33},
-        },
+        KEYED,
         registered=lambda arguments, body: (product_key_scores_op, (*arguments.values(), 4, body)),
         node="product_key_scores",
         unregistered=("torch",),
         wide=("output",),
+        exact=("output",),
         entry=(product_key_topk, "product_key_scores_op"),
+        # Kernels have no room for more than 128 sub-keys in float32.
+        sizes_of_kernels=tuple(name for name in KEYED if name not in ("n-300", "many-tokens")),
     ),
     **{
         f"head-wise memory, {name}": OpCase(
@@ -251,6 +305,7 @@ OPS = {
             entry=(headwise_memory, "headwise_lookup_op"),
             never_direct=("torch",),
             sizes_of_kernels=OF_SHARED_KERNELS if own else (),
+            query_sizes=QUERIES_OF_MEMORY,
         )
         for name, own in (("shared bank", False), ("bank per head", True))
     },
@@ -265,6 +320,7 @@ OPS = {
         entry=(headwise_memory, "headwise_lookup_op"),
         never_direct=("torch",),
         sizes_of_kernels=OF_SHARED_KERNELS,
+        query_sizes=QUERIES_OF_MEMORY,
     ),
     "chapters": OpCase(
         opened,
@@ -289,18 +345,20 @@ OPS = {
         stacked,
         of_depth,
         ("torch", "triton"),
-        {
-            "small": {},
-            "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
-            "odd-sizes": {"group": 3, "width": 20},
-        },
+        STACKED,
         registered=lambda arguments, body: (depth_attention_op, (arguments["query"], *slots_of(arguments), 0.3, 2.0)),
         tokens_of_kernels=5,
         node="depth_attention",
         unregistered=("torch",),
-        wide=("output",),
+        wide=("output", "sums"),
+        exact=("sums",),
+        sums=True,
         narrows=True,
+        query_sizes=("small", "many-slots"),
     ),
 }
 # Ops that gather rows of a bank, and may give it a sparse gradient.
 GATHERINGS = ("weighted gather", "gathered products")
+SCORINGS = tuple(name for name in OPS if name not in GATHERINGS)
+# Ops that take tokens of any leading shape.
+BATCHED = tuple(name for name in OPS if not name.startswith(("chapters", "depth")))

@@ -1,8 +1,9 @@
 """Attention over the depth, and its union with attention over the sequence, against loops over every score."""
 
+import itertools
+
 import pytest
 import torch
-from ops.depth_loops import attend
 
 from midus_hf.ops.depth.op import depth_attention, joint_shares, sequence_lse
 from midus_hf.ops.depth.reference import joint_attention, sequence_weights
@@ -25,6 +26,35 @@ def heads_of(group, kv_heads, tokens, width, slots=3):
     )
     gate = drawn(group * kv_heads, seed=5).detach().sigmoid().requires_grad_()
     return query, key, value, keys, values, gate
+
+
+def attend(query, key, value, keys, values, gate, scaling, softcap=None, added=False):
+    """What each head reads of the sequence and of the slots of its own position, one score at a time.
+
+    A gate `[H]` joins them; None stands for one softmax over both. As far as it is closed, what is read of the depth is
+    dropped, or added.
+    """
+    batch, heads, tokens, width = query.shape
+    group = heads // key.shape[1]
+
+    def read(queries, slots):
+        """Return the sum of exponentials, and what is read times that."""
+        masses = []
+        for slot, _ in slots:
+            score = sum(queries[index] * slot[index] for index in range(width)) * scaling
+            masses.append((score if softcap is None else softcap * torch.tanh(score / softcap)).exp())
+        return sum(masses), sum(mass * slot for mass, (_, slot) in zip(masses, slots, strict=True))
+
+    rows = []
+    for row, head, token in itertools.product(range(batch), range(heads), range(tokens)):
+        queries, of = query[row, head, token], head // group
+        earlier = [(key[row, of, other], value[row, of, other]) for other in range(token + 1)]
+        slots = [(one[row, of, token], other[row, of, token]) for one, other in zip(keys, values, strict=True)]
+        (total, of_sequence), (depth_total, of_depth) = read(queries, earlier), read(queries, slots)
+        both = (of_sequence + of_depth) / (total + depth_total)
+        closed = of_sequence / total + (of_depth / depth_total if added else 0)
+        rows.append(both if gate is None else (1 - gate[head]) * closed + gate[head] * both)
+    return torch.stack(rows).view(batch, heads, tokens, width)
 
 
 def joined(query, key, value, keys, values, gate, scaling, softcap=None, added=False):
@@ -170,14 +200,3 @@ def test_weights_of_the_sequence_are_those_of_a_softmax_and_zero_where_nothing_i
     masked = sequence_weights(query, key, mask, False, 0.5)
     assert not masked[:, :, 2].any()
     torch.testing.assert_close(masked[:, :, [0, 1, 3, 4]], expected[:, :, [0, 1, 3, 4]])
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 0, 8), (0, 4, 3, 8)], ids=["no tokens", "no texts"])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_of_nothing_nothing_is_read(shape, backend):
-    slots = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
-    query = torch.zeros(shape, requires_grad=True)
-    read, lse = depth_attention(query, slots, slots, 1.0, backend=backend)
-    assert read.shape == shape and lse.shape == shape[:3]
-    read.sum().backward()
-    assert query.grad.shape == shape

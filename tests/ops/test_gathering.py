@@ -1,5 +1,7 @@
 """Gathered rows, and products with them, against loops, for the contract and PyTorch's body; what they refuse."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,20 +35,15 @@ def called(name, made, backend="auto"):
 
 
 def by_loops(name, made):
-    """Compute in Python numbers."""
-    bank, slots, weights, vectors = (tensor.tolist() for tensor in made.values())
+    bank, slots, weights, vectors = made.values()
     results = []
-    for b in range(len(slots)):
-        for t in range(len(slots[b])):
-            rows = [bank[slot] for slot in slots[b][t]]
-            if name == "products":
-                results.append([sum(x * y for x, y in zip(vectors[b][t], row, strict=True)) for row in rows])
-                continue
-            summed = [0.0] * WIDTH
-            for row, weight in zip(rows, weights[b][t], strict=True):
-                summed = [total + weight * x for total, x in zip(summed, row, strict=True)]
-            results.append(summed)
-    return torch.tensor(results, dtype=torch.float64).unflatten(0, (len(slots), -1))
+    for at in itertools.product(*map(range, slots.shape[:-1])):
+        rows = [bank[slot] for slot in slots[at].tolist()]
+        if name == "products":
+            results.append(torch.stack([torch.dot(vectors[at], row) for row in rows]))
+        else:
+            results.append(sum(weight * row for weight, row in zip(weights[at], rows, strict=True)))
+    return torch.stack(results).unflatten(0, slots.shape[:-1])
 
 
 NAMES = pytest.mark.parametrize("name", ["sums", "products"])

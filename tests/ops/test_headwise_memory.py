@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.loops import headwise_memory_by_loops
 
-from midus_hf.ops import headwise_memory, product_key_topk
+from midus_hf.ops import headwise_memory
 
 NAMES = ("query", "row_keys", "column_keys", "value_bank", "value_transform")
 
@@ -47,33 +47,6 @@ def test_the_reference_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(lambda *tensors: headwise_memory(*tensors, 3, backend="reference"), arguments)
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("tokens", [2, 500])
-def test_large_scores_overflow_nothing(tokens, gradients):
-    """In float32 the exponential of a score above 88 is infinite."""
-    arguments = inputs(tokens, heads=3, n=8, dtype=torch.float32)
-    arguments = (200 * arguments[0], *arguments[1:])
-    scores, _ = product_key_topk(*arguments[:3], 4)
-    assert scores.max() > 500
-    with torch.set_grad_enabled(gradients):
-        output = headwise_memory(*(argument.requires_grad_(gradients) for argument in arguments), 4)
-    wide = [argument.detach().double() for argument in arguments]
-    torch.testing.assert_close(
-        output.detach().double(), headwise_memory(*wide, 4, backend="reference"), rtol=1e-3, atol=1e-3
-    )
-
-
-@pytest.mark.parametrize("leading", [(), (0,), (1,), (4,), (2, 0), (2, 3), (2, 1, 3)], ids=str)
-def test_any_leading_shape_is_one_batch_of_tokens(leading):
-    query, *tables = inputs(tokens=max(1, torch.Size(leading).numel()))
-    shaped = query[: torch.Size(leading).numel()].reshape(*leading, 3, 8).requires_grad_()
-    output = headwise_memory(shaped, *tables, 2)
-    assert output.shape == (*leading, 3, 5)
-    torch.testing.assert_close(output.reshape(-1, 3, 5), headwise_memory(shaped.reshape(-1, 3, 8), *tables, 2))
-    output.sum().backward()
-    assert shaped.grad.shape == shaped.shape
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -86,7 +59,6 @@ def test_any_leading_shape_is_one_batch_of_tokens(leading):
         ({"value_transform": (2, 5, 4)}, r"value_transform is \(2, 5, 4\); expected \(H, v, v\) = \(2, 5, 5\)"),
         ({"value_transform": (1, 5, 5)}, r"value_transform is \(1, 5, 5\); expected \(H, v, v\) = \(2, 5, 5\)"),
         ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys"),
-        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'reference', 'torch', 'native', 'triton'"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):
@@ -96,10 +68,6 @@ def test_wrong_arguments_are_refused(changes, message):
         "column_keys": (2, 5, 4),
         "value_bank": (25, 5),
         "value_transform": (2, 5, 5),
-        "k": 2,
-        "backend": "torch",
-        **changes,
     }
-    arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
-        headwise_memory(**arguments)
+        headwise_memory(*(torch.zeros(shape) for shape in (shapes | changes).values()), 2)

@@ -6,20 +6,43 @@ Kernels are held to the same in `kernels/`.
 import pytest
 import torch
 from ops.laws import *  # noqa: F403 - the tests of this file
-from ops.laws import assert_same_bits, each_body, output_and_gradients
-from ops.table import GATHERINGS, OPS
+from ops.laws import assert_same_bits, fixtures_of, output_and_gradients
+from ops.table import OPS
+
+from midus_hf.ops.gather import row_sums
+from midus_hf.ops.headwise import lookup
+from midus_hf.ops.product_key import op as product_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-CASES = [(name, body) for name, op in OPS.items() for body in op.bodies if body != "triton"]
-
-case = each_body(OPS, CASES, in_c="in_c")
-gathering = each_body(OPS, [pair for pair in CASES if pair[0] in GATHERINGS], in_c="in_c")
+case, gathering, scoring, batched = fixtures_of("torch", "native")
 in_c = pytest.mark.parametrize("name", [name for name, op in OPS.items() if "native" in op.bodies])
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_an_unknown_body_is_refused(name):
+    message = "backend is 'cuda'; expected one of 'auto', 'reference', 'torch', 'native', 'triton'"
+    with pytest.raises(ValueError, match=message):
+        OPS[name].call(OPS[name].make(), "cuda")
+
+
 @in_c
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("in_c")
+def test_what_was_made_for_c_runs_without_it(name, monkeypatch):
+    """As a graph does where there is no library, if there was one where it was compiled."""
+    op = OPS[name]
+    arguments = op.make()
+    by_c = output_and_gradients(op, arguments, "native")
+    for module in (lookup, product_keys, row_sums):
+        monkeypatch.setattr(module, "native_library", lambda: None)
+    without = output_and_gradients(op, arguments, "native")
+    for part, tensor in by_c.items():
+        torch.testing.assert_close(without[part], tensor, rtol=1e-4, atol=1e-5)
+    assert not all(torch.equal(without[part], tensor) for part, tensor in by_c.items())
+
+
+@in_c
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_change_no_bit_of_what_c_computes(name, dtype, threads):
     op, results = OPS[name], []
@@ -31,7 +54,7 @@ def test_threads_change_no_bit_of_what_c_computes(name, dtype, threads):
 
 
 @in_c
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("in_c")
 def test_what_c_does_not_compute_is_refused_or_left_to_pytorch(name):
     op = OPS[name]
     for dtype in (torch.float16, torch.float64):

@@ -55,22 +55,6 @@ def test_runs_on_the_meta_device():
     assert scores.shape == slots.shape == (5, 2, 3)
 
 
-def test_leading_shape_and_strides_of_the_query_do_not_matter():
-    flat = integers(24, 3, 8, largest=900, seed=0)
-    row_keys, column_keys = (integers(3, 7, 4, largest=900, seed=seed) for seed in (1, 2))
-    expected_scores, expected_slots = product_key_topk(flat, row_keys, column_keys, 5)
-    heads_first = flat.transpose(0, 1).contiguous().transpose(0, 1)
-    every_other = torch.stack([flat, -flat], dim=-1).flatten(-2)[..., ::2]
-    for query in (flat.view(2, 12, 3, 8), flat.view(2, 3, 4, 3, 8), heads_first, every_other):
-        scores, slots = product_key_topk(query, row_keys, column_keys, 5)
-        assert scores.shape == slots.shape == (*query.shape[:-1], 5)
-        assert torch.equal(scores.flatten(0, -3), expected_scores)
-        assert torch.equal(slots.flatten(0, -3), expected_slots)
-    strided_keys = torch.stack([row_keys, column_keys], dim=-1)
-    scores, slots = product_key_topk(flat, strided_keys[..., 0], strided_keys[..., 1], 5)
-    assert torch.equal(scores, expected_scores) and torch.equal(slots, expected_slots)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -82,7 +66,6 @@ def test_leading_shape_and_strides_of_the_query_do_not_matter():
         ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
         ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5\. Lower k or raise n"),
         ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5\. Lower k or raise n"),
-        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'reference', 'torch'"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):
@@ -91,7 +74,6 @@ def test_wrong_arguments_are_refused(changes, message):
         "row_keys": (2, 5, 4),
         "column_keys": (2, 5, 4),
         "k": 2,
-        "backend": "auto",
         **changes,
     }
     arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}

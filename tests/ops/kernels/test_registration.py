@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from ops.kernels.conftest import DEVICE
 from ops.laws import (  # noqa: F401 - tests of this file
     leaves_of,
     test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
     test_it_is_registered_rightly,
 )
-from ops.table import OPS, slots_of, stacked
+from ops.table import DEVICE, OPS, slots_of, stacked
 from pairs import by_default, in_turn
 
 from midus_hf.ops import headwise_memory

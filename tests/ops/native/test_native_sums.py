@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from midus_hf.ops import op_choices, weighted_gather
-from midus_hf.ops.gather import row_sums
+from midus_hf.ops import weighted_gather
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
-from midus_hf.ops.gather.products import gathered_products
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -57,12 +55,3 @@ def test_slots_outside_of_the_bank_are_refused(outside):
     ):
         with pytest.raises(IndexError, match=message):
             call()
-
-
-@pytest.mark.parametrize("op", [weighted_gather, gathered_products])
-def test_pytorch_runs_where_there_is_no_library(op, monkeypatch):
-    bank, vectors, slots, weights = inputs()
-    arguments = (bank, slots, weights) if op is weighted_gather else (vectors, bank, slots)
-    monkeypatch.setattr(row_sums, "native_library", lambda: None)
-    with op_choices(backend="native"):
-        assert torch.equal(op(*arguments), op(*arguments, backend="torch"))
