@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.kernels.closeness import assert_close
+from ops.laws import assert_close
 from ops.table import DEVICE
 
 from midus_hf.ops.gather import triton as bucket_sums

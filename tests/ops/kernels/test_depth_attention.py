@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from ops.kernels.closeness import assert_close
-from ops.laws import assert_equals_reference, assert_same_bits, leaves_of, output_and_gradients
+from ops.laws import assert_close, assert_equals_reference, assert_same_bits, leaves_of, output_and_gradients
 from ops.table import DEVICE, OPS, slots_of, stacked
 
 from midus_hf.ops.depth import triton as kernels_of_depth

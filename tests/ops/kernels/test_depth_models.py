@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from models.depth_models import depth_model
-from ops.kernels.closeness import assert_close
+from ops.laws import assert_close
 from ops.table import DEVICE
 from pairs import by_default
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from ops.table import looked_up
 
 from midus_hf.ops import headwise_memory, product_key_topk
 from midus_hf.ops.dispatch.native.library import ROW_SUMS_CALL, native_library
@@ -16,16 +17,8 @@ from midus_hf.ops.headwise.native import LookupInputs, native_lookup
 pytestmark = pytest.mark.usefixtures("library")
 
 
-def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (tokens, heads, 2 * half),
-        (heads, n, half),
-        (heads, n, half),
-        ((heads,) if own else ()) + (n * n, width),
-        *([(heads, width, width)] if transform else []),
-    ]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+def inputs(tokens=40, **sizes):
+    return list(looked_up(tokens, **sizes).values())
 
 
 def retrieved(arguments, k=4, **options):
