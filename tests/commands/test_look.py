@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank, write_text
+from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
 from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
@@ -52,7 +52,8 @@ def room(tmp_path_factory):
     for checkpoint in (base, made, *(folder / name for name in ("trained", "chapters", "depth"))):
         with_tokenizer(checkpoint)
     (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    text = ["--text", f"words={write_text(folder / 'text.txt', 60)}"]
+    (folder / "text.txt").write_text(document(60, 0))
+    text = ["--text", f"words={folder / 'text.txt'}"]
     three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
     models = {name: folder / name for name in ("base", "made", "trained", "chapters", "depth")}
     return SimpleNamespace(**models, data=folder, text=text, three=["--text", str(three)])

@@ -188,13 +188,10 @@ def test_the_generic_memory_and_texts_that_fetch_nothing_are_not_counted(tmp_pat
 
 
 def test_what_a_model_refuses_is_refused_in_its_words_and_not_counted(fetching):
-    ids, message = torch.tensor([[1, 4, 27]]), "memory_ids has 27 for level 3 in row 0; expected 0 to 26"
-    with record_usage(fetching) as usage, refused(message):
-        fetching(torch.arange(1, 4)[None], memory_ids=ids)
+    tokens, ids = torch.arange(1, 4)[None], torch.tensor([[1, 4, 27]])
+    with record_usage(fetching) as usage, refused("memory_ids has 27 for level 3 in row 0; expected 0 to 26"):
+        fetching(tokens, memory_ids=ids)
     assert counted(usage) == {FIRST: {}, THIRD: {}}
-
-
-def test_blocks_that_were_fetched_before_are_refused(fetching):
     blocks = fetching.fetch_memory(PATHS[:1])
     with record_usage(fetching), refused("memory_blocks is given, which does not name the blocks' nodes"):
-        fetching(torch.arange(1, 4)[None], memory_blocks=blocks)
+        fetching(tokens, memory_blocks=blocks)
