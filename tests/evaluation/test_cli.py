@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
-from evaluation.measured import perplexity
+from evaluation.byte_models import byte_tokenizer, perplexity, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
 from processes.warm import run_warm
 from training.tiny_run import refused
