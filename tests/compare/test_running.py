@@ -158,8 +158,11 @@ def test_runs_share_the_cores(pretended, monkeypatch, jobs, threads):
     assert pretended.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
 
 
-def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
+def test_what_fails_stops_nothing_else_unless_it_is_the_base_and_is_done_again(pretended):
     variants = [variant(name) for name in "abc"]
+    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
+    failures = pretended.run(variants)
+    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
     pretended.behaviour = {
         "a/0.001/seed-0": {"prints": "Traceback\nValueError: no.\n\n", "exits": 1},
         "b/0.001/seed-0": {"exits": -9},
@@ -173,12 +176,6 @@ def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
     assert pretended.collect(variants) == ([("c", ONE, 0)], 2)
     pretended.behaviour = {}
     assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
-
-
-def test_without_a_base_nothing_else_runs(pretended):
-    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
-    failures = pretended.run([variant("a")])
-    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
 
 
 def test_what_is_added_is_done_alone(pretended):
@@ -215,10 +212,8 @@ NOT_DONE = {
 @pytest.mark.parametrize("case", NOT_DONE)
 def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(pretended, case):
     pretended.behaviour, rates, upscale, others, missing = NOT_DONE[case]
-    variants, failing = (
-        [variant("a", rates, upscale)],
-        [key for key, one in NOT_DONE[case][0].items() if "exits" in one],
-    )
+    variants = [variant("a", rates, upscale)]
+    failing = [key for key, one in pretended.behaviour.items() if "exits" in one]
     assert list(pretended.run(variants, seeds=[0, 1])) == failing
     assert pretended.names() == ["base", "a/0.001/seed-0", *others]
     results, counted = pretended.collect(variants, seeds=[0, 1])
@@ -247,15 +242,10 @@ CHANGED = {
         None, {"base": "other"}, {},
         "base was done with another base; expected the same. Give the variant another name, choose",
     ),
-    "a text": (None, {"retention": {"stars": "stars.txt"}}, {}, "base was done with another texts.stars; expected the same."),
     # Texts are measured at other steps too, so that the last one is.
     "steps": (
         None, {}, {"train": {"corpus": "corpus", "max_steps": 8}},
         "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps; expected the same.",
-    ),
-    "sizes": (
-        None, {}, {"upscale": {**UPSCALE, "options": {"n": 5}}},
-        "a/0.001/seed-0 was done with another upscale.options.n; expected",
     ),
     "a control": (of_a_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
     "content of the base": (of_the_base, {}, {}, "base was done with another content of the base; expected the same."),
