@@ -1,12 +1,12 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
-import json
 import shutil
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from look.upscaled_folders import loaded
+from sft.tiny_chats import write_rows
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
@@ -28,11 +28,6 @@ def model(tmp_path_factory):
 @pytest.fixture
 def ask(as_command):
     return lambda *words: as_command("midus ask")(*words, "--max-new-tokens", 5)
-
-
-@cache
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def answer_of(folder, text, **options):
@@ -109,8 +104,7 @@ def test_names_of_packs_stand_in_front_of_the_question(ask, tmp_path):
     save_tiny_model("llama", tmp_path / "base")
     letter_tokenizer().save_pretrained(tmp_path / "base")
     rows = [{"name": ["w3 w4", "w4 w5"], "text": "w9 w10 w11"}, {"name": "w7", "text": "w12 w13"}]
-    (tmp_path / "glossary.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"corpus": str(tmp_path / "glossary.jsonl"), "common_names": True}
+    options = {"corpus": str(write_rows(tmp_path / "glossary.jsonl", rows)), "common_names": True}
     upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
     question = "w1 w4 w5 w7 w9"
     line = "in front of the question: w3 w4, w7, so that packs are open before it is read\n"

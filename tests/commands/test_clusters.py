@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sft.tiny_chats import write_rows
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 
@@ -19,10 +20,8 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
     rows = [{"body": f"w{number % 60} w{number % 7}", "topic": "ab"[number % 2]} for number in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(tmp_path_factory.mktemp("corpus") / "rows.jsonl", rows))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,12 @@ def tree(bert, corpus, tmp_path_factory):
     return str(output)
 
 
-def build_words(bert, corpus, output) -> list[str]:
-    words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --branching 3 --levels 2"
-    return [*words.split(), "--samples", "40", "--column", "body", "--device", "cpu"]
+SIZES = ("--branching", "3", "--levels", "2", "--samples", "40")
+
+
+def build_words(bert, corpus, output, *more) -> list[str]:
+    words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
+    return [*words.split(), *(more or SIZES)]
 
 
 def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
@@ -56,11 +58,6 @@ def assign_words(tree, corpus, output, *more) -> list[str]:
 
 def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def write_lines(path: Path, *rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def assigned_by(tree, corpus, output) -> list[dict]:
@@ -88,7 +85,7 @@ def test_assign_writes_the_path_of_each_document_keeps_all_columns_and_says_whic
 
 
 def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, corpus, tmp_path, capsys, monkeypatch):
-    changed = write_lines(tmp_path / "changed.jsonl", *rows_of(corpus), {"body": "w1"})
+    changed = write_rows(tmp_path / "changed.jsonl", [*rows_of(corpus), {"body": "w1"}])
     embedded = assigned_by(tree, changed, tmp_path / "embedded.jsonl")
     assert "whose embeddings it has" not in capsys.readouterr().err
 
@@ -111,13 +108,8 @@ def named(bert, tmp_path):
         for number in range(60)
         for topic, part in [kinds[number % 3]]
     ]
-    corpus = write_lines(tmp_path / "named.jsonl", *rows)
-
-    def build(*more) -> int:
-        words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
-        return main([*words.split(), *more])
-
-    return build, corpus, output
+    corpus = write_rows(tmp_path / "named.jsonl", rows)
+    return lambda *more: main(build_words(bert, corpus, output, *more)), corpus, output
 
 
 def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
@@ -130,17 +122,15 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
     path_of = {("plants", "trees"): [0, 0], ("plants", "herbs"): [0, 1], ("stars", "near"): [1, 2]}
     assert all(row["memory_ids"] == path_of[row["topic"], row["part"]] for row in by_name)
     assert all(row["windows"] == [row["memory_ids"]] for row in by_name)
-    without = write_lines(tmp_path / "without.jsonl", *({"body": row["body"]} for row in by_name))
+    without = write_rows(tmp_path / "without.jsonl", [{"body": row["body"]} for row in by_name])
     near = assigned_by(tree, without, tmp_path / "q.jsonl")  # texts alone, as those of a question
     assert "paths are those" not in capsys.readouterr().err
     assert {tuple(row["memory_ids"]) for row in near} <= {*map(tuple, path_of.values()), (-1, -1)}
     assert {row["memory_tree"] for row in near} == {by_name[0]["memory_tree"]}
-    unknown = write_lines(tmp_path / "unknown.jsonl", {"body": "w1", "topic": "moons", "part": "near"})
+    unknown = write_rows(tmp_path / "unknown.jsonl", [{"body": "w1", "topic": "moons", "part": "near"}])
     assert main(assign_words(tree, unknown, tmp_path / "r.jsonl")) == 2
-    message = (
-        "row 1 of the corpus, without blank ones, has the topic 'moons / near', which the tree does not know; expected"
-    )
-    assert message in capsys.readouterr().err
+    message = "row 1 of the corpus, without blank ones, has the topic 'moons / near', which the tree does not know;"
+    assert f"{message} expected" in capsys.readouterr().err
     assert build("--overwrite", "--branching", "2", "--levels", "1", "--samples", "40") == 0
     assigned_by(tree, corpus, tmp_path / "p.jsonl")
     assert "paths are those" not in capsys.readouterr().err, "a tree of clusters has no names"
@@ -166,7 +156,7 @@ def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys
 def test_values_of_json_are_written_as_they_are_and_those_of_parquet_as_text(tree, tmp_path, capsys):
     zone = "2013-05-18T05:48:54+02:00"
     values = [zone, 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
-    rows = write_lines(tmp_path / "rows.jsonl", *({"body": "w1 w2", "value": value} for value in values))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"body": "w1 w2", "value": value} for value in values])
     assert repr([row["value"] for row in assigned_by(tree, rows, tmp_path / "p.jsonl")]) == repr(values)
     assert "dates" not in capsys.readouterr().err
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -226,9 +216,9 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "BARE")
-    (tmp_path / "BLANK.jsonl").write_text('{"body": " "}\n{"body": "\\n"}\n')
-    write_lines(tmp_path / "SHORT.jsonl", {"body": "w1"})
-    write_lines(tmp_path / "OWN.jsonl", {"body": "w1 w2", "document": "Letter 5"})
+    write_rows(tmp_path / "BLANK.jsonl", [{"body": " "}, {"body": "\n"}])
+    write_rows(tmp_path / "SHORT.jsonl", [{"body": "w1"}])
+    write_rows(tmp_path / "OWN.jsonl", [{"body": "w1 w2", "document": "Letter 5"}])
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
@@ -238,7 +228,7 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
 
 
 def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert, tmp_path, capsys):
-    corpus = write_lines(tmp_path / "two.jsonl", {"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"})
+    corpus = write_rows(tmp_path / "two.jsonl", [{"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"}])
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
     assert "2 windows in 1 of 9 leaves" in out and "2 windows cannot fill 9 leaves" in err

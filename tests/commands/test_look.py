@@ -11,19 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from evaluation.questions import write_questions
 from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
 from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
+from sft.tiny_chats import write_rows
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
 from midus_hf.topics.memory_retriever import MemoryRetriever
 
-QUESTIONS = [
-    {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
-    {"question": "w7", "choices": ["w12", "w13 w14"], "gold": 0},
-]
 HEADS = 4
 FILES = ".html, .png, .pdf, .csv, .json"
 
@@ -31,11 +29,6 @@ FILES = ".html, .png, .pdf, .csv, .json"
 def with_tokenizer(folder: Path) -> Path:
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def write_documents(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +44,10 @@ def room(tmp_path_factory):
     depth_model(dtype=torch.float32, kind="reused").save_pretrained(folder / "depth")
     for checkpoint in (base, made, *(folder / name for name in ("trained", "chapters", "depth"))):
         with_tokenizer(checkpoint)
-    (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    write_questions(folder)
     (folder / "text.txt").write_text(document(60, 0))
     text = ["--text", f"words={folder / 'text.txt'}"]
-    three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
+    three = write_rows(folder / "three.jsonl", [{"text": document(length, length)} for length in (20, 12, 7)])
     models = {name: folder / name for name in ("base", "made", "trained", "chapters", "depth")}
     return SimpleNamespace(**models, data=folder, text=text, three=["--text", str(three)])
 
@@ -65,7 +58,7 @@ def bank(room, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bank")
     saved = saved_with_bank(room.base, folder)
     documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
-    texts = str(write_documents(folder / "six.jsonl", documents))
+    texts = str(write_rows(folder / "six.jsonl", [{"text": text} for text in documents]))
     return SimpleNamespace(**vars(saved), documents=documents, text=["--text", texts], texts=texts)
 
 

@@ -1,6 +1,5 @@
 """One run from upscaling to its result: what is measured is what the commands measure, and one file stays."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from midus_hf.models.inference.tiny import tiny_model as any_type
 from upscalers import upscale
 from upscalers.edits.shuffling import shuffle
 
-HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
-needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
+pytest.importorskip("lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,8 @@ def room(tmp_path_factory) -> Path:
     return folder
 
 
-def tasks_in(room: Path) -> dict[str, Any] | None:
-    """A task whose questions lie in the room; none where nothing could ask them."""
-    return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")} if HAS_HARNESS else None
+def tasks_in(room: Path) -> dict[str, Any]:
+    return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")}
 
 
 def packed_loss(folder: Path, text: Path) -> float:
@@ -82,9 +79,8 @@ def test_the_ends_of_the_curve_are_losses_of_packed_sequences_and_tasks_are_meas
     assert result.losses["plants"] < result.start.losses["plants"]
     assert [point.step for point in result.curve] == [0, STEPS // 2, STEPS]
     assert result.seconds > 0 and result.tokens == STEPS * TOKENS_PER_STEP
-    if HAS_HARNESS:
-        assert base.tasks["piqa"] == accuracy(room / "base", room)
-        assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
+    assert base.tasks["piqa"] == accuracy(room / "base", room)
+    assert result.tasks["piqa"] == accuracy(comparing.folder(run) / "trained", room)
 
 
 def count(folder: Path) -> int:
@@ -186,7 +182,6 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     assert [point.step for point in result.curve] == [0, STEPS - 1, STEPS]
 
 
-@needs_harness
 def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
     changes = {"domain": {}, "retention": {}, "validation": {}, "tasks": tasks_in(room), "controls": False}
     comparing = SmallComparison(room, tmp_path, {"full": {}}, **changes)

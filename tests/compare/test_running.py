@@ -220,18 +220,16 @@ def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_cou
     assert counted == missing and len(results) == 1 + len(others) - len(failing)
 
 
-def written(name: str) -> Callable[..., object]:
-    """What changes a file of the comparison's folder."""
+def another_content(name: str) -> Callable[..., object]:
     return lambda folder, _: (folder / name).write_text("after")
 
 
-def of_a_control(folder: Path, _) -> None:
-    """The result of a null control, as another request would have left it."""
+def another_control(folder: Path, _) -> None:
     path = folder / "out/runs/a+one-row/0.001/seed-0.json"
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
 
 
-def of_the_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
 
 
@@ -247,9 +245,9 @@ CHANGED = {
         None, {}, {"train": {"corpus": "corpus", "max_steps": 8}},
         "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps; expected the same.",
     ),
-    "a control": (of_a_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
-    "content of the base": (of_the_base, {}, {}, "base was done with another content of the base; expected the same."),
-    **{name: (written(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
+    "a control": (another_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
+    "content of the base": (another_base, {}, {}, "base was done with another content of the base; expected the same."),
+    **{name: (another_content(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
 }  # fmt: skip
 
 

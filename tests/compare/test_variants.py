@@ -34,28 +34,22 @@ def planned(room, tmp_path):
     return plan_and_check
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Write YAML, and give its path as a person would."""
-
-    def write(content) -> str:
-        path = tmp_path / "file.yaml"
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-        return str(path)
-
-    return write
+def written(path: Path, keys) -> str:
+    path.write_text(yaml.safe_dump(keys))
+    return str(path)
 
 
-def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
+def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, tmp_path):
+    path = tmp_path / "file.yaml"
     (report,) = planned({"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}})[1]
-    recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
+    recipe = written(path, {**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
     (result,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
     assert result == report and result.upscale == HEADWISE
     ours = {"model_name_or_path": "other", "seed": 7, "eval_text": "text", "resume_from_checkpoint": True}
-    recipe = file({"learning_rate": 0.5, **ours})
+    recipe = written(path, {"learning_rate": 0.5, **ours})
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [report]
     # A file for all variants, of which a variant's keys win.
-    shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
+    shared = written(path, {**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
     of_all = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
     comparison, variants = plan(from_mapping(Comparison, of_all))
     usual = {**training(room), "trainable": "all"}
@@ -246,7 +240,7 @@ def test_what_is_refused_of_all_variants(room, planned, files, changes, message)
     assert str(refusal.value).startswith(placed(message)), refusal.value
 
 
-def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, file, files):
-    (variant,) = planned({"a": {"train": file({"sequence_length": "3.2e1"})}})[1]
+def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, tmp_path, files):
+    (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": "3.2e1"})}})[1]
     assert variant.train["sequence_length"] == "3.2e1"
     planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})

@@ -1,7 +1,6 @@
 """The `midus eval` command: what it prints, where, and its exit status."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
-needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+pytest.importorskip("lm_eval")
 
 COMMAND = "import sys; from midus_hf.cli.evaluate import main; sys.exit(main())"
 TEXT = "A text of the ordinary kind, for measuring. " * 10
@@ -72,7 +71,6 @@ def asked_for_json(room, words, tmp_path_factory) -> subprocess.CompletedProcess
     return run_warm(COMMAND, room / "base", room / "upscaled", *words, *tasks, COLUMNS="120")
 
 
-@needs_harness
 def test_json_is_one_object_on_standard_output_and_nothing_else_is(room, asked_for_json):
     done = asked_for_json
     assert done.returncode == 0, done.stderr
@@ -167,7 +165,7 @@ def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, mes
     assert message in line
 
 
-@pytest.mark.parametrize("measure", ["text", pytest.param("tasks", marks=needs_harness)])
+@pytest.mark.parametrize("measure", ["text", "tasks"])
 def test_ids_that_the_model_does_not_embed_get_one_line_and_status_2(room, words, tmp_path, capsys, measure):
     save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)
     asked = {"text": words, "tasks": ("--tasks", "piqa", "--data", room / "questions")}
@@ -240,7 +238,6 @@ def write_task(folder, noisy: bool = False) -> list[str]:
     return ["--tasks", "mine", "--include-path", str(folder), "--device", "cpu"]
 
 
-@needs_harness
 def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, ask):
     words = [room / "base", *write_task(tmp_path)]
     scores = ask(*words, "--json")["models"][0]["tasks"]["mine"]
@@ -256,7 +253,6 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, ask):
     assert not any("stderr" in measure or "num_" in measure for measure in printed)
 
 
-@needs_harness
 def test_what_libraries_say_is_not_shown_unless_it_is_an_error(asked_for_json):
     assert set(asked_for_json.stderr.splitlines()) == {"an error of a library"}
     assert "chatter" not in asked_for_json.stdout
