@@ -239,7 +239,7 @@ def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
 
 # refusals
 
-LACKS = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
+LACKS = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank, which would be random"
 REFUSALS = [
     ("usage TRAINED --text absent", "text is 'absent', which is no file or folder"),
     ("usage TRAINED --text b=absent", "text is 'absent', which is no file or folder"),

@@ -209,11 +209,12 @@ NOT_DONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NOT_DONE)
-def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(pretended, case):
-    pretended.behaviour, rates, upscale, others, missing = NOT_DONE[case]
-    variants = [variant("a", rates, upscale)]
-    failing = [key for key, one in pretended.behaviour.items() if "exits" in one]
+@pytest.mark.parametrize(("behaviour", "rates", "upscale", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
+def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(
+    pretended, behaviour, rates, upscale, others, missing
+):
+    pretended.behaviour, variants = behaviour, [variant("a", rates, upscale)]
+    failing = [key for key, one in behaviour.items() if "exits" in one]
     assert list(pretended.run(variants, seeds=[0, 1])) == failing
     assert pretended.names() == ["base", "a/0.001/seed-0", *others]
     results, counted = pretended.collect(variants, seeds=[0, 1])
@@ -251,14 +252,15 @@ CHANGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changed", CHANGED)
-def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretended, changed, monkeypatch):
+@pytest.mark.parametrize(("change", "changes", "change_of_variant", "message"), CHANGED.values(), ids=CHANGED)
+def test_another_request_of_what_is_done_is_refused_before_anything_runs(
+    pretended, change, changes, change_of_variant, message, monkeypatch
+):
     a = variant("a", upscale=UPSCALE)
     for name in ("corpus", "plants.txt", "herbs.txt"):
         (pretended.folder / name).write_text("before")
     pretended.run([a])
     pretended.names()
-    change, changes, change_of_variant, message = CHANGED[changed]
     if change is not None:
         change(pretended.folder, monkeypatch)
     with pytest.raises(ValueError) as refused:

@@ -183,13 +183,6 @@ def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
         assert name != "facts" or score(task, name, rows[0], f" {DATES[0]}.")
 
 
-def test_limit_and_worked_examples_reach_the_harness(data):
-    tasks = Tasks(["piqa", "boolq"], data=data)
-    scores = tasks.run(byte_model("llama", max_position_embeddings=512), byte_tokenizer(), num_fewshot=1, limit=2)
-    assert list(scores) == ["piqa", "boolq"]
-    assert {(score["num_fewshot"], score["num_questions"]) for score in scores.values()} == {(1, 2)}
-
-
 def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
     """Of one of its tasks alone: it takes seconds to look through the files of all."""
     folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
