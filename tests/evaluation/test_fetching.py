@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,14 +95,10 @@ def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(m
     assert "Predators eat" in requests
 
 
-class Request:
-    def __init__(self, context, continuation):
-        self.args, self.task_name, self.doc = (context, continuation), "task", {}
-
-
 def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
     language_model = FetchingLM(model, find_paths, tokenizer=byte_tokenizer(), batch_size=2)
-    requests = [Request("sky is", " blue"), Request("lions", " eat"), Request("sky is", " up"), Request("j", "a")]
+    asked = [("sky is", " blue"), ("lions", " eat"), ("sky is", " up"), ("j", "a")]
+    requests = [SimpleNamespace(args=words, task_name="task", doc={}) for words in asked]
     actual = language_model.loglikelihood(requests, disable_tqdm=True)
     for request, (value, _) in zip(requests, actual, strict=True):
         context, continuation = (byte_tokenizer()(text, add_special_tokens=False).input_ids for text in request.args)
@@ -113,21 +110,11 @@ def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
         assert value == pytest.approx(expected, rel=1e-4)
 
 
-class Schema:
-    """A task whose choices are contexts."""
-
-    def doc_to_text(self, doc):
-        return 1
-
-    def doc_to_choice(self, doc):
-        return ["The trophy does not fit since the trophy", "The trophy does not fit since the case"]
-
-    def doc_to_target(self, doc):
-        return "is too large."
-
-
 def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
-    assert question_of(Schema(), {}) == "The trophy does not fit since the is too large."
+    contexts = [f"The trophy does not fit since the {name}" for name in ("trophy", "case")]
+    told = {"doc_to_text": 1, "doc_to_choice": contexts, "doc_to_target": "is too large."}
+    task = SimpleNamespace(**{name: lambda _, words=words: words for name, words in told.items()})
+    assert question_of(task, {}) == "The trophy does not fit since the is too large."
 
 
 def write_rows(path, *rows) -> list[str]:

@@ -21,14 +21,11 @@ def words(*ids):
     return " ".join(f"w{id}" for id in ids)
 
 
-def rows_as_lists(text):
-    return [(number, row.tolist()) for number, row in zip(text.documents, text.rows, strict=True)]
-
-
 def test_documents_are_kept_apart_and_long_ones_are_cut():
     documents = [words(3, 4, 5, 6, 7, 8), words(10, 11), words(12)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG, sequence_length=3)
-    assert rows_as_lists(text) == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])]
+    rows = [(number, row.tolist()) for number, row in zip(text.documents, text.rows, strict=True)]
+    assert rows == [(0, [3, 4, 5, 6]), (0, [6, 7, 8]), (1, [10, 11])]
     assert text.num_tokens == 6
 
 
