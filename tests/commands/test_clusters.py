@@ -198,7 +198,10 @@ REFUSALS = [
     ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
     ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
     ("assign --tree TREE --corpus BLANK.jsonl --output p.jsonl --column body", "corpus 'BLANK.jsonl' is empty: it has"),
-    ("assign --tree TREE --corpus OWN.jsonl --output p.jsonl --column body", "the corpus has a column 'document', which is written"),
+    (
+        "assign --tree TREE --corpus OWN.jsonl --output p.jsonl --column body",
+        "the corpus has a column 'document', which is written beside the paths of documents",
+    ),
     ("assign --tree BARE --corpus CORPUS --output p.jsonl --column body", "tree 'BARE' does not say how windows"),
     ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
     ("report --tree TREE --level 0", "level is 0; expected a number from 1 to 2, the levels of the tree."),
