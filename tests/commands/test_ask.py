@@ -1,13 +1,12 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
-import json
 import shutil
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from commands.installed import run_in_process
+from look.upscaled_folders import loaded
+from sft.tiny_chats import write_rows
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
@@ -27,19 +26,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(monkeypatch, capsys):
-    """Return a function that runs the command, and returns its status, its output and its errors."""
-
-    def run(*words):
-        status = run_in_process("midus ask", [*map(str, words), "--max-new-tokens", "5"], monkeypatch)
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@cache
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+def ask(as_command):
+    return lambda *words: as_command("midus ask")(*words, "--max-new-tokens", 5)
 
 
 def answer_of(folder, text, **options):
@@ -49,24 +37,12 @@ def answer_of(folder, text, **options):
     return tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_the_answer_is_what_the_model_writes(model, ask):
-    assert ask(model, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
-
-
-def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask):
-    tokenizer = letter_tokenizer()
+def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_path):
+    tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
     tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
-    framed = answer_of(model, f"w1 {QUESTION} w2")
-    before = {path.name: path.read_bytes() for path in model.glob("*token*")}
-    tokenizer.save_pretrained(model)
-    try:
-        assert ask(model, QUESTION) == (0, framed + "\n", "")
-        assert ask(model, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
-    finally:
-        for path in (*model.glob("*token*"), *model.glob("chat_template*")):
-            path.unlink()
-        for name, content in before.items():
-            (model / name).write_bytes(content)
+    tokenizer.save_pretrained(folder)
+    assert ask(folder, QUESTION) == (0, answer_of(model, f"w1 {QUESTION} w2") + "\n", "")
+    assert ask(folder, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +59,19 @@ def banked(tmp_path_factory):
 
 
 def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_path):
-    """By a tokenizer with more ids than the model embeds, a template that takes no question alone, or for want of tokens."""
-    model = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer())
-    tokenizer = letter_tokenizer()
+    model, tokenizer = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer()), letter_tokenizer()
     tokenizer.add_tokens([f"<extra{number}>" for number in range(140)])
     tokenizer.chat_template = "{{ raise_exception('system first') }}"
     tokenizer.save_pretrained(model)
-    status, out, err = ask(model, f"{QUESTION} <extra139>", "--plain")
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert err.startswith("midus ask: the tokenizer yields id ") and "but the model embeds 128 ids" in err
-    status, out, err = ask(model, QUESTION)
-    assert (status, out) == (2, "") and len(err.splitlines()) == 1
-    assert "whose chat template refuses a question alone; --plain goes without it: system first" in err
+    for words, messages in (
+        ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
+        ([QUESTION], ("whose chat template refuses a question alone; --plain goes without it: system first",)),
+        ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
+        (["What", "is", "iron?"], ("Got unexpected extra argument(s) (is iron?). See 'midus ask --help'.",)),
+    ):
+        status, out, err = ask(model, *words)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("midus ask: ")
+        assert all(message in err for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +104,7 @@ def test_names_of_packs_stand_in_front_of_the_question(ask, tmp_path):
     save_tiny_model("llama", tmp_path / "base")
     letter_tokenizer().save_pretrained(tmp_path / "base")
     rows = [{"name": ["w3 w4", "w4 w5"], "text": "w9 w10 w11"}, {"name": "w7", "text": "w12 w13"}]
-    (tmp_path / "glossary.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"corpus": str(tmp_path / "glossary.jsonl"), "common_names": True}
+    options = {"corpus": str(write_rows(tmp_path / "glossary.jsonl", rows)), "common_names": True}
     upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
     question = "w1 w4 w5 w7 w9"
     line = "in front of the question: w3 w4, w7, so that packs are open before it is read\n"
@@ -137,10 +113,3 @@ def test_names_of_packs_stand_in_front_of_the_question(ask, tmp_path):
     assert ask(tmp_path / "model", question) == (0, expected + "\n", line + AS_TEXT)
     line = "no pack is read: the question has no name of an entry\n"
     assert ask(tmp_path / "model", "w20 w21") == (0, answer_of(tmp_path / "model", "w20 w21") + "\n", line + AS_TEXT)
-
-
-def test_a_type_that_is_none_and_a_question_without_quotes_are_refused(model, ask):
-    status, out, err = ask(model, QUESTION, "--dtype", "int8")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "dtype is 'int8'" in err
-    status, _, err = ask(model, "What", "is", "iron?")
-    assert status == 2 and "Got unexpected extra argument(s) (is iron?). See 'midus ask --help'." in err

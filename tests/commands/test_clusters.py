@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sft.tiny_chats import write_rows
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 
@@ -19,10 +20,8 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
     rows = [{"body": f"w{number % 60} w{number % 7}", "topic": "ab"[number % 2]} for number in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(tmp_path_factory.mktemp("corpus") / "rows.jsonl", rows))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,12 @@ def tree(bert, corpus, tmp_path_factory):
     return str(output)
 
 
-def build_words(bert, corpus, output) -> list[str]:
-    words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --branching 3 --levels 2"
-    return [*words.split(), "--samples", "40", "--column", "body", "--device", "cpu"]
+SIZES = ("--branching", "3", "--levels", "2", "--samples", "40")
+
+
+def build_words(bert, corpus, output, *more) -> list[str]:
+    words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
+    return [*words.split(), *(more or SIZES)]
 
 
 def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
@@ -56,11 +58,6 @@ def assign_words(tree, corpus, output, *more) -> list[str]:
 
 def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def write_lines(path: Path, *rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def assigned_by(tree, corpus, output) -> list[dict]:
@@ -88,7 +85,7 @@ def test_assign_writes_the_path_of_each_document_keeps_all_columns_and_says_whic
 
 
 def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, corpus, tmp_path, capsys, monkeypatch):
-    changed = write_lines(tmp_path / "changed.jsonl", *rows_of(corpus), {"body": "w1"})
+    changed = write_rows(tmp_path / "changed.jsonl", [*rows_of(corpus), {"body": "w1"}])
     embedded = assigned_by(tree, changed, tmp_path / "embedded.jsonl")
     assert "whose embeddings it has" not in capsys.readouterr().err
 
@@ -98,7 +95,8 @@ def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, 
     monkeypatch.setattr("midus_hf.topics.memory_retriever.TextEmbedder", embed)
     assert assigned_by(tree, corpus, tmp_path / "reused.jsonl") == embedded[:-1]
     assert "the tree was built from this corpus, whose embeddings it has" in capsys.readouterr().err
-    assert "a model is loaded" in last_line(assign_words(tree, changed, tmp_path / "no.jsonl"), capsys)
+    assert main(assign_words(tree, changed, tmp_path / "no.jsonl")) == 2
+    assert "a model is loaded" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -110,13 +108,8 @@ def named(bert, tmp_path):
         for number in range(60)
         for topic, part in [kinds[number % 3]]
     ]
-    corpus = write_lines(tmp_path / "named.jsonl", *rows)
-
-    def build(*more) -> int:
-        words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --column body --device cpu"
-        return main([*words.split(), *more])
-
-    return build, corpus, output
+    corpus = write_rows(tmp_path / "named.jsonl", rows)
+    return lambda *more: main(build_words(bert, corpus, output, *more)), corpus, output
 
 
 def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
@@ -129,11 +122,15 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
     path_of = {("plants", "trees"): [0, 0], ("plants", "herbs"): [0, 1], ("stars", "near"): [1, 2]}
     assert all(row["memory_ids"] == path_of[row["topic"], row["part"]] for row in by_name)
     assert all(row["windows"] == [row["memory_ids"]] for row in by_name)
-    without = write_lines(tmp_path / "without.jsonl", *({"body": row["body"]} for row in by_name))
+    without = write_rows(tmp_path / "without.jsonl", [{"body": row["body"]} for row in by_name])
     near = assigned_by(tree, without, tmp_path / "q.jsonl")  # texts alone, as those of a question
     assert "paths are those" not in capsys.readouterr().err
     assert {tuple(row["memory_ids"]) for row in near} <= {*map(tuple, path_of.values()), (-1, -1)}
     assert {row["memory_tree"] for row in near} == {by_name[0]["memory_tree"]}
+    unknown = write_rows(tmp_path / "unknown.jsonl", [{"body": "w1", "topic": "moons", "part": "near"}])
+    assert main(assign_words(tree, unknown, tmp_path / "r.jsonl")) == 2
+    message = "row 1 of the corpus, without blank ones, has the topic 'moons / near', which the tree does not know;"
+    assert f"{message} expected" in capsys.readouterr().err
     assert build("--overwrite", "--branching", "2", "--levels", "1", "--samples", "40") == 0
     assigned_by(tree, corpus, tmp_path / "p.jsonl")
     assert "paths are those" not in capsys.readouterr().err, "a tree of clusters has no names"
@@ -156,52 +153,27 @@ def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys
     assert message in capsys.readouterr().err
 
 
-def test_a_topic_that_the_tree_does_not_know_is_refused(named, tmp_path, capsys):
-    build, corpus, tree = named
-    assert build("--topic-column", "topic") == 0
-    capsys.readouterr()
-    write_lines(corpus, {"body": "w1", "topic": "moons"})
-    line = last_line(assign_words(tree, corpus, tmp_path / "p.jsonl"), capsys)
-    message = "row 1 of the corpus, without blank ones, has the topic 'moons', which the tree does not know; expected"
-    assert message in line
-
-
-def test_assign_writes_values_as_they_are(tree, tmp_path, capsys):
-    """Of JSON as they are written, of a table as text; a date of Parquet has no form of its own."""
-    values = ["2013-05-18T05:48:54+02:00", 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
-    rows = [{"body": "w1 w2", "value": value} for value in values]
-    write_lines(tmp_path / "rows.jsonl", *rows)
-    (tmp_path / "rows.csv").write_text("body,value\nw1 w2,007\nw1 w2,18446744073709551616\nw1 w2,2013-05-18\n")
-    for name, expected in (("rows.jsonl", values), ("rows.csv", ["007", "18446744073709551616", "2013-05-18"])):
-        assigned = assigned_by(tree, tmp_path / name, tmp_path / "p.jsonl")
-        assert repr([row["value"] for row in assigned]) == repr(expected)
-        assert "dates" not in capsys.readouterr().err
+def test_values_of_json_are_written_as_they_are_and_those_of_parquet_as_text(tree, tmp_path, capsys):
+    zone = "2013-05-18T05:48:54+02:00"
+    values = [zone, 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"body": "w1 w2", "value": value} for value in values])
+    assert repr([row["value"] for row in assigned_by(tree, rows, tmp_path / "p.jsonl")]) == repr(values)
+    assert "dates" not in capsys.readouterr().err
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    zone = pyarrow.timestamp("s", "Europe/Paris")
-    at = pyarrow.array([datetime.datetime.fromisoformat(values[0])], zone)
-    parquet.write_table(pyarrow.table({"body": ["w1 w2"], "at": at}), tmp_path / "rows.parquet")
-    (row,) = assigned_by(tree, tmp_path / "rows.parquet", tmp_path / "p.jsonl")
-    assert "columns with dates are written as dates are read, in UTC if they had a zone: at" in capsys.readouterr().err
-    assert "05:48:54+02:00" in row["at"]
-
-
-def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    own, table = (
-        write_lines(tmp_path / "own.jsonl", {"body": "w1 w2", "document": "Letter 5"}),
-        tmp_path / "rows.parquet",
-    )
-    line = last_line(assign_words(tree, own, tmp_path / "p.jsonl"), capsys)
-    assert "the corpus has a column 'document', which is written beside the paths of documents" in line
-    times = {"day": [datetime.date(2024, 5, 6)], "when": [datetime.datetime(2024, 5, 6, 7, 8)]}
-    rows = {"body": ["w1 w2"], **times, "score": [0.5]}
-    parquet.write_table(pyarrow.table(rows), table)
+    table, time = tmp_path / "rows.parquet", datetime.datetime
+    at = pyarrow.array([time.fromisoformat(zone)], pyarrow.timestamp("s", "Europe/Paris"))
+    times = {"at": at, "day": [datetime.date(2024, 5, 6)], "when": [time(2024, 5, 6, 7, 8)]}
+    columns = {"body": ["w1 w2"], **times, "score": [0.5]}
+    parquet.write_table(pyarrow.table(columns), table)
     (row,) = assigned_by(tree, table, tmp_path / "p.jsonl")
+    line = "columns with dates are written as dates are read, in UTC if they had a zone: at, when"
+    assert line in capsys.readouterr().err
     assert (row["day"], row["when"], row["score"], row["body"]) == ("2024-05-06", "2024-05-06T07:08:00", 0.5, "w1 w2")
-    capsys.readouterr()
-    parquet.write_table(pyarrow.table({**rows, "picture": [b"x"]}), table)
-    line = last_line(assign_words(tree, table, tmp_path / "q.jsonl"), capsys)
-    assert "a row has the bytes b'x'; expected text" in line and not (tmp_path / "q.jsonl").exists()
+    assert "05:48:54+02:00" in row["at"]
+    parquet.write_table(pyarrow.table({**columns, "picture": [b"x"]}), table)
+    assert main(assign_words(tree, table, tmp_path / "q.jsonl")) == 2
+    assert "a row has the bytes b'x'; expected text" in capsys.readouterr().err
+    assert not (tmp_path / "q.jsonl").exists()
 
 
 def test_report_shows_nodes_with_their_words(tree, capsys):
@@ -215,26 +187,26 @@ def test_report_shows_nodes_with_their_words(tree, capsys):
 MODELS = "--embedding-model BERT --tokenizer BERT --output out"
 REFUSALS = [
     (f"build --corpus absent {MODELS}", "corpus is 'absent', which is no file or"),
-    (f"build --corpus absent.txt {MODELS}", "corpus is 'absent.txt', which does not exist; expected a file, a folder or a dat"),
     (
         "build --corpus CORPUS --column body --embedding-model no --tokenizer BERT --output out",
         "embedding model is 'no', which is no folder here, and the Hub cannot be reached",
     ),
     ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which is no folder here, and"),
     ("build --corpus CORPUS --column body --embedding-model BERT --tokenizer EMPTY --output out", "tokenizer is 'EMPTY', which"),
-    (f"build --corpus CORPUS --column body {MODELS} --branching 1", "branching is 1;"),
     (f"build --corpus CORPUS {MODELS}", "corpus 'CORPUS' has no column 'text', only body, topic; set text_column"),
     ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
     ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
-    ("assign --tree TREE --corpus absent --output p.jsonl", "corpus is 'absent', which is no file or folder"),
     ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
     ("assign --tree TREE --corpus BLANK.jsonl --output p.jsonl --column body", "corpus 'BLANK.jsonl' is empty: it has"),
+    (
+        "assign --tree TREE --corpus OWN.jsonl --output p.jsonl --column body",
+        "the corpus has a column 'document', which is written beside the paths of documents",
+    ),
     ("assign --tree BARE --corpus CORPUS --output p.jsonl --column body", "tree 'BARE' does not say how windows"),
     ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
     ("report --tree TREE --level 0", "level is 0; expected a number from 1 to 2, the levels of the tree."),
     ("report --tree TREE --level 3", "level is 3; expected a number from 1 to 2, the levels of the tree."),
     ("report --tree TREE --nodes 0", "nodes is 0; expected at least 1."),
-    ("report --tree TREE --corpus absent", "corpus is 'absent', which is no file or folder"),
     (
         "report --tree TREE --corpus SHORT.jsonl",
         "SHORT.jsonl has no document 59; expected the corpus that the tree was built from. Give it by --corpus.",
@@ -247,8 +219,9 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "BARE")
-    (tmp_path / "BLANK.jsonl").write_text('{"body": " "}\n{"body": "\\n"}\n')
-    (tmp_path / "SHORT.jsonl").write_text('{"body": "w1"}\n')
+    write_rows(tmp_path / "BLANK.jsonl", [{"body": " "}, {"body": "\n"}])
+    write_rows(tmp_path / "SHORT.jsonl", [{"body": "w1"}])
+    write_rows(tmp_path / "OWN.jsonl", [{"body": "w1 w2", "document": "Letter 5"}])
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
@@ -257,16 +230,8 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     assert not [*tmp_path.glob("p.jsonl*"), *tmp_path.glob("out/tree.json")]
 
 
-def last_line(words: list[str], capsys) -> str:
-    """What a request that is wrong is told, which must be one line of its own."""
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count(f"midus cluster {words[0]}: ") == 1 and err.endswith("\n")
-    return err.splitlines()[-1].removeprefix(f"midus cluster {words[0]}: ")
-
-
 def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert, tmp_path, capsys):
-    corpus = write_lines(tmp_path / "two.jsonl", {"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"})
+    corpus = write_rows(tmp_path / "two.jsonl", [{"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"}])
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
     assert "2 windows in 1 of 9 leaves" in out and "2 windows cannot fill 9 leaves" in err

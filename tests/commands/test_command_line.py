@@ -1,7 +1,10 @@
 """Every command shows its help at once, ends by one table of exit statuses, and says in one line what is wrong with a request."""
 
 import importlib
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import typer
 from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
+from midus_hf.cli.flops import count_flops
 from midus_hf.version import __version__
 
 MISSING_FILE = {
@@ -39,7 +43,8 @@ WORK = {
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
 }
-STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
+# What stops work, and the status.
+STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130, signal.SIGTERM: 143}
 WITH_KEYS = WITH_TRACEBACK = ("midus train", "midus sft")
 # A request of each command that takes a device, which lacks nothing but the device and the model.
 TEXT, MODEL = ["model", "--text", "text.txt"], "model"
@@ -110,26 +115,21 @@ def test_the_package_is_the_command_for_launchers():
 @pytest.mark.parametrize(
     "command", [command for command in (*COMMANDS, *SUBCOMMANDS, "midus") if command not in WITH_KEYS]
 )
-def test_each_help_fits_one_screen(command, monkeypatch, capsys):
-    """Hold each help to 50 lines of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
+def test_each_help_fits_one_screen(command, as_command):
+    run = as_command(command, columns="80")
     for option in ("-h", "--help"):
-        assert run_in_process(command, [option], monkeypatch) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith(f"Usage: {command} ") and len(lines) <= 50 and max(map(len, lines)) <= 80
+        status, out, _ = run(option)
+        lines = out.splitlines()
+        assert status == 0 and lines[0].startswith(f"Usage: {command} ")
+        assert len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert run("--version")[:2] == (0, f"{__version__}\n")
 
 
 @pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look", "midus edit"])
-def test_without_words_a_command_that_needs_some_shows_its_help(command, monkeypatch, capsys):
-    assert run_in_process(command, [], monkeypatch) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith(f"Usage: {command} ") and err == ""
-
-
-@pytest.mark.parametrize("command", ["upscale", "upscale strip", "midus", "midus train", "midus look usage"])
-def test_every_command_tells_the_version(command, monkeypatch, capsys):
-    assert run_in_process(command, ["--version"], monkeypatch) == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
+def test_without_words_a_command_that_needs_some_shows_its_help(command, as_command):
+    status, out, err = as_command(command)()
+    assert (status, err) == (0, "") and out.startswith(f"Usage: {command} ")
+    assert as_command(command)("--version")[:2] == (0, f"{__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,12 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
 )  # fmt: skip
-def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsys):
+def test_a_typo_is_answered_with_what_is_nearest(words, line, as_command):
     program, *rest = words.split()
-    assert run_in_process(program, rest, monkeypatch) == 2
-    assert capsys.readouterr().err == f"{line}\n"
+    assert as_command(program)(*rest) == (2, "", f"{line}\n")
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_word():
-    """Close the output of a command, as `upscale methods | head` does."""
     code = "import sys\nfrom midus_hf.cli.entry_points import upscale\nsys.exit(upscale())"
     command = subprocess.Popen(
         [sys.executable, "-c", code, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -165,47 +163,21 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word():
     ("words", "completed"),
     [
         ("midus ", "train"),
-        ("midus lo", "look"),
         ("midus look us", "usage"),
         ("midus flops --ba", "--batch"),
-        ("upscale ", "strip"),
         ("upscale --me", "--method"),
         ("upscale strip --ou", "--output"),
     ],
 )
-def test_shells_complete_commands_and_options(words, completed, monkeypatch, capsys):
+def test_shells_complete_commands_and_options(words, completed, as_command, monkeypatch):
     program = words.split()[0]
     monkeypatch.setenv(f"_{program.upper()}_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    run_in_process(program, [], monkeypatch)
-    assert completed in capsys.readouterr().out.splitlines()  # the help would name the word within a line
+    assert completed in as_command(program)().out.splitlines()  # the help would name the word within a line
 
 
 # Requests
-
-
-def test_the_tables_have_every_command():
-    assert set(MISSING_FILE) == set(WORK) == set(COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, monkeypatch, capsys):
-    requests = [
-        (
-            ["--no-such-option"],
-            "'--no-such-option' is no key" if command in WITH_KEYS else "No such option: --no-such-opt",
-        ),
-        (MISSING_FILE[command], "absent"),
-        (["--text", ""], ": --text is ''; expected a value. Fill it in"),
-        (["--text="], ": --text is ''; expected a value. Fill it in"),
-        ([""], ": an argument is ''; expected a value. Fill it in"),
-        (["list", ""], ": an argument is ''; expected a value. Fill it in"),
-    ]
-    for words, message in requests:
-        assert run_in_process(command, words, monkeypatch) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1) and err.startswith(command) and message in err
 
 
 def commands_with_a_device() -> Iterator[str]:
@@ -216,23 +188,38 @@ def commands_with_a_device() -> Iterator[str]:
                 yield f"midus {name} {subcommand}".strip()
 
 
-def test_the_table_has_every_command_that_takes_a_device():
+def test_the_tables_have_every_command():
+    assert ENTRY_POINTS == {name: f"midus_hf.cli.entry_points:{name}" for name in ("upscale", "midus")}
+    assert set(MISSING_FILE) == set(WORK) == set(COMMANDS)
     assert set(commands_with_a_device()) == set(WITH_A_DEVICE)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, as_command):
+    wrong = "'--no-such-option' is no key" if command in WITH_KEYS else "No such option: --no-such-opt"
+    for words, message in (
+        (["--no-such-option"], wrong),
+        (MISSING_FILE[command], "absent"),
+        (["--text", ""], ": --text is ''; expected a value. Fill it in"),
+        (["--text="], ": --text is ''; expected a value. Fill it in"),
+        ([""], ": an argument is ''; expected a value. Fill it in"),
+        (["list", ""], ": an argument is ''; expected a value. Fill it in"),
+    ):
+        status, out, err = as_command(command)(*words)
+        assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(command) and message in err
+
+
 @pytest.mark.parametrize("command", WITH_A_DEVICE)
-def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(command, room, monkeypatch, capsys):
+def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(command, room, as_command, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda *names, **options: None)
     before = {path.name for path in room.iterdir()}
-    assert run_in_process(command, [*WITH_A_DEVICE[command], "--device", "cuda:99"], monkeypatch) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    status, out, err = as_command(command)(*WITH_A_DEVICE[command], "--device", "cuda:99")
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert "device is 'cuda:99', which cannot be used here (" in err
     assert {path.name for path in room.iterdir()} == before
 
 
-def test_an_adapter_given_as_a_model_is_refused(room, monkeypatch, capsys):
-    """Refuse it before torch is imported, except where the keys are those of Transformers' arguments, which import it."""
+def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported_where_no_keys_need_it(room, as_command):
     for name in ("run.yaml", "sft.yaml"):
         (room / name).write_text((room / name).read_text().replace(": model", ": adapter"))
     requests = [
@@ -247,55 +234,41 @@ for arguments in {requests!r}:
 """
     done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
     assert done.returncode == 0, done.stderr
-    for command, recipe in (("midus train", "run.yaml"), ("midus sft", "sft.yaml")):
-        assert run_in_process(command, [recipe], monkeypatch) == 2
-    said = done.stderr + capsys.readouterr().err
+    with_keys = [
+        as_command(command)(recipe) for command, recipe in zip(WITH_KEYS, ("run.yaml", "sft.yaml"), strict=True)
+    ]
+    said = done.stderr + "".join(one.err for one in with_keys)
     lines = [line for line in said.splitlines() if line.startswith("midus ")]
-    assert len(lines) == len(requests) + 2, said
+    assert {one.status for one in with_keys} == {2} and len(lines) == len(requests) + 2, said
     assert all("is 'adapter', an adapter of PEFT; expected a whole model." in line for line in lines)
 
 
 # Work
 
 
-@pytest.mark.parametrize("error", STATUS_OF_WORK)
+@pytest.mark.parametrize("stopped", STATUS_OF_WORK)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_work_that_does_not_get_done_is_1_or_130(command, error, room, monkeypatch, capsys):
-    def fail(*arguments, **options):
-        raise error("broken")
-
-    function, words = WORK[command]
-    monkeypatch.setattr(function, fail)
-    status = STATUS_OF_WORK[error]
-    assert run_in_process(command, words, monkeypatch) == status
-    out, err = capsys.readouterr()
-    raised = status == 1 and command in WITH_TRACEBACK
-    assert (out, err.count("\n")) == ("", 0 if raised else 1)
-    if not raised:
-        assert ("interrupted" if status == 130 else f"{error.__name__}: broken") in err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_work_that_is_terminated_is_143_and_may_clean_up(command, room, monkeypatch, capsys):
+def test_work_that_does_not_get_done_has_its_status_and_may_clean_up(command, stopped, room, as_command, monkeypatch):
     before, cleaned = signal.getsignal(signal.SIGTERM), []
 
-    def terminated(*arguments, **options):
+    def fail(*arguments, **options):
         try:
-            signal.raise_signal(signal.SIGTERM)
+            if stopped is signal.SIGTERM:
+                signal.raise_signal(stopped)
+            raise stopped("broken")
         finally:
             cleaned.append(command)
 
     function, words = WORK[command]
-    monkeypatch.setattr(function, terminated)
-    assert run_in_process(command, words, monkeypatch) == 143
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), cleaned) == ("", 1, [command]) and "interrupted" in err
-    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.setattr(function, fail)
+    status, out, err = as_command(command)(*words)
+    raised = status == 1 and command in WITH_TRACEBACK
+    assert (status, out, err.count("\n")) == (STATUS_OF_WORK[stopped], "", 0 if raised else 1)
+    assert raised or ("interrupted" if status > 1 else f"{stopped.__name__}: broken") in err
+    assert cleaned == [command] and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkeypatch, capfd):
-    """Pools of processes are ended so, when their work is done."""
-
     def work(*arguments, **options):
         child = os.fork()
         if not child:
@@ -342,24 +315,55 @@ sys.exit(getattr(entry_points, name[0])())
 """
 
 
-def started(command: str, handler: str = "default_int_handler") -> subprocess.CompletedProcess:
-    """The command, interrupted among its imports, in a process whose SIGINT has this handler."""
-    words = [handler, command, "--no-such-option"]
-    return subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, *words], cwd=REPOSITORY, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    ("command", "handler", "status", "said"),
+    [
+        *((name, "default_int_handler", 130, f"{name}: interrupted\n") for name in ("upscale", "midus train", "midus look")),
+        ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
+    ],
+)  # fmt: skip
+def test_an_interruption_among_imports_is_one_line_and_ignored_where_the_shell_ignores_it(
+    command, handler, status, said
+):
+    words = [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, handler, command, "--no-such-option"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
 
 
-def test_both_programs_begin_here():
-    assert ENTRY_POINTS == {name: f"midus_hf.cli.entry_points:{name}" for name in ("upscale", "midus")}
+# Operations that `midus flops` counts
+
+MOC = REPOSITORY / "configs" / "models" / "moc-371m.json"
+EMBEDDINGS = 768 * json.loads(MOC.read_text())["vocab_size"]  # the head is tied to it
 
 
-@pytest.mark.parametrize("command", ["upscale", "midus train", "midus look"])
-def test_an_interruption_among_imports_is_130_and_one_line(command):
-    done = started(command)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{command}: interrupted\n")
+def test_flops_of_every_part_their_shares_and_the_sums_are_a_table(as_command):
+    out = as_command("midus flops")(MOC).out
+    rows = {row[0]: row[1:] for line in out.splitlines() if len(row := re.split(r"  +", line.strip())) == 3}
+    parts = count_flops(json.loads(MOC.read_text()), 1024).parts
+    assert {name: int(count.replace(",", "")) for name, (count, _) in rows.items() if name in parts} == parts
+    assert rows["chapters: attention"][1] == "22.4%"
+    assert rows["forward"] == ["459,171,802,488", "100.0%"]
+    assert (rows["backward"][0], rows["both"][0]) == ("918,343,604,976", "1,377,515,407,464")
+    printed = " ".join(out.split())
+    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in printed
+    # A token reads 65 chapters of 64 tokens of width 768 in each of four layers.
+    assert f"{147_874_560 + 22_042_628 + 4 * 65 * 64 * 768:,} activated by a token" in printed
+    assert f"without embeddings {371_292_932 - EMBEDDINGS:,}, activated {182_696_708 - EMBEDDINGS:,}" in printed
 
 
-def test_what_the_shell_has_ignored_stays_ignored():
-    done = started("midus flops", "SIG_IGN")
-    assert done.returncode == 2 and "No such option" in done.stderr
+def test_flops_of_a_folder_and_of_other_sizes_are_json(tmp_path, as_command):
+    shutil.copy(MOC, tmp_path / "config.json")
+    report = json.loads(as_command("midus flops")(tmp_path, "--sequence-length", 128, "--batch", 2, "--json").out)
+    flops = count_flops(json.loads(MOC.read_text()), 128, 2)
+    assert (report["sequence_length"], report["batch"]) == (128, 2)
+    assert (report["parts"], report["forward"], report["total"]) == (flops.parts, flops.forward, 3 * flops.forward)
+    assert report["parameters"]["activated_without_embeddings"] == 182_696_708 - EMBEDDINGS
+
+
+def test_flops_of_a_type_that_is_not_counted_are_refused_without_torch(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    code = "assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}"
+    done = run_alone("midus flops", [str(tmp_path)], afterwards=code)
+    message = "midus flops: config has model_type = 'gpt2'; expected one of: llama"
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1

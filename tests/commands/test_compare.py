@@ -49,88 +49,6 @@ def measured(results, tmp_path) -> Path:
     return Path(shutil.copytree(results, tmp_path / "out"))
 
 
-def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
-    done = run(config, "--dry-run", "--json")
-    assert done.status == 0, done.err
-    report = json.loads(done.out)
-    hml, pro, full = report["variants"]
-    assert report["seeds"] == [0, 1]
-    assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
-        "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
-        "rates": ["0.01,value=0.1", "0.001,value=0.01"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
-    }  # fmt: skip
-    assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == ("the base", None)
-    table = run(config, "--dry-run").out
-    assert "null controls" not in table and "0 of 3" in table and "768" in table
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path, runs):
-    report = json.loads(run(config, "--dry-run", "--json").out)
-    assert [variant["done"] for variant in report["variants"]] == [1, 0, 0]
-    done = run(config, "--report", "--json")
-    assert done.status == 0, done.err
-    report = json.loads(done.out)
-    assert [variant["name"] for variant in report["variants"]] == ["hml"]
-    assert (report["missing"], report["failures"]) == (6, {})
-    assert (tmp_path / "out" / "report.html").is_file()
-    done = run(config, "--report")
-    assert done.status == 0 and "Runs that are not done: 6." in done.out
-    assert done.out.splitlines()[-1] == f"report: {report['page']}"
-    assert runs.started == []
-
-
-def test_a_dry_run_refuses_results_of_other_texts(run, config, measured, room, monkeypatch):
-    monkeypatch.setattr("midus_hf.compare.origins.text_digest", lambda path: f"another of {path}")
-    done = run(config, "--dry-run")
-    assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
-
-
-def test_settings_win(run, config):
-    settings = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2"]
-    words = [word for setting in settings for word in ("--set", setting)]
-    report = json.loads(run(config, *words, "--dry-run", "--json").out)
-    assert report["variants"][2]["method"] == "LoRA"
-    assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
-    table = run(config, "--set", "controls=true", "--dry-run").out
-    assert "then null controls, which are not counted here" in " ".join(table.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--jobs", "0"], "jobs is 0; expected at least 1."),
-        (["--devices", "x"], "devices is 'x'; expected numbers of GPUs, such as 0,1."),
-        (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
-        (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
-        (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
-        (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
-    ],
-    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "a key"],
-)  # fmt: skip
-@pytest.mark.parametrize("how", [[], ["--dry-run"], ["--report"]], ids=["run", "dry run", "report"])
-def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
-    done = run(config, *how, *words)
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith(f"midus compare: {message}"), done.err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_windows_that_are_longer_than_the_base_reads_are_refused_before_anything_runs(run, config, tmp_path, how):
-    done = run(config, *how, "--set", "train.sequence_length=65")
-    message = "sequence_length is 65, but the model has positions for 64 tokens."
-    assert (done.status, done.out) == (2, "") and message in done.err.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_report_of_nothing_says_so(run, config, tmp_path):
-    done = run(config, "--report")
-    assert (done.status, done.out) == (1, "")
-    assert done.err == f"midus compare: {tmp_path / 'out'} holds no result yet: the base is measured first\n"
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture
 def runs(monkeypatch):
     """End runs at once in place of running them, with words for those that fail."""
@@ -142,6 +60,72 @@ def runs(monkeypatch):
 
     monkeypatch.setattr("midus_hf.compare.running.run_all", run_all)
     return pretended
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
+    report = json.loads(run(config, "--dry-run", "--json").out)
+    hml, pro, full = report["variants"]
+    assert report["seeds"] == [0, 1]
+    assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
+        "variant": "hml", "method": "midus-hml", "new_parameters": 0, "trained_parameters": 0,
+        "rates": ["0.01,value=0.1", "0.001,value=0.01"], "runs": 3, "tokens": 3 * 4 * 64, "done": 0,
+    }  # fmt: skip
+    assert pro["trained_parameters"] > 0 and (full["method"], full["trained_parameters"]) == ("the base", None)
+    table = run(config, "--dry-run").out
+    assert "null controls" not in table and "0 of 3" in table and "768" in table
+    settings = ["seeds=[7]", "variants.full.rates=[1,2,3]", "variants.full.train.adapters.r=2", "controls=true"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    report = json.loads(run(config, *words, "--dry-run", "--json").out)
+    assert report["variants"][2]["method"] == "LoRA"
+    assert report["seeds"] == [7] and [variant["runs"] for variant in report["variants"]] == [2, 1, 3]
+    table = run(config, *words, "--dry-run").out
+    assert "then null controls, which are not counted here" in " ".join(table.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path, runs, monkeypatch):
+    report = json.loads(run(config, "--dry-run", "--json").out)
+    assert [variant["done"] for variant in report["variants"]] == [1, 0, 0]
+    report = json.loads(run(config, "--report", "--json").out)
+    assert [variant["name"] for variant in report["variants"]] == ["hml"]
+    assert (report["missing"], report["failures"]) == (6, {})
+    assert (tmp_path / "out" / "report.html").is_file()
+    done = run(config, "--report")
+    assert done.status == 0 and "Runs that are not done: 6." in done.out
+    assert done.out.splitlines()[-1] == f"report: {report['page']}"
+    assert runs.started == []
+    monkeypatch.setattr("midus_hf.compare.origins.text_digest", lambda path: f"another of {path}")
+    done = run(config, "--dry-run")
+    assert done.status == 2 and "base was done with another content of the corpus or of a text;" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs", "0"], "jobs is 0; expected at least 1."),
+        (["--devices", "x"], "devices is 'x'; expected numbers of GPUs, such as 0,1."),
+        (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
+        (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
+        (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
+        (["--set", "seed=1"], "config has no option 'seed'. Expected one of: base, "),
+        (["--set", "train.sequence_length=65"], "sequence_length is 65, but the model has positions for 64 tokens."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
+    done = run(config, *how, *words)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1) and not (tmp_path / "out").exists()
+    assert done.err.startswith("midus compare: ") and message in done.err
+
+
+def test_without_a_result_that_is_the_line(run, config, runs, tmp_path):
+    done = run(config, "--report")
+    line = f"midus compare: {tmp_path / 'out'} holds no result yet: "
+    assert done == (1, "", f"{line}the base is measured first\n") and not (tmp_path / "out").exists()
+    runs.failures = {"base": "midus eval ended with status 2"}
+    done = run(config)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.splitlines()[-1] == f"{line}midus eval ended with status 2"
 
 
 @pytest.mark.parametrize(
@@ -163,14 +147,6 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
         assert json.loads(done.out)["failures"] == failures
     else:
         assert f"Runs that are not done: 6, of which {len(failures)} failed." in done.out
-
-
-def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
-    runs.failures = {"base": "midus eval ended with status 2"}
-    done = run(config)
-    assert (done.status, done.out) == (1, "")
-    line = f"midus compare: {tmp_path / 'out'} holds no result yet: midus eval ended with status 2"
-    assert done.err.splitlines()[-1] == line
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """`midus look`: what each question answers, as tables, JSON and files, and what it refuses."""
 
 import csv
-import importlib.util
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,19 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank, write_text
+from evaluation.questions import write_questions
+from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
 from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
+from sft.tiny_chats import write_rows
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
 from midus_hf.topics.memory_retriever import MemoryRetriever
 
-QUESTIONS = [
-    {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
-    {"question": "w7", "choices": ["w12", "w13 w14"], "gold": 0},
-]
 HEADS = 4
 FILES = ".html, .png, .pdf, .csv, .json"
 
@@ -31,11 +29,6 @@ FILES = ".html, .png, .pdf, .csv, .json"
 def with_tokenizer(folder: Path) -> Path:
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def write_documents(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +44,10 @@ def room(tmp_path_factory):
     depth_model(dtype=torch.float32, kind="reused").save_pretrained(folder / "depth")
     for checkpoint in (base, made, *(folder / name for name in ("trained", "chapters", "depth"))):
         with_tokenizer(checkpoint)
-    (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    text = ["--text", f"words={write_text(folder / 'text.txt', 60)}"]
-    three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
+    write_questions(folder)
+    (folder / "text.txt").write_text(document(60, 0))
+    text = ["--text", f"words={folder / 'text.txt'}"]
+    three = write_rows(folder / "three.jsonl", [{"text": document(length, length)} for length in (20, 12, 7)])
     models = {name: folder / name for name in ("base", "made", "trained", "chapters", "depth")}
     return SimpleNamespace(**models, data=folder, text=text, three=["--text", str(three)])
 
@@ -64,7 +58,7 @@ def bank(room, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bank")
     saved = saved_with_bank(room.base, folder)
     documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
-    texts = str(write_documents(folder / "six.jsonl", documents))
+    texts = str(write_rows(folder / "six.jsonl", [{"text": text} for text in documents]))
     return SimpleNamespace(**vars(saved), documents=documents, text=["--text", texts], texts=texts)
 
 
@@ -81,17 +75,14 @@ def run(as_command) -> Callable[..., SimpleNamespace]:
     return ask
 
 
-def outputs(*files: Path) -> list[str]:
-    return [word for file in files for word in ("--output", str(file))]
-
-
 # usage
 
 
 def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"usage.{kind}" for kind in ("png", "pdf", "html", "csv", "json")]
-    done = run("usage", room.trained, *room.text, "--sequence-length", 20, "--max-tokens", 40, *outputs(*files))
+    outputs = [word for file in files for word in ("--output", file)]
+    done = run("usage", room.trained, *room.text, "--sequence-length", 20, "--max-tokens", 40, *outputs)
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
     assert [int(row[1]) for row in rows] == [1, 4]
     assert "read words (40 tokens, loss " in done.out
@@ -107,23 +98,21 @@ def test_bars_are_for_terminals(is_terminal, run, room, library_bars, monkeypatc
 
 
 def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path):
-    pytest.importorskip("matplotlib")
-    files = [tmp_path / f"blocks.{kind}" for kind in ("png", "csv")]
+    file = tmp_path / "blocks.csv"
     words = ["usage", bank.model, "--text", f"a={bank.texts}", "--sequence-length", 8]
-    report = json.loads(run(*words, "--retriever", bank.tree, "--json", *outputs(*files)).out)
+    report = json.loads(run(*words, "--retriever", bank.tree, "--json", "--output", file).out)
     assert report["texts"]["a"]["documents"] == 6
     assert [(row["memory"], row["slots"]) for row in report["rows"]] == [
         ("hier-ffn level 1", 3),
         ("hier-ffn level 2", 9),
     ]
-    counted = list(csv.DictReader(files[1].read_text().splitlines()))
+    counted = list(csv.DictReader(file.read_text().splitlines()))
     paths = MemoryRetriever.load(bank.tree).paths(bank.documents).tolist()
     for level in (1, 2):
         expected = [0] * 3**level
         for text, path in zip(bank.documents, paths, strict=True):
             expected[path[level - 1]] += len(text.split()) - 1  # the last token is not read
         assert [int(row["count"]) for row in counted if row["memory"] == f"hier-ffn level {level}"] == expected
-    assert files[0].read_bytes().startswith(b"\x89PNG")
     done = run(*words, "--json")
     assert [row["used"] for row in json.loads(done.out)["rows"]] == [0, 0]
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in done.err
@@ -132,38 +121,22 @@ def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path
 # ablation and drift
 
 
-def test_ablation_of_parts_is_a_table_json_csv_and_a_picture(run, room, tmp_path):
-    pytest.importorskip("matplotlib")
-    words = ["ablation", room.trained, *room.text, "--sequence-length", 20]
-    files = [tmp_path / "layers.png", tmp_path / "layers.csv"]
-    report = json.loads(run(*words, "--json", *outputs(*files)).out)
+def test_ablation_of_parts_is_a_table_json_and_csv(run, room, tmp_path):
+    words, file = ["ablation", room.trained, *room.text, "--sequence-length", 20], tmp_path / "layers.csv"
+    report = json.loads(run(*words, "--json", "--output", file).out)
     assert report["model"] == str(room.trained) and report["all_of_them_is_the_base"]
     assert [row["part"] for row in report["rows"]] == ["block 1", "block 4", "all of them"]
-    assert report["texts"]["words"]["tokens"] == 59
-    assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 4
+    assert report["texts"]["words"]["tokens"] == 59 and file.read_text().count("\n") == 4
     table = run(*words).out
     assert "all of them" in table and "loss of the base's layers" in table
 
 
-def test_drift_is_the_same_from_a_base_within_and_from_another(run, room, tmp_path):
+def test_drift_is_the_same_from_a_base_within_and_from_another(run, room):
     words = ["drift", room.trained, *room.text, "--sequence-length", 20]
     within, other = (json.loads(run(*words, "--base", base, "--json").out) for base in ("self", room.base))
     assert within == {**other, "base": "self"}
     assert within["rows"][0]["divergence"] > 0
-    page = tmp_path / "drift.html"
-    table = run(*words, "--output", page).out
-    assert "KL(base || model)" in table
-    assert "compared with its base, which is the model without what was added" in page.read_text()
-    unmoved = run("drift", room.made, *room.text).out
-    assert " 0.00000 " in unmoved and "+0.00000" in unmoved
-
-
-def test_texts_fetch_by_a_retriever(run, room, bank):
-    words = ["drift", bank.model, *room.text, "--json"]
-    assert json.loads(run(*words).out)["rows"][0]["divergence"] == 0
-    assert json.loads(run(*words, "--retriever", bank.tree).out)["rows"][0]["divergence"] > 0
-    parts = json.loads(run("ablation", *words[1:], "--retriever", bank.tree).out)["rows"]
-    assert len(parts) == 5 and all(row["difference"] for row in parts)
+    assert "KL(base || model)" in run(*words).out
 
 
 def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path):
@@ -196,27 +169,22 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
 
 def test_depth_is_a_row_per_layer_and_drawn_or_the_map_of_one_head(run, room, tmp_path):
     pytest.importorskip("matplotlib")
-    picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
-    report = json.loads(run("depth", room.depth, *room.three, "--json", *outputs(picture, page)).out)
+    words, page = ["depth", room.depth, *room.three], tmp_path / "depth.html"
+    report = json.loads(run(*words, "--json", "--output", page).out)
     assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 36, "loss": 0}
-    assert [row["layer"] for row in report["rows"]] == [1, 2, 3]
-    for row in report["rows"]:
-        assert row["tokens"] == 36 and row["depth_shares"] == pytest.approx(list(map(sum, row["shares"])))
-        both = [sum(pair) for pair in zip(row["depth_shares"], row["sequence_shares"], strict=True)]
-        assert both == pytest.approx([1.0] * HEADS) and min(row["gates"]) > 0.19
-    lines, first = run("depth", room.depth, *room.three).out.splitlines(), report["rows"][0]
+    assert [(row["layer"], row["tokens"]) for row in report["rows"]] == [(1, 36), (2, 36), (3, 36)]
+    lines, first = run(*words).out.splitlines(), report["rows"][0]
     (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
     shown = [f" {sum(first[shares]) / HEADS:.1%} " for shares in ("depth_shares", "sequence_shares")]
     assert all(words in of_first for words in (*shown, f"{min(first['gates']):.3g} to {max(first['gates']):.3g}"))
-    assert picture.read_bytes().startswith(b"\x89PNG") and "36 tokens" in page.read_text()
     layers = page.read_text()
-    run("depth", room.depth, *room.three, *outputs(page), "--layer", "3", "--head", "1")
-    assert layers.count("data:image/png;base64,") == 1 and page.read_text() != layers
+    run(*words, "--output", page, "--layer", "3", "--head", "1")
+    assert layers.count("data:image/png;base64,") == 1 and "36 tokens" in layers and page.read_text() != layers
 
 
 def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
     words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
-    report = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)
+    report = json.loads(run(*words, "--json", "--output", tmp_path / "heads.png").out)
     assert report["models"] == [str(room.base)] and [row["layer"] for row in report["rows"]] == [0, 1, 2, 3]
     assert len(report["rows"][0]["importance"]) == HEADS
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
@@ -227,25 +195,30 @@ def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
 # page
 
 
-def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path, monkeypatch):
+def test_one_page_joins_all_answers_in_order_and_checks_the_base_once(run, room, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from upscalers.runs import base_confirmation
 
     checked, keeps_base = [], base_confirmation.keeps_base
     monkeypatch.setattr(base_confirmation, "keeps_base", lambda name: checked.append(name) or keeps_base(name))
     monkeypatch.setattr("midus_hf.look.usage.every_count", None)  # nothing but what the page holds is computed
-    words = ["page", room.trained, *room.text, "--sequence-length", 20, "--output"]
-    assert "Slots, chapters and blocks used" in run(*words, tmp_path / "page.html").out and checked == [
-        str(room.trained)
-    ]
+    text = room.text[1].replace("words=", "<words>=")
+    words = ["page", room.trained, "--text", text, "--sequence-length", 20, "--output"]
+    printed = run(*words, tmp_path / "page.html").out
+    assert "Slots, chapters and blocks used" in printed and checked == [str(room.trained)]
     page = (tmp_path / "page.html").read_text()
-    titles = ("Slots, chapters and blocks used", "How far predictions moved", "Loss without a part")
-    assert all(title in page for title in titles)
+    titles = [
+        "What texts use of the memories",
+        "What texts lose without parts of the model",
+        "How far predictions moved",
+    ]
+    assert re.findall("<h[12]>(.*?)</h[12]>", page) == ["Inside the model", *titles]
+    tables = ("Slots, chapters and blocks used", "Loss without a part", "&lt;words&gt;")
+    assert all(title in page for title in tables) and "<words>" not in page
     results = page.partition("<h2>")[0]
-    assert all(
-        words in results for words in ("slots, chapters or blocks", "Without all that was added", "likeliest at")
-    )
-    assert page.count("data:image/png;base64,") == 2
+    told = ("slots, chapters or blocks", "Without all that was added", "likeliest at")
+    assert all(words in results for words in told)
+    assert page.count('src="data:image/png;base64,') == 2 == len(re.findall("(?:src|href)=", page))
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"
     assert (tmp_path / "other.html").read_text().replace(f"compared with {room.base}", of_base) == page
@@ -266,6 +239,7 @@ def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
 
 # refusals
 
+LACKS = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank, which would be random"
 REFUSALS = [
     ("usage TRAINED --text absent", "text is 'absent', which is no file or folder"),
     ("usage TRAINED --text b=absent", "text is 'absent', which is no file or folder"),
@@ -273,6 +247,8 @@ REFUSALS = [
     ("usage TRAINED --text a=b --text a=c", "text 'a' is given twice; expected each name once."),
     ("usage TRAINED TEXT --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
     ("usage BROKEN TEXT --device cpu", "model is 'BROKEN', which cannot be loaded on cpu"),
+    ("usage LACKING TEXT", f"model is 'LACKING', {LACKS}"),
+    ("drift MADE TEXT --base LACKING", f"base is 'LACKING', {LACKS}"),
     ("usage TRAINED TEXT --output a.txt", f"output is 'a.txt'; expected a file ending in {FILES}."),
     ("usage TRAINED TEXT --output /absent/a.csv", "output is '/absent/a.csv', in a folder that does not exist; create"),
     ("usage TRAINED TEXT --sequence-length 4000", "sequence_length is 4000; the model was made for at most 128 tokens."),
@@ -280,9 +256,7 @@ REFUSALS = [
     ("usage DEPTH TEXT", "this midus_llama model has no memory that retrieves slots, reads chapters or fetches blocks;"),
     ("usage TRAINED TEXT --retriever TREE", "and this model fetches no blocks; leave it out."),
     ("heads BASE --tasks piqa --limit 0", "Invalid value for '--limit': "),
-    ("heads BASE --tasks piqa --text a.txt", "No such option: --text"),
     ("heads BASE --data questions", "Missing option '--tasks'. See 'midus look heads --help'."),
-    ("usage TRAINED", "Missing option '--text'. See 'midus look usage --help'."),
     ("drift TRAINED BASE TEXT", "Got unexpected extra argument(s) (BASE)"),
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
@@ -295,34 +269,31 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
-def test_a_wrong_request_is_told_in_one_line(run, room, bank, tmp_path, words, message):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{}")
-    replaced = {"BROKEN": [broken], "BANK": [bank.model], "TREE": [bank.tree], "TEXT": room.text}
-    replaced |= {name.upper(): [getattr(room, name)] for name in ("base", "trained", "chapters", "depth")}
-    done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
-    assert done.out == ""
-    line = done.err.splitlines()[-1]
-    assert line.startswith(f"midus look {words.split()[0]}: ")
-    assert message.replace("BROKEN", str(broken)).replace("BASE", str(room.base)) in line
-
-
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):
-    lacking = shutil.copytree(room.made, tmp_path / "lacking")
+@pytest.fixture(scope="module")
+def broken(room, tmp_path_factory) -> dict[str, Path]:
+    """Folders of a model without weights, and of one without one of its tensors."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "config.json").write_text("{}")
+    lacking = shutil.copytree(room.made, folder / "lacking")
     tensors = load_file(lacking / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
-    message = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
-    assert f"model is {str(lacking)!r}, {message}" in run("usage", lacking, *room.text, refused=True).err
-    done = run("drift", room.made, *room.text, "--base", lacking, refused=True)
-    assert f"base is {str(lacking)!r}, {message}" in done.err
+    return {"BROKEN": folder, "LACKING": lacking}
 
 
-def test_pictures_need_matplotlib(run, room, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+@pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
+def test_a_wrong_request_is_told_in_one_line(run, room, bank, broken, words, message):
+    folders = {name.upper(): getattr(room, name) for name in ("base", "made", "trained", "chapters", "depth")} | broken
+    replaced = {"TREE": [bank.tree], "TEXT": room.text} | {name: [folder] for name, folder in folders.items()}
+    done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
+    for name in ("BROKEN", "LACKING", "BASE"):
+        message = message.replace(name, str(folders[name]))
+    line = done.err.splitlines()[-1]
+    assert done.out == "" and line.startswith(f"midus look {words.split()[0]}: ") and message in line
+
+
+def test_pictures_need_matplotlib(run, room, without):
+    without("matplotlib")
     done = run("usage", room.made, *room.text, "--output", "a.png", refused=True)
     message = f"output has pictures, which need matplotlib; {install_extra('look')}.\n"
     assert done.err == f"midus look usage: {message}"

@@ -144,9 +144,8 @@ CAUTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CAUTIONS)
-def test_what_variants_differ_in_beside_their_methods_is_told(case):
-    results, expected = CAUTIONS[case]
+@pytest.mark.parametrize(("results", "expected"), CAUTIONS.values(), ids=CAUTIONS)
+def test_what_variants_differ_in_beside_their_methods_is_told(results, expected):
     assert cautions(found(results)) == expected
 
 

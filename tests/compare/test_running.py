@@ -92,13 +92,11 @@ class PretendedRuns:
         return run_all(comparison(self.folder, **changes), variants, jobs, devices)
 
     def collect(self, variants, **changes) -> tuple[list[tuple[str, dict[str, float], int]], int]:
-        """Name, rate and seed of the results that count beside the base's, and the number of those that are missing."""
         base, results, missing = collect(comparison(self.folder, **changes), variants)
         assert base is not None
         return [(one.variant, one.rate, one.seed) for one in results], missing
 
     def names(self) -> list[str]:
-        """Return the names of the runs that have begun, in order, and forget them."""
         names = [note["name"] for note in self.notes]
         self.notes.clear()
         return names
@@ -158,8 +156,11 @@ def test_runs_share_the_cores(pretended, monkeypatch, jobs, threads):
     assert pretended.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
 
 
-def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
+def test_what_fails_stops_nothing_else_unless_it_is_the_base_and_is_done_again(pretended):
     variants = [variant(name) for name in "abc"]
+    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
+    failures = pretended.run(variants)
+    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
     pretended.behaviour = {
         "a/0.001/seed-0": {"prints": "Traceback\nValueError: no.\n\n", "exits": 1},
         "b/0.001/seed-0": {"exits": -9},
@@ -173,12 +174,6 @@ def test_what_fails_stops_nothing_else_and_is_done_again(pretended):
     assert pretended.collect(variants) == ([("c", ONE, 0)], 2)
     pretended.behaviour = {}
     assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
-
-
-def test_without_a_base_nothing_else_runs(pretended):
-    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
-    failures = pretended.run([variant("a")])
-    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
 
 
 def test_what_is_added_is_done_alone(pretended):
@@ -212,31 +207,28 @@ NOT_DONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NOT_DONE)
-def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(pretended, case):
-    pretended.behaviour, rates, upscale, others, missing = NOT_DONE[case]
-    variants, failing = (
-        [variant("a", rates, upscale)],
-        [key for key, one in NOT_DONE[case][0].items() if "exits" in one],
-    )
+@pytest.mark.parametrize(("behaviour", "rates", "upscale", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
+def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(
+    pretended, behaviour, rates, upscale, others, missing
+):
+    pretended.behaviour, variants = behaviour, [variant("a", rates, upscale)]
+    failing = [key for key, one in behaviour.items() if "exits" in one]
     assert list(pretended.run(variants, seeds=[0, 1])) == failing
     assert pretended.names() == ["base", "a/0.001/seed-0", *others]
     results, counted = pretended.collect(variants, seeds=[0, 1])
     assert counted == missing and len(results) == 1 + len(others) - len(failing)
 
 
-def written(name: str) -> Callable[..., object]:
-    """What changes a file of the comparison's folder."""
+def another_content(name: str) -> Callable[..., object]:
     return lambda folder, _: (folder / name).write_text("after")
 
 
-def of_a_control(folder: Path, _) -> None:
-    """The result of a null control, as another request would have left it."""
+def another_control(folder: Path, _) -> None:
     path = folder / "out/runs/a+one-row/0.001/seed-0.json"
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
 
 
-def of_the_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
 
 
@@ -247,30 +239,26 @@ CHANGED = {
         None, {"base": "other"}, {},
         "base was done with another base; expected the same. Give the variant another name, choose",
     ),
-    "a text": (None, {"retention": {"stars": "stars.txt"}}, {}, "base was done with another texts.stars; expected the same."),
     # Texts are measured at other steps too, so that the last one is.
     "steps": (
         None, {}, {"train": {"corpus": "corpus", "max_steps": 8}},
         "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps; expected the same.",
     ),
-    "sizes": (
-        None, {}, {"upscale": {**UPSCALE, "options": {"n": 5}}},
-        "a/0.001/seed-0 was done with another upscale.options.n; expected",
-    ),
-    "a control": (of_a_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
-    "content of the base": (of_the_base, {}, {}, "base was done with another content of the base; expected the same."),
-    **{name: (written(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
+    "a control": (another_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
+    "content of the base": (another_base, {}, {}, "base was done with another content of the base; expected the same."),
+    **{name: (another_content(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changed", CHANGED)
-def test_another_request_of_what_is_done_is_refused_before_anything_runs(pretended, changed, monkeypatch):
+@pytest.mark.parametrize(("change", "changes", "change_of_variant", "message"), CHANGED.values(), ids=CHANGED)
+def test_another_request_of_what_is_done_is_refused_before_anything_runs(
+    pretended, change, changes, change_of_variant, message, monkeypatch
+):
     a = variant("a", upscale=UPSCALE)
     for name in ("corpus", "plants.txt", "herbs.txt"):
         (pretended.folder / name).write_text("before")
     pretended.run([a])
     pretended.names()
-    change, changes, change_of_variant, message = CHANGED[changed]
     if change is not None:
         change(pretended.folder, monkeypatch)
     with pytest.raises(ValueError) as refused:

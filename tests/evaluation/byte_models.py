@@ -1,11 +1,15 @@
-"""Tiny models that read bytes: a tokenizer of one token a byte, and checkpoints that hold it."""
+"""Tiny models that read bytes: a tokenizer of one token a byte, checkpoints that hold it, and their perplexity."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from midus_hf.evaluation.text_rows import read_rows, text_rows
 from upscalers.runs.upscale import upscale
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
@@ -42,3 +46,15 @@ def save_upscaled(base: Path, folder: Path) -> Path:
     """Give a saved model two blocks of head-wise memory, whose values are zero."""
     upscale(base=base, method="midus-hml", output=folder, num_new_layers=2, options={"n": 8, "k": 2})
     return folder
+
+
+def perplexity(
+    model, tokenizer, documents, *, apart=False, find_paths=None, batch_size=4, **lengths: Any
+) -> SimpleNamespace:
+    """Return `perplexity`, the number of predicted `tokens`, and their greatest number in a window, `sequence_length`."""
+    rows = text_rows("text", documents, tokenizer, model.config, joined=not apart, **lengths)
+    if find_paths is not None:
+        rows = dataclasses.replace(rows, paths=find_paths(documents))
+    losses = read_rows(model, rows, batch_size=batch_size)
+    longest = max(len(row) - 1 for row in rows.rows)
+    return SimpleNamespace(perplexity=losses.perplexity, tokens=rows.num_tokens, sequence_length=longest)

@@ -2,23 +2,21 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
-from evaluation.measured import perplexity
+from evaluation.byte_models import byte_model, byte_tokenizer, perplexity, save_byte_model
 from evaluation.questions import write_questions
-from topics.tiny_bert import WIDTH, save_tiny_bert
+from look.upscaled_folders import loaded, saved_with_bank
+from topics.tiny_bert import WIDTH
 from topics.trees import random_tree
-from transformers import AutoModelForCausalLM
 
-from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import fetches_blocks, fetching, question_of
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import TreeOrigin
-from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")
 
@@ -28,39 +26,21 @@ DOCUMENTS = ["The sky is blue, and the sea is deep.", "Lions eat.", "x", "Two an
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A tiny model whose bank has blocks that act, of a tree of 3 by 9."""
+def saved(tmp_path_factory):
+    """A tiny `model` whose bank has blocks that act, and a `tree` of 3 by 9 for it."""
     folder = tmp_path_factory.mktemp("fetching")
-    base = save_byte_model("llama", folder / "base")
-    upscale(
-        base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 3], "branching": 3}, verify=False
-    )
-    layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.bank("hier-ffn").layout
-    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout)
-    generator = torch.Generator().manual_seed(0)
-    for level in (1, 2):
-        for index in range(-1, layout.blocks.nodes(level)):
-            bank.write(level, index, 0.5 * torch.randn(layout.record_numel(level), generator=generator))
-    byte_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
+    return saved_with_bank(save_byte_model("llama", folder / "base"), folder)
 
 
 @pytest.fixture(scope="module")
-def model(model_folder):
-    return AutoModelForCausalLM.from_pretrained(model_folder).eval()
+def model(saved):
+    return loaded(saved.model)
 
 
 def find_paths(texts):
     """A path that follows from the letters of a text."""
     leaves = torch.tensor([sum(map(ord, text)) % 9 for text in texts])
     return torch.stack([leaves // 3, leaves], dim=1)
-
-
-def tree_at(folder, branching=3, levels=2) -> str:
-    """Return the path of a random tree of a tiny model's embeddings."""
-    origin = TreeOrigin(embedding_model=str(save_tiny_bert(folder / "bert")))
-    random_tree(branching, levels, width=WIDTH, origin=origin).save(folder / "tree")
-    return str(folder / "tree")
 
 
 def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, int]:
@@ -115,14 +95,10 @@ def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(m
     assert "Predators eat" in requests
 
 
-class Request:
-    def __init__(self, context, continuation):
-        self.args, self.task_name, self.doc = (context, continuation), "task", {}
-
-
 def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
     language_model = FetchingLM(model, find_paths, tokenizer=byte_tokenizer(), batch_size=2)
-    requests = [Request("sky is", " blue"), Request("lions", " eat"), Request("sky is", " up"), Request("j", "a")]
+    asked = [("sky is", " blue"), ("lions", " eat"), ("sky is", " up"), ("j", "a")]
+    requests = [SimpleNamespace(args=words, task_name="task", doc={}) for words in asked]
     actual = language_model.loglikelihood(requests, disable_tqdm=True)
     for request, (value, _) in zip(requests, actual, strict=True):
         context, continuation = (byte_tokenizer()(text, add_special_tokens=False).input_ids for text in request.args)
@@ -134,82 +110,74 @@ def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
         assert value == pytest.approx(expected, rel=1e-4)
 
 
-class Schema:
-    """A task whose choices are contexts."""
-
-    def doc_to_text(self, doc):
-        return 1
-
-    def doc_to_choice(self, doc):
-        return ["The trophy does not fit since the trophy", "The trophy does not fit since the case"]
-
-    def doc_to_target(self, doc):
-        return "is too large."
-
-
 def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
-    assert question_of(Schema(), {}) == "The trophy does not fit since the is too large."
+    contexts = [f"The trophy does not fit since the {name}" for name in ("trophy", "case")]
+    told = {"doc_to_text": 1, "doc_to_choice": contexts, "doc_to_target": "is too large."}
+    task = SimpleNamespace(**{name: lambda _, words=words: words for name, words in told.items()})
+    assert question_of(task, {}) == "The trophy does not fit since the is too large."
 
 
-def test_the_command_measures_by_a_tree(model_folder, model, tmp_path, capsys):
+def write_rows(path, *rows) -> list[str]:
+    """Write rows as a text, and return the words that ask for its measurement in short windows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--text", str(path), "--sequence-length", "16", "--json"]
+
+
+def test_the_command_measures_by_a_tree(saved, model, tmp_path, capsys):
     texts = [f"w{i} w{i + 1} w{2 * i} " * 4 for i in range(6)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tree = tree_at(tmp_path)
-    words = ["--text", str(tmp_path / "texts.jsonl"), "--sequence-length", "16", "--retriever", tree, "--json"]
-    main([str(model_folder), *words])
+    words = [str(saved.model), *write_rows(tmp_path / "texts.jsonl", *({"text": text} for text in texts))]
+    main([*words, "--retriever", str(saved.tree)])
     told = capsys.readouterr()
     measured = json.loads(told.out)["models"][0]["perplexity"]["perplexity"]
     assert "no block" not in told.err
-    main([str(model_folder), *words[:4]])
-    assert (
-        f"{model_folder}: no block of its bank was read, since nothing says the topics of texts"
-        in capsys.readouterr().err
-    )
-    paths = MemoryRetriever.load(tree).paths
+    main(words)
+    line = f"{saved.model}: no block of its bank was read, since nothing says the topics of texts"
+    assert line in capsys.readouterr().err
+    paths = MemoryRetriever.load(saved.tree).paths
     arguments = {"sequence_length": 16, "apart": True}
     expected = perplexity(model, byte_tokenizer(), texts, find_paths=paths, **arguments).perplexity
     assert measured == pytest.approx(expected, rel=1e-6)
     assert perplexity(model, byte_tokenizer(), texts, **arguments).perplexity != pytest.approx(expected, rel=1e-3)
 
 
-def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model_folder, model, tmp_path, capsys):
+def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(saved, model, tmp_path, capsys):
     paths = find_paths(DOCUMENTS).tolist()
     rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
     rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--text", str(tmp_path / "texts.jsonl"), *"--sequence-length 16 --json --path-column memory_ids".split()]
     plain = save_byte_model("llama", tmp_path / "plain")
-    main([str(model_folder), str(plain), *words])
+    words = write_rows(tmp_path / "texts.jsonl", *rows)
+    main([str(saved.model), str(plain), *words, "--path-column", "memory_ids"])
     fetched, alike = (report["perplexity"]["perplexity"] for report in json.loads(capsys.readouterr().out)["models"])
     arguments = {"sequence_length": 16, "apart": True}
     expected = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, **arguments)
     assert fetched == pytest.approx(expected.perplexity, rel=1e-6)
     without = perplexity(model, byte_tokenizer(), DOCUMENTS, **arguments)
     assert abs(without.perplexity - fetched) > 1e-3 * fetched
-    expected = perplexity(AutoModelForCausalLM.from_pretrained(plain), byte_tokenizer(), DOCUMENTS, **arguments)
+    expected = perplexity(loaded(plain), byte_tokenizer(), DOCUMENTS, **arguments)
     assert alike == pytest.approx(expected.perplexity, rel=1e-6)
 
 
 @pytest.mark.parametrize(("branching", "levels"), [(2, 2), (3, 3)], ids=["fewer-children", "more-levels"])
-def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, model_folder, tmp_path, capsys):
+def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, saved, tmp_path, capsys):
     """By fewer children every node has a block, of other topics."""
-    tree = tree_at(tmp_path, branching, levels)
-    (tmp_path / "text.txt").write_text("w1 w2 w3")
-    words = (
+    origin = TreeOrigin(embedding_model=str(saved.bert))
+    random_tree(branching, levels, width=WIDTH, origin=origin).save(tmp_path / "tree")
+    words = write_rows(tmp_path / "texts.jsonl", {"text": "w1 w2 w3"})
+    assert main([str(saved.model), *words, "--retriever", str(tmp_path / "tree")]) == 2
+    message = (
         f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
         "expected the tree that the bank was trained with."
     )
-    assert main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", tree]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_paths_in_another_tree_are_refused_before_anything_is_measured(model_folder, tmp_path, capsys, monkeypatch):
+def test_paths_in_another_tree_are_refused_before_anything_is_measured(saved, tmp_path, capsys, monkeypatch):
     measured: list[object] = []
     monkeypatch.setitem(evaluate.__globals__, "read_rows", lambda *_, **__: measured.append(1))
     rows = [*({"text": "a word " * 50, "memory_ids": [0, 0]} for _ in range(20)), {"text": "b", "memory_ids": [2, 9]}]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"]) == 2
-    words = (
+    words = write_rows(tmp_path / "texts.jsonl", *rows)
+    assert main([str(saved.model), *words, "--path-column", "memory_ids"]) == 2
+    message = (
         "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1 for the generic"
     )
-    assert words in capsys.readouterr().err and not measured
+    assert message in capsys.readouterr().err and not measured

@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from tiny import FAMILIES, save_tiny_model, tiny_model
+from look.upscaled_folders import loaded, saved_pair
+from tiny import tiny_model
 from training.tiny_run import refused
-from transformers import AutoModelForCausalLM
 
 from midus_hf.look.heads import Answer, head_importance, heads_rows, heads_table
-from upscalers.runs.upscale import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
 
@@ -40,7 +39,6 @@ def by_definition(model, answer: Answer) -> torch.Tensor:
     return slopes.abs().sum(-1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     model = tiny_model(family, torch.float64).eval()
     model.model.layers[0].requires_grad_(False)
@@ -56,36 +54,18 @@ def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     assert (result.answers, result.layers, result.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important(tmp_path):
-    base = save_tiny_model("llama", tmp_path / "base")
-    options = {"n": 4, "k": 2}
-    upscale(base=base, method="midus-hml", output=tmp_path / "model", num_new_layers=2, options=options, verify=False)
-    before = head_importance(AutoModelForCausalLM.from_pretrained(base).eval(), ANSWERS)
-    after = head_importance(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), ANSWERS)
-    assert (after.layers, after.base_layers) == ([0, 2, 3, 5], [0, 1, 2, 3]), (
-        "memories read heads without a projection"
-    )
+def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important():
+    before, after = (head_importance(loaded(folder), ANSWERS) for folder in saved_pair("llama", "midus-hml"))
+    assert (after.layers, after.base_layers) == ([0, 2, 3, 5], [0, 1, 2, 3]), "memories read heads as they are"
     torch.testing.assert_close(after.absolute, before.absolute, rtol=1e-4, atol=1e-8)
     assert after.loss == pytest.approx(before.loss)
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        (
-            [Answer(torch.tensor([3, 4, 5]), 0)],
-            "an answer has 3 tokens, of which the prompt has 0; expected some of each",
-        ),
-        (
-            [Answer(torch.tensor([3, 4, 5]), 3)],
-            "an answer has 3 tokens, of which the prompt has 3; expected some of each",
-        ),
-        ([], "there is no answer to measure; expected one or more"),
-    ],
-    ids=["no prompt", "no answer", "nothing"],
-)
-def test_what_cannot_be_measured_is_refused(answers, message):
-    with refused(message):
+@pytest.mark.parametrize("prompt_tokens", [0, 3, None])
+def test_what_cannot_be_measured_is_refused(prompt_tokens):
+    answers = [] if prompt_tokens is None else [Answer(torch.tensor([3, 4, 5]), prompt_tokens)]
+    some = f"an answer has 3 tokens, of which the prompt has {prompt_tokens}; expected some of each"
+    with refused(some if answers else "there is no answer to measure; expected one or more"):
         head_importance(tiny_model("llama"), answers)
 
 

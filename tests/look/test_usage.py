@@ -23,23 +23,6 @@ KINDS = {
 }
 
 
-def memories(model):
-    return {layer: model.model.layers[layer].memory for layer in NEW_LAYERS}
-
-
-def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
-    """What each memory reads in one forward pass, `[B, T, W]` by layer."""
-    inputs, handles = {}, []
-    for layer, memory in memories(model).items():
-        hook = memory.register_forward_pre_hook(lambda _, arguments, layer=layer: inputs.update({layer: arguments[0]}))
-        handles.append(hook)
-    with torch.no_grad():
-        model(tokens, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return inputs
-
-
 def counted_by_hand(memory, attention_output) -> torch.Tensor:
     """Counts `[H, N]`: score every slot of every head for each token in float64, and take the k largest."""
     query = memory.queries(attention_output, track_statistics=False).double()
@@ -60,20 +43,18 @@ def counted_by_hand(memory, attention_output) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_those_of_every_slot_scored_and_sorted(family, kind):
-    model = upscaled_model(family, **KINDS[kind])
-    batches = [prompt(length=6, seed=seed) for seed in (1, 2)]
+    model, expected = upscaled_model(family, **KINDS[kind]), {}
+    for layer in NEW_LAYERS:
+
+        def count(memory, arguments, layer=str(layer)):
+            expected[layer] = expected.get(layer, 0) + counted_by_hand(memory, arguments[0])
+
+        model.model.layers[layer].memory.register_forward_pre_hook(count)
     with record_usage(model) as usage, torch.no_grad():
-        for tokens in batches:
-            model(tokens, use_cache=False)
-    expected = {}
-    for tokens in batches:
-        for layer, attention_output in read_inputs(model, tokens).items():
-            counts = counted_by_hand(memories(model)[layer], attention_output)
-            expected[str(layer)] = expected.get(str(layer), 0) + counts
-    assert usage.keys() == expected.keys()
-    for position, counts in usage.items():
-        assert counts.dtype == torch.int64
-        assert torch.equal(counts, expected[position])
+        for seed in (1, 2):
+            model(prompt(length=6, seed=seed), use_cache=False)
+    assert usage.keys() == expected.keys() and {counts.dtype for counts in usage.values()} == {torch.int64}
+    assert all(torch.equal(counts, expected[position]) for position, counts in usage.items())
 
 
 @torch.no_grad()
@@ -188,13 +169,10 @@ def test_the_generic_memory_and_texts_that_fetch_nothing_are_not_counted(tmp_pat
 
 
 def test_what_a_model_refuses_is_refused_in_its_words_and_not_counted(fetching):
-    ids, message = torch.tensor([[1, 4, 27]]), "memory_ids has 27 for level 3 in row 0; expected 0 to 26"
-    with record_usage(fetching) as usage, refused(message):
-        fetching(torch.arange(1, 4)[None], memory_ids=ids)
+    tokens, ids = torch.arange(1, 4)[None], torch.tensor([[1, 4, 27]])
+    with record_usage(fetching) as usage, refused("memory_ids has 27 for level 3 in row 0; expected 0 to 26"):
+        fetching(tokens, memory_ids=ids)
     assert counted(usage) == {FIRST: {}, THIRD: {}}
-
-
-def test_blocks_that_were_fetched_before_are_refused(fetching):
     blocks = fetching.fetch_memory(PATHS[:1])
     with record_usage(fetching), refused("memory_blocks is given, which does not name the blocks' nodes"):
-        fetching(torch.arange(1, 4)[None], memory_blocks=blocks)
+        fetching(tokens, memory_blocks=blocks)

@@ -69,9 +69,3 @@ def acting(model: PreTrainedModel) -> PreTrainedModel:
             if "memor" in name or any(layer in name for layer in inserted):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def write_text(path: Path, words: int = 200) -> Path:
-    """A text of the words that `tiny_run.tiny_tokenizer` knows."""
-    path.write_text(" ".join(f"w{3 + (7 * i * i) % 125}" for i in range(words)), encoding="utf-8")
-    return path
