@@ -1,16 +1,20 @@
-"""A model that reads each module's weights when it is called computes what it computes in memory, bit for bit."""
+"""A model that reads each module's weights when it is called computes what it computes in memory, and needs memory for one module."""
 
+import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from pairs import in_turn
+from processes.warm import run_warm
 from tiny import prompt
 
 from tests.upscalers.checkpoints import SMALL, load, read_tensors, save_base, unverified, write_tensors
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.safetensors_format import layout
 from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.streamed_model import StreamedModel
@@ -38,9 +42,9 @@ def expected_logits(folder, dtype=torch.float32):
         return load(folder, dtype)(prompt(), use_cache=False).logits
 
 
-@pytest.mark.parametrize(("layout", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
-def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout, stored):
-    folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout])
+@pytest.mark.parametrize(("layout_name", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
+def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout_name, stored):
+    folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout_name])
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
 
@@ -104,3 +108,71 @@ def test_code_that_a_checkpoint_brings_is_not_run(base, tmp_path):
     for file in brought:
         file.write_text("raise SystemExit('the code of a checkpoint was run')\n")
     assert torch.isfinite(streamed_logits(folder)).all()
+
+
+LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 30_000_000
+# Nothing is forced to the disk, and what is freed goes back at once (M_TRIM_THRESHOLD), of one heap (M_ARENA_MAX): how much glibc
+# keeps of it, and so by how much a peak grows, depends on the processor's kernels.
+COMMAND = """
+import ctypes, os
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    assert ctypes.CDLL(None).mallopt(-1, 65536) and ctypes.CDLL(None).mallopt(-8, 1)
+os.fsync = lambda file: None
+from midus_hf.cli.upscale import main
+main()
+"""
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+# A layer of 41 MB that computes little.
+NARROW = {"hidden_size": 512, "intermediate_size": 12_288}
+
+
+def synthetic(folder, num_layers, **changes):
+    """A checkpoint of 134 MB per layer, one shard for each two layers, all holes: it takes no room on the disk."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes, "num_hidden_layers": num_layers}))
+    tensors, shards = open_base(folder, needs_weights=False).tensors, {}
+    for name in tensors:
+        parts = name.split(".")
+        number = int(parts[2]) // 2 if parts[1] == "layers" else 0
+        shards.setdefault(f"model-{number:05d}.safetensors", []).append(name)
+    for file_name, names in shards.items():
+        head, _ = layout([(name, tensors[name].dtype, tensors[name].shape) for name in names])
+        with open(folder / file_name, "wb") as file:
+            file.write(head)
+            file.truncate(len(head) + sum(tensors[name].num_bytes for name in names))
+    weight_map = {name: file_name for file_name, names in shards.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def upscaled(tmp_path, num_layers, verify, **changes):
+    """The report of a run in a process of its own, whose peak is not that of the tests; whatever it wrote is deleted."""
+    base = synthetic(tmp_path / f"base-{num_layers}", num_layers, **changes)
+    words = ("--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--json", verify)
+    done = run_warm(COMMAND, "--base", base, *words)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_memory_stays_below_a_gigabyte_and_what_is_written(tmp_path):
+    report = upscaled(tmp_path, 4, "--no-verify")
+    assert report["peak_rss_bytes"] < min(report["bytes"]["written"], LIMIT_BYTES)
+
+
+def test_memory_does_not_grow_with_the_model_where_both_models_are_compared(tmp_path):
+    small, large = (upscaled(tmp_path, layers, "--verify", **NARROW) for layers in (2, 4))
+    assert large["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
+    assert large["bytes"]["written"] > small["bytes"]["written"] + 2 * NOISE_BYTES
+    assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES
