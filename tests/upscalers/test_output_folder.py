@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from midus_hf.files.checkpoint_files import RUN_CONFIG
 from tests.upscalers.checkpoints import file_digests, unverified
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
@@ -50,32 +49,32 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
-def test_an_empty_folder_may_be_replaced_on_request_and_a_file_never(tmp_path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "out").mkdir()
-    for name, overwrite, message in (
-        ("file", True, "file is a file, so --overwrite will not"),
-        ("out", False, "exists"),
+def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, link, empty = (tmp_path / name for name in ("run", "link", "empty"))
+    base = checkpoint(run / "checkpoint-5")
+    checkpoint(run / "other")
+    (run / "config.json").write_text(text("old"))
+    link.symlink_to(base)
+    empty.mkdir()
+    inside = "lies inside the base .*; expected a folder elsewhere"
+    for output, overwrite, message in (
+        (base, True, inside),
+        (base / "a" / "b", False, inside),
+        (link, False, inside),
+        (link / "out", True, inside),
+        (run, True, "run holds the base .*checkpoint-5, which --overwrite would delete"),
+        (run / "config.json", True, "config.json is a file, so --overwrite will not"),
+        (empty, False, "empty exists"),
+        ("", True, "output is ''; expected the folder to make"),
     ):
         with pytest.raises(RequestError, match=message):
-            CheckpointFolder(tmp_path / name, overwrite=overwrite)
-    write(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "config.json").read_text() == text("new")
-
-
-def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):
-    base = checkpoint(tmp_path / "run" / "checkpoint-5")
-    checkpoint(tmp_path / "run" / "other")
-    (tmp_path / "run" / "config.json").write_text(text("old"))
-    (tmp_path / "link").symlink_to(base)
-    for inside in (base, base / "out", base / "a" / "b", tmp_path / "link", tmp_path / "link" / "out"):
-        for overwrite in (True, False):
-            with pytest.raises(RequestError, match=r"lies inside the base .*; expected a folder elsewhere"):
-                CheckpointFolder(inside, base, overwrite)
-    with pytest.raises(RequestError, match=r"run holds the base .*checkpoint-5, which --overwrite would delete"):
-        CheckpointFolder(tmp_path / "run", base, overwrite=True)
-    CheckpointFolder(tmp_path / "run" / "checkpoint-50", base)
-    CheckpointFolder(tmp_path / "run" / "other", base, overwrite=True)
+            CheckpointFolder(output, base, overwrite)
+    assert names(tmp_path) == ["empty", "link", "run"]
+    CheckpointFolder(run / "checkpoint-50", base)
+    CheckpointFolder(run / "other", base, overwrite=True)
+    write(empty, overwrite=True)
+    assert (empty / "config.json").read_text() == text("new")
 
 
 def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_path, monkeypatch, base):
@@ -102,15 +101,6 @@ def test_what_a_killed_run_left_counts_as_room_and_is_removed(tmp_path, monkeypa
     assert file_digests(base) == before
 
 
-def test_a_persons_folder_of_a_name_like_those_of_ours_is_left_untouched(tmp_path):
-    mine = [".out.partial", ".out.midus-mine", "out.midus-partial", ".other.midus-partial"]
-    for name in mine:
-        checkpoint(tmp_path / name, "a person's")
-    write(tmp_path / "out")
-    assert names(tmp_path) == sorted([*mine, "out"])
-    assert all((tmp_path / name / "config.json").read_text() == text("a person's") for name in mine)
-
-
 def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp_path, base):
     with CheckpointFolder(tmp_path / "out").writing() as partial:
         (partial / "config.json").write_text(text("first"))
@@ -123,13 +113,6 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
     assert names(tmp_path) == ["other", "out"]
 
 
-def test_an_output_without_a_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match="output is ''; expected the folder to make"):
-        CheckpointFolder("", overwrite=True)
-    assert names(tmp_path) == []
-
-
 def test_a_link_stands_for_what_it_points_to(tmp_path):
     checkpoint(tmp_path / "real" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
@@ -138,11 +121,6 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
         assert (tmp_path / "real" / "out" / "config.json").read_text() == text(mark)
     assert (tmp_path / "link").is_symlink()
     assert (names(tmp_path), names(tmp_path / "real")) == (["link", "real"], ["out"])
-
-
-def entries(folder):
-    """Every file and folder, hidden ones too, and what the files hold."""
-    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def project(folder, config="{}"):
@@ -183,41 +161,24 @@ def test_a_project_is_left_untouched(tmp_path, config, record, message):
     for name in ("vocab.json", "deep"):  # folders, one of which is called like a file
         (output / name).mkdir()
         (output / name / "mine").touch()
-    before = entries(output)
+    before = file_digests(output)
     with pytest.raises(RequestError) as refused:
         CheckpointFolder(output, overwrite=True)
     assert f"output {output} {message}" in str(refused.value)
-    assert entries(output) == before
+    assert file_digests(output) == before
 
 
-def test_a_model_that_was_trained_or_downloaded_is_replaced(tmp_path):
-    output = checkpoint(tmp_path / "out")
-    metadata = output / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    metadata.parent.mkdir(parents=True)
-    for path in (metadata, output / "training_args.bin", output / RUN_CONFIG):
-        path.touch()
-    write(output, overwrite=True)
-    assert names(output) == ["config.json"]
-
-
-def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(tmp_path):
-    output = checkpoint(tmp_path / "out")
-    folder = CheckpointFolder(output, overwrite=True)
-    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
-        with folder.writing() as partial:
-            (partial / "config.json").write_text(text("new"))
-            (output / "notes.txt").write_text("mine")
-    assert names(tmp_path) == ["out"] and names(output) == ["config.json", "notes.txt"]
-    assert (output / "config.json").read_text() == text("old")
-
-
-def test_what_appears_where_nothing_was_is_kept(tmp_path):
+def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
+    checkpoint(tmp_path / "old")
+    old = CheckpointFolder(tmp_path / "old", overwrite=True)
     late, later = (CheckpointFolder(tmp_path / name) for name in ("out", "project"))
+    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"), old.writing():
+        (tmp_path / "old" / "notes.txt").write_text("mine")
     write(tmp_path / "out", "first")
     with pytest.raises(RequestError, match="out exists; pass --overwrite"), late.writing():
         pass
     with pytest.raises(RequestError, match="project exists; pass --overwrite to replace it"), later.writing():
         project(tmp_path / "project")
-    assert names(tmp_path) == ["out", "project"]
-    assert (tmp_path / "out" / "config.json").read_text() == text("first")
+    assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
+    assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]
     assert (tmp_path / "project" / "notes.txt").read_text() == "notes.txt"
