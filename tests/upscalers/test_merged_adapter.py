@@ -101,18 +101,12 @@ def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tm
     assert "adapter: adapter" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_an_adapter_beside_the_base_is_merged_on_request_alone(tmp_path, command, refused):
-    base, message = (
-        save_base(tmp_path / "base"),
-        r"the base holds a PEFT adapter \(adapter_config.json\), .* --adapter, or",
-    )
+def test_an_adapter_beside_the_base_is_merged_on_request(tmp_path):
+    base = save_base(tmp_path / "base")
     expected = merged_by_peft(base, save_adapter(base, tmp_path / "adapter"))
     for file in (tmp_path / "adapter").glob("adapter_*"):
         file.rename(base / file.name)
-    words = ("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
-    refused(command(*words), message, None)
-    done = command(*words, "--adapter", base)
-    assert done.status == 0, done.err
+    upscale(base=base, method="llama-pro", output=tmp_path / "out", adapter=base)
     with torch.no_grad():
         assert torch.equal(logits(tmp_path / "out"), expected(prompt()).logits)
 
@@ -160,6 +154,7 @@ def of_an_upscaled_base(base: Path, adapter: Path) -> None:
     base.with_name("upscaled").rename(base)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n"
 HEAD = {"modules_to_save": ["lm_head"]}
 NOT_PLAIN = "; expected a LoRA, rsLoRA or DoRA"
 REFUSED = {
@@ -196,6 +191,10 @@ REFUSED = {
     "a type that transformers converts": (
         lambda base, adapter: (shutil.rmtree(base), tiny_model("mixtral").save_pretrained(base)),
         "would be merged into a 'mixtral' model, whose tensors transformers converts .* Merge the adapter",
+    ),
+    "a pointer of Git LFS": (
+        lambda base, adapter: (adapter / "adapter_model.safetensors").write_text(POINTER),
+        "adapter_model.safetensors of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull",
     ),
     "no matrices": (without("adapter_model.safetensors"), r"or no adapter_model.safetensors \(FileNotFoundError\)"),
     "no config": (

@@ -12,7 +12,8 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 from midus_hf.saved_models import load_for_reading
-from tests.tiny import save_tiny_tokenizer, tiny_model
+from tests.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.upscalers import checkpoints
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_names
 from upscalers.methods.packs import spelled_names
@@ -32,8 +33,7 @@ COMMON = {"common_names": True}  # every token of the tiny vocabulary is frequen
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama").save_pretrained(folder)
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("base"))
     save_tiny_tokenizer(folder)
     return folder
 
@@ -63,9 +63,7 @@ def bank_of(folder):
 
 
 def logits(folder, tokens):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits
+    return checkpoints.logits(folder, input_ids=torch.tensor([tokens]))
 
 
 # Rows of the glossary, options, and what is said.
