@@ -1,11 +1,14 @@
 """`midus edit` of chapters: what it lists, which rows it changes and no other byte, what it records, what models then compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import prompt
 
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
@@ -19,14 +22,81 @@ from tests.upscalers.checkpoints import (
     record_of,
     same_bits,
     save_base,
+    tensor_files,
     write_tensors,
 )
-from tests.upscalers.edits.made import CHAPTERS, LAYERS, TOKENS, bank_name, give_values, rows, save_chapters
 from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.edits import quantising
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
+
+# C, T and the layers with a memory of the checkpoints.
+CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
+
+
+# Options of a memory in all layers.
+OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS)}
+
+
+def save_chapters(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    sharded: bool = False,
+    prefix: str = "model.",
+    names: tuple[str, ...] = ("chapters",),
+    bank_bits: Literal[8, 4] | None = None,
+    **changes: Any,
+) -> Path:
+    """Attach memories of chapters with random values to all layers of a tiny Llama, and return the folder.
+
+    The Llama lies in the folder of that name with `-base` behind it. `prefix` is that of the decoder's tensors. Of the memories
+    named, the last one is new and those before it are of the base. `changes` are options that differ from the usual.
+    """
+    base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
+    (base / "tokenizer.json").write_text("a tokenizer")
+    request = {"options": {**OPTIONS, **changes}, "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
+    for name in names:
+        output = folder if name == names[-1] and bank_bits is None else folder.with_name(f"{folder.name}-{name}")
+        upscale(base=base, method="moc", output=output, **request)
+        base = output
+    give_values(base)
+    for name in names if bank_bits is not None else ():
+        output = folder if name == names[-1] else folder.with_name(f"{folder.name}-rounded-{name}")
+        quantising.quantise(EditRequest(base, output, name), bank_bits)
+        base = output
+    return folder
+
+
+def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
+    """Give random values to all that memories have; no router chooses some chapters, if any."""
+    generator = torch.Generator().manual_seed(0)
+    for file in tensor_files(folder):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if "memor" in name:
+                tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            if name.endswith("router_bias"):
+                tensors[name][list(never_chosen)] = -1e6
+        save_file(tensors, file, {"format": "pt"})
+
+
+def bank_name(number: int = 0, memory: str = "chapters") -> str:
+    """The name of a bank that layers share."""
+    return f"model.memory_tables.{memory}.{number}.bank"
+
+
+def rows(number: int) -> slice:
+    """The rows of a chapter."""
+    return slice(number * TOKENS, (number + 1) * TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint with one bank, which all layers read; nobody may change it."""
+    return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
+
 
 TWO = ("chapters", "chapters-2")
 # The names of a layer's router, weight and bias.
@@ -229,13 +299,13 @@ def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapt
 
 # Of models that were upscaled with `moc`, given values as training would, edited, and loaded.
 SHARES = ({}, {"share": "every:2"})
-OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
+SOME = {**OPTIONS, "chunk_size": 4, "layers": [0, 2, 3]}
 
 
 def acting(folder, **changes):
     """Return the folder of a model whose memories have values, of float64, in which a sum in another order differs by little."""
     base = save_base(folder / "base", dtype=torch.float64)
-    upscale(base=base, method="moc", options={**OPTIONS, **changes}, output=folder / "model", verify=False)
+    upscale(base=base, method="moc", options={**SOME, **changes}, output=folder / "model", verify=False)
     give_values(folder / "model")
     return folder / "model"
 
