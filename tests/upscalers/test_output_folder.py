@@ -1,14 +1,18 @@
-"""The output folder appears whole or not at all, replaces only what is ours and on request, and belongs to one run at a time."""
+"""The output folder appears whole, replaces only what is ours and on request, and belongs to one run, which tells its stages."""
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 
-from tests.upscalers.checkpoints import file_digests, unverified
+from tests.upscalers.checkpoints import REQUEST, SMALL, file_digests, unverified
+from tests.upscalers.solvers.recording import Recorder
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 
 def text(mark):
@@ -182,3 +186,44 @@ def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
     assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
     assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]
     assert (tmp_path / "project" / "notes.txt").read_text() == "notes.txt"
+
+
+def check(progress):
+    assert progress.shown == ["start", "finish"] and progress.balanced
+    assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_stage_tells_of_all_its_steps_until_the_work_is_done_or_fails(
+    shared_base, tmp_path, monkeypatch, method, verify
+):
+    progress, options = Recorder(), SMALL.get(method, {})
+    request = {"base": shared_base(), "method": method, "options": options, "verify": verify}
+    report = upscale(output=tmp_path / "out", progress=progress, **request)
+    check(progress)
+    expected = ["checking config and tokenizer", "recording what was done"]
+    if report.identity.checked == "logits":
+        expected.insert(1, "comparing with the base")
+        assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
+    assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
+    progress = Recorder()
+    strip(tmp_path / "out", tmp_path / "stripped", progress=progress)
+    check(progress)
+    assert progress.names == ["writing 1 shard", "checking what was written"]
+    monkeypatch.setattr("upscalers.runs.writing._validated", lambda folder: 1 / 0)
+    progress = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        upscale(output=tmp_path / "fails", progress=progress, **request)
+    assert progress.shown == ["start", "finish"]
+
+
+def test_a_terminal_shows_the_stages_and_standard_output_has_one_object(base, tmp_path, command, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    words = ("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:-1], "--json")
+    done = command(*words)
+    assert done.json()["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.err)
+    assert shown.index("writing 1 shard") < shown.index("comparing with the base")
+    assert re.search(r"comparing with the base .* \d+ of 12 layers and heads", shown)

@@ -47,13 +47,6 @@ def test_the_library_reads_what_is_laid_out_and_the_other_way_round(tmp_path_fac
     assert read_header(folder / "ours").keys() == values.keys()
 
 
-def container(path, header, data=b"", length=None):
-    """A file with this header, whatever it is."""
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded) if length is None else length) + encoded + data)
-    return path
-
-
 def entry(start, end, shape=(2,), dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
@@ -84,12 +77,10 @@ UNSOUND = {
 
 @pytest.mark.parametrize("case", UNSOUND)
 def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
-    header = UNSOUND[case]
-    path = tmp_path / "model.safetensors"
-    if case in ("no bytes", "length beyond the file"):
-        path.write_bytes(header)
-    else:
-        container(path, header, bytes(8))
+    header, path = UNSOUND[case], tmp_path / "model.safetensors"
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    is_whole_file = case in ("no bytes", "length beyond the file")
+    path.write_bytes(encoded if is_whole_file else struct.pack("<Q", len(encoded)) + encoded + bytes(8))
     message = r"model.safetensors is not a sound safetensors file: .*header.*; it may be truncated\. Download or save it again"
     with pytest.raises(RequestError, match=message):
         read_header(path)
@@ -177,11 +168,10 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + sources["steps"].nbytes
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path, scan):
+def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "source.safetensors")
     (tmp_path / "out").mkdir()
-    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=scan, progress=Progress())
+    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=False, progress=Progress())
     shards = split_shards([OutputTensor("large", Combine((3,), (("a", 1e39),)), "F32")], 200)
     with pytest.raises(RequestError, match="large came out as NaN or infinite, though what it is made from is finite"):
         writer.write(tmp_path / "out", shards)

@@ -59,21 +59,6 @@ def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, fil
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything_is_written(
-    shared_base, tmp_path, monkeypatch
-):
-    honest = MidusHml.config
-
-    def without_window(self, base, plan):
-        config = honest(self, base, plan)
-        return {**config, "layer_types": [*config["layer_types"][:-1], "full_attention"]}
-
-    monkeypatch.setattr(MidusHml, "config", without_window)
-    message = r"layer 5 has .* = 'full_attention' and its source, layer 3, 'sliding_attention'"
-    with pytest.raises(RequestError, match=message):
-        with_memory(shared_base("qwen2"), tmp_path / "out")
-
-
 def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypatch):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
@@ -250,17 +235,28 @@ def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "message"),
+    ("method", "changes", "error", "message"),
     [
-        ("llama-pro", {"num_hidden_layers": 5}, "gives a config with num_hidden_layers = 5; expected 6, as many as its plan has"),
-        ("llama-pro", {"vocab_size": 7}, r"outside the layers: model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]"),
-        ("llama-pro", {"intermediate_size": 47}, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
-        ("solar", {"tie_word_embeddings": False}, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
+        (
+            "llama-pro", {"num_hidden_layers": 5}, MethodError,
+            "gives a config with num_hidden_layers = 5; expected 6, as many as its plan has",
+        ),
+        (
+            "llama-pro", {"vocab_size": 7}, MethodError,
+            r"outside the layers: model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]",
+        ),
+        ("llama-pro", {"intermediate_size": 47}, MethodError, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
+        ("solar", {"tie_word_embeddings": False}, MethodError, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
+        (
+            "midus-hml", {"layer_types": ["full_attention"] * 6}, RequestError,
+            r"layer 3 has .* = 'full_attention' and its source, layer 2, 'sliding_attention'",
+        ),
     ],
     ids=str,
 )  # fmt: skip
-def test_the_new_config_decides_what_is_expected(method, changes, message, shared_base, monkeypatch):
+def test_the_new_config_decides_what_is_expected(method, changes, error, message, shared_base, monkeypatch):
     config = get_method(method).config
     monkeypatch.setattr(get_method(method), "config", lambda *arguments: {**config(*arguments), **changes})
-    with pytest.raises(MethodError, match=message):
-        upscale(base=shared_base("gemma2" if method == "solar" else "llama"), method=method, dry_run=True)
+    base = shared_base({"solar": "gemma2", "midus-hml": "qwen2"}.get(method, "llama"))
+    with pytest.raises(error, match=message):
+        upscale(base=base, method=method, dry_run=True)

@@ -7,7 +7,8 @@ from tiny import prompt
 import upscalers.methods  # noqa: F401 - fills the table
 from tests.upscalers.checkpoints import load, logits, read_tensors, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
-from upscalers.methods.contract import METHODS, get_method, register_method
+from upscalers.methods import contract
+from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.runs.upscale import upscale
 
@@ -79,37 +80,15 @@ def test_biases_behind_zero_projections_are_zero_as_well_and_train_from_the_firs
         assert with_gradient(block) == {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
 
 
-@pytest.fixture
-def registry():
-    """The table of methods, as it was when the test is over."""
-    get_method("llama-pro")
-    before = dict(METHODS)
-    yield METHODS
-    METHODS.clear()
-    METHODS.update(before)
-
-
-class Copies(DenseMethod):
-    """Copies of the next layer."""
-
-    summary = "copies"
-    paper = None
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(registry, family, shared_base, tmp_path):
-    register_method("silent-copies")(type("SilentCopies", (Copies,), {"identity": True}))
-    base = shared_base(family)
-    report = upscale(base=base, method="silent-copies", output=tmp_path / "out")
-    assert report.promises_identity
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
-
-
-def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_the_one_before(
-    registry, base, tmp_path
+def test_a_class_of_no_options_copies_the_next_layer_or_the_last_and_is_the_identity_that_it_promises(
+    family, shared_base, tmp_path, monkeypatch
 ):
-    register_method("plain-copies")(type("PlainCopies", (Copies,), {"identity": False}))
-    upscale(base=base, method="plain-copies", output=tmp_path / "out", placement=[2, 5])
+    monkeypatch.setattr(contract, "METHODS", {**METHODS})
+    register_method("copies")(type("Copies", (DenseMethod,), {"summary": "copies", "paper": None, "identity": True}))
+    base = shared_base(family)
+    report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5])
+    assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     name = "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():
