@@ -19,6 +19,7 @@ from tests.upscalers.checkpoints import (
     read_tensors,
     record_of,
     same_bits,
+    same_tensors,
     save_base,
     with_memory,
     write_tensors,
@@ -82,18 +83,13 @@ def test_the_result_is_that_of_the_base_that_peft_merges(tmp_path, kind, dtype, 
     assert all(same_bits(stripped[name], wanted[name]) for name in wanted)
 
 
-def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tmp_path, command):
-    base, method = save_base(tmp_path / "base", "llama", torch.bfloat16), ("--method", "opt-deus", "--no-verify")
+def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tmp_path):
+    base = save_base(tmp_path / "base", "llama", torch.bfloat16)
     adapter = save_adapter(base, tmp_path / "adapter")
     merged_by_peft(base, adapter).save_pretrained(tmp_path / "merged")
-    for name, words in (
-        ("expected", ("--base", tmp_path / "merged")),
-        ("out", ("--base", base, "--adapter", adapter)),
-    ):
-        done = command(*words, *method, "--output", tmp_path / name)
-        assert done.status == 0, done.err
-    made, expected = (read_tensors(tmp_path / name) for name in ("out", "expected"))
-    assert made.keys() == expected.keys() and all(same_bits(made[name], expected[name]) for name in made)
+    upscale(base=tmp_path / "merged", method="opt-deus", output=tmp_path / "expected", verify=False)
+    upscale(base=base, adapter=adapter, method="opt-deus", output=tmp_path / "out", verify=False)
+    assert same_tensors(tmp_path / "out", tmp_path / "expected")
     record = record_of(tmp_path / "out")["base"]
     digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
     assert record["adapter"] == {"name": "adapter", "sha256": digest}

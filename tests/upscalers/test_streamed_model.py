@@ -110,7 +110,7 @@ def test_code_that_a_checkpoint_brings_is_not_run(base, tmp_path):
     assert torch.isfinite(streamed_logits(folder)).all()
 
 
-LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 30_000_000
+NOISE_BYTES = 30_000_000
 # Nothing is forced to the disk, and what is freed goes back at once (M_TRIM_THRESHOLD), of one heap (M_ARENA_MAX): how much glibc
 # keeps of it, and so by how much a peak grows, depends on the processor's kernels.
 COMMAND = """
@@ -121,26 +121,24 @@ os.fsync = lambda file: None
 from midus_hf.cli.upscale import main
 main()
 """
+# Of layers of 41 MB that compute little.
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 1024,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 12_288,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
 
-# A layer of 41 MB that computes little.
-NARROW = {"hidden_size": 512, "intermediate_size": 12_288}
 
-
-def synthetic(folder, num_layers, **changes):
-    """A checkpoint of 134 MB per layer, one shard for each two layers, all holes: it takes no room on the disk."""
+def synthetic(folder, num_layers):
+    """A checkpoint of one shard for each two layers, all holes: it takes no room on the disk."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes, "num_hidden_layers": num_layers}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
     tensors, shards = open_base(folder, needs_weights=False).tensors, {}
     for name in tensors:
         parts = name.split(".")
@@ -156,23 +154,18 @@ def synthetic(folder, num_layers, **changes):
     return folder
 
 
-def upscaled(tmp_path, num_layers, verify, **changes):
+def upscaled(tmp_path, num_layers):
     """The report of a run in a process of its own, whose peak is not that of the tests; whatever it wrote is deleted."""
-    base = synthetic(tmp_path / f"base-{num_layers}", num_layers, **changes)
-    words = ("--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--json", verify)
+    base = synthetic(tmp_path / f"base-{num_layers}", num_layers)
+    words = ("--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--json")
     done = run_warm(COMMAND, "--base", base, *words)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_memory_stays_below_a_gigabyte_and_what_is_written(tmp_path):
-    report = upscaled(tmp_path, 4, "--no-verify")
-    assert report["peak_rss_bytes"] < min(report["bytes"]["written"], LIMIT_BYTES)
-
-
 def test_memory_does_not_grow_with_the_model_where_both_models_are_compared(tmp_path):
-    small, large = (upscaled(tmp_path, layers, "--verify", **NARROW) for layers in (2, 4))
+    small, large = (upscaled(tmp_path, layers) for layers in (2, 4))
     assert large["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert large["bytes"]["written"] > small["bytes"]["written"] + 2 * NOISE_BYTES
     assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES

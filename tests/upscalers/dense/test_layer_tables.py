@@ -22,12 +22,8 @@ from upscalers.tensors.recipes import Combine
     ("method", "placement", "sources"),
     [
         ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
-        ("llama-pro", "distributed", [(2,), (6,), (10,), (14,)]),
-        ("llama-pro", "top-heavy", [(11,), (12,), (13,), (14,)]),
-        ("llama-pro", "bottom-heavy", [(0,), (0,), (1,), (2,)]),
         ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
         ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
-        ("avg-deus", "distributed", [(3, 2), (7, 6), (11, 10), (15, 14)]),
         ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
     ],
 )

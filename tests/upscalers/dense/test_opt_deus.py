@@ -283,23 +283,20 @@ def test_the_record_the_card_the_command_and_inspect_tell_measurements(base, tmp
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
-# Settings that need a package, others that do not, the package, and what is said.
+# A solver that needs a package, another one that does not, the package, and what is said.
 NEEDED = [
-    ([], ["solver=hungarian"], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
-    (["solver=hungarian"], [], "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
+    ("sinkhorn", "hungarian", "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
+    ("hungarian", "sinkhorn", "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
 ]  # fmt: skip
 
 
-def request(*settings: str) -> list[str]:
-    return ["--method", "opt-deus", *(word for setting in settings for word in ("--set", setting))]
-
-
-@pytest.mark.parametrize(("settings", "others", "package", "message"), NEEDED)
+@pytest.mark.parametrize(("solver", "other", "package", "message"), NEEDED)
 def test_a_missing_package_is_named_where_it_is_used_with_the_command_that_installs_it(
-    settings, others, package, message, base, tmp_path, command, refused, without
+    solver, other, package, message, base, tmp_path, command, refused, without
 ):
     without(package)
-    refused(command("--base", base, *request(*settings), "--output", tmp_path / "out"), message, [])
-    dry = command("--base", base, *request(*settings, "device=cuda"), "--dry-run")  # it may plan for another machine
+    usual, output = ("--base", base, "--method", "opt-deus", "--set"), ("--output", tmp_path / "out", "--no-verify")
+    refused(command(*usual, f"solver={solver}", *output), message, [])
+    dry = command(*usual, f"solver={solver}", "--set", "device=cuda", "--dry-run")  # it may plan for another machine
     assert dry.status == 0 and dry.err == ""
-    assert command("--base", base, *request(*others), "--output", tmp_path / "out", "--no-verify").status == 0
+    assert command(*usual, f"solver={other}", *output).status == 0

@@ -34,8 +34,8 @@ from upscalers.runs.upscale import upscale
 
 # C, T and the layers with a memory of the checkpoints.
 CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
-
-
+# The bank that layers share.
+BANK = "model.memory_tables.chapters.0.bank"
 # Options of a memory in all layers.
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS)}
 
@@ -49,11 +49,7 @@ def save_chapters(
     bank_bits: Literal[8, 4] | None = None,
     **changes: Any,
 ) -> Path:
-    """Attach memories of chapters with random values to all layers of a tiny Llama, and return the folder.
-
-    The Llama lies in the folder of that name with `-base` behind it. `prefix` is that of the decoder's tensors. Of the memories
-    named, the last one is new and those before it are of the base. `changes` are options that differ from the usual.
-    """
+    """Attach memories with random values to a tiny Llama, `FOLDER-base`; of several, the last is new and others are the base's."""
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
     (base / "tokenizer.json").write_text("a tokenizer")
     request = {"options": {**OPTIONS, **changes}, "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
@@ -80,11 +76,6 @@ def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
             if name.endswith("router_bias"):
                 tensors[name][list(never_chosen)] = -1e6
         save_file(tensors, file, {"format": "pt"})
-
-
-def bank_name(number: int = 0, memory: str = "chapters") -> str:
-    """The name of a bank that layers share."""
-    return f"model.memory_tables.{memory}.{number}.bank"
 
 
 def rows(number: int) -> slice:
@@ -115,7 +106,7 @@ class Edit:
     order: list[int | None]  # for each chapter of the result the one that it was, None where its rows are zero
     routers: tuple[int, ...] = ()  # layers whose routers follow
     saved: dict[str, Any] = field(default_factory=dict)  # how the model differs from the usual
-    banks: tuple[str, ...] = (bank_name(),)
+    banks: tuple[str, ...] = (BANK,)
     parts: tuple[str, ...] = ("",)  # ends of the names of a bank's tensors
 
 
@@ -125,7 +116,7 @@ EDITS = {
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
     "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=("_integers", "_scales")),
     "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
-    "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (bank_name(memory=TWO[1]),)),
+    "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (BANK.replace(*TWO),)),
     "no prefix": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"prefix": ""}),
 }  # fmt: skip
 
@@ -175,7 +166,7 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
     before, after = read_tensors(model), read_tensors(output)
     files = {name: file.name for file in output.glob("*.safetensors") for name in read_header(file)}
     was_in = {name: file.name for file in model.glob("*.safetensors") for name in read_header(file)}
-    for name in BANKS_OF_LAYERS if "share" in changes else (bank_name(),):
+    for name in BANKS_OF_LAYERS if "share" in changes else (BANK,):
         table = before.pop(name)
         integers, scales = quantise_rows(table, bits)
         assert same_bits(after.pop(name + "_integers"), integers)
@@ -189,10 +180,10 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
 
 def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edited):
     model = save_chapters(tmp_path / "model", dtype=torch.bfloat16)
-    scales = quantise_rows(read_tensors(model)[bank_name()], 8)[1]
+    scales = quantise_rows(read_tensors(model)[BANK], 8)[1]
     output = edited("quantise", model)
     expected = logits(output)
-    write_tensors(output, {**read_tensors(output), f"{bank_name()}_scales": scales})
+    write_tensors(output, {**read_tensors(output), f"{BANK}_scales": scales})
     assert torch.equal(logits(output), expected)
 
 
@@ -239,7 +230,7 @@ def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
     output = edited("zero", checkpoint, "--chapters", "1")
     done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
     assert done.status == 2 and f"output {output} exists; pass --overwrite" in done.err
-    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[bank_name()]
+    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[BANK]
     assert bank[rows(1)].any() and not bank[rows(2)].any()
 
 
@@ -289,10 +280,10 @@ def test_lists_show_norms_and_biases_of_what_tensors_stand_for(tmp_path, chapter
 def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapters, edited):
     model = save_chapters(tmp_path / "model")
     tensors = read_tensors(model)
-    tensors[bank_name()][0] = float("nan")
+    tensors[BANK][0] = float("nan")
     write_tensors(model, tensors)
     after = read_tensors(edited("zero", model, "--chapters", "1"))
-    assert same_bits(after[bank_name()][rows(0)], tensors[bank_name()][rows(0)])
+    assert same_bits(after[BANK][rows(0)], tensors[BANK][rows(0)])
     assert chapters("list", model, "--json").json()["memories"][0]["banks"][0]["row_norms"][0] is None
     assert "not finite" in chapters("list", model).out
 
@@ -332,7 +323,7 @@ def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
     output = edited("quantise", model, "--bits", 4)
     assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
     tensors, usual = read_tensors(model), logits(model)
-    bank = tensors[bank_name()]
+    bank = tensors[BANK]
     bank.copy_(dequantise_rows(*quantise_rows(bank, 4), 4, bank.dtype))
     write_tensors(model, tensors)
     torch.testing.assert_close(logits(output), logits(model), rtol=1e-10, atol=1e-10)
