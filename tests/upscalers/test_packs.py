@@ -52,7 +52,6 @@ def made(base, tmp_path, rows=ENTRIES, **options):
 
 @pytest.fixture(scope="module")
 def model(base, tmp_path_factory):
-    """Return a model with the packs of all entries; nobody may change it."""
     folder = tmp_path_factory.mktemp("model")
     made(base, folder)
     return folder / "out"
@@ -66,7 +65,6 @@ def logits(folder, tokens):
     return checkpoints.logits(folder, input_ids=torch.tensor([tokens]))
 
 
-# Rows of the glossary, options, and what is said.
 REFUSED = {
     "no name": ([{"name": "", "text": "word7"}], {}, "row 1 of corpus .* has the name ''; expected a name"),
     "no text": (

@@ -147,7 +147,6 @@ UNKNOWN = "Its weights are not known to be the base's: its config holds no diges
 
 
 def stripped(model, output):
-    """What `strip` says of the weights, which its own record must say too."""
     result = strip(model, output)
     report = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
     record = record_of(output)
@@ -155,15 +154,15 @@ def stripped(model, output):
     return report["base_confirmed"], report["differing_tensors"]
 
 
-def saved_again(folder, output, train=(), with_record=False, **kwargs):
-    """The model as `save_pretrained` leaves it, after `train` moved parameters whose names begin so."""
+def saved_again(folder, output, train=()):
+    """The model as `save_pretrained` leaves it, or with its record after `train` moved parameters whose names begin so."""
     model = load(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith(tuple(train)):
                 parameter.add_(1)
-    model.save_pretrained(output, **kwargs)
-    if with_record:
+    model.save_pretrained(output)
+    if train:
         (output / "upscale.json").write_bytes((folder / "upscale.json").read_bytes())
     return output
 
@@ -177,7 +176,7 @@ def test_a_digest_or_a_record_of_digests_that_was_tampered_with_confirms_nothing
     edit_config(model, upscale=entry)
     record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
     (model / "upscale.json").write_text(json.dumps(record))
-    trained = saved_again(model, tmp_path / "trained", ["model.layers.2."], with_record=True)
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2."])
     assert stripped(trained, tmp_path / "stripped") == (False, None)
 
 
@@ -202,7 +201,7 @@ def test_the_command_says_which_it_is(command, base, tmp_path):
     same = command("strip", model, *words)
     assert (same.status, same.err) == (0, "")
     assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
-    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."])
     other = command("strip", trained, *words, "--overwrite")
     assert other.status == 0
     assert "Its weights are not the base's, byte for byte: 3 tensors differ." in " ".join(other.out.split())

@@ -28,7 +28,6 @@ MLP_NORM = {
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 
-# What a user who asks for nothing gets.
 DEFAULTS = {
     "solver": "sinkhorn",
     "plan_scale": "barycentric",
@@ -187,7 +186,6 @@ LATE = (
 
 
 def fused(base, output, verify=False, **options):
-    """The report, and what was told meanwhile."""
     recorder = Recorder()
     report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
     return report, recorder

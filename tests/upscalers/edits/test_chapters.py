@@ -34,7 +34,6 @@ from upscalers.runs.upscale import upscale
 
 # C, T and the layers with a memory of the checkpoints.
 CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
-# The bank that layers share.
 BANK = "model.memory_tables.chapters.0.bank"
 # Options of a memory in all layers.
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS)}
@@ -79,13 +78,11 @@ def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
 
 
 def rows(number: int) -> slice:
-    """The rows of a chapter."""
     return slice(number * TOKENS, (number + 1) * TOKENS)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint with one bank, which all layers read; nobody may change it."""
     return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
 
 
