@@ -28,18 +28,10 @@ MLP_NORM = {
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 
-DEFAULTS = {
-    "solver": "sinkhorn",
-    "plan_scale": "barycentric",
-    "regularization": 0.06,
-    "mlp_t_in": "o_proj",
-    "identity": "auto",
-}
-
-
 def block(family: str, first: Tensors, second: Tensors, **changes: Any) -> Tensors:
     """The new block between two layers, float64, by the tensors' names within it."""
-    settings = SimpleNamespace(**DEFAULTS | changes)
+    usual = {"solver": "sinkhorn", "plan_scale": "barycentric", "regularization": 0.06, "mlp_t_in": "o_proj"}
+    settings = SimpleNamespace(**usual | {"identity": "auto"} | changes)
     first, second = ({name: tensor.double() for name, tensor in layer.items()} for layer in (first, second))
     raw = settings.plan_scale == "raw"
     made = {name: (first[name] + second[name]) / 2 for name in first}
