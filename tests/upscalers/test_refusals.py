@@ -130,6 +130,7 @@ ULTRAMEM = [
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
     ("k=17 n=4", "k is 17; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("heads=0", "heads is 0; expected 1 or more."),
+    ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
 ]  # fmt: skip
 MODA = [
@@ -155,6 +156,7 @@ SETTINGS = {
     "hier-ffn": HIER_FFN,
 }
 
+ATTACHED = "attaches memory to layers that there are"
 INFINITE = "came out as NaN or infinite, though what it is made from is finite"
 CASES = [
     *((method, *case) for method, cases in DENSE.items() for case in cases),
@@ -163,6 +165,7 @@ CASES = [
         for method, cases in SETTINGS.items()
         for settings, message in cases
     ),
+    *(("hier-ffn", "llama", words.split(), ATTACHED) for words in ("--num-new-layers 2", "--placement top-heavy")),
     *(("lesa", "llama", ["--set", "learning_rate=1e30", verify], INFINITE) for verify in ("--verify", "--no-verify")),
 ]
 
