@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -263,16 +264,23 @@ def test_directions_under_the_guard_are_counted_in_a_warning(tmp_path, command):
     assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
 
 
-def test_a_solver_that_stops_leaves_nothing(base, tmp_path, command, monkeypatch):
+@pytest.mark.parametrize(
+    ("stop", "status", "message"),
+    [(torch.OutOfMemoryError("no memory left"), 1, "failed: OutOfMemoryError: no memory left"), (None, 130, "interrupted")],
+    ids=["an error", "the keyboard"],
+)  # fmt: skip
+def test_a_solver_that_stops_leaves_nothing(stop, status, message, base, tmp_path, command, monkeypatch):
     honest, calls = layer_predictor.train_predictor, []
 
     def stopping(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory left")
+            if stop is None:
+                signal.raise_signal(signal.SIGINT)
+            raise stop
         return honest(*arguments, **options)
 
     monkeypatch.setattr(layer_predictor, "train_predictor", stopping)
     done = command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify")
-    assert (done.status, done.err) == (1, "upscale: failed: OutOfMemoryError: no memory left\n")
+    assert (done.status, done.err) == (status, f"upscale: {message}\n")
     assert not any(tmp_path.iterdir())
