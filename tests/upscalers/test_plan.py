@@ -1,7 +1,6 @@
 """The layer plan: where new layers stand (MIDUS, appendix D), how many by default, and what a config says of single layers."""
 
 import copy
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ TABLE = {
     "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14],
 }
 # By policy: whether K new layers fit among L, and the number of base layers in front of each.
-DEFINED: dict[str, tuple[Callable[[int, int], bool], Callable[[int, int], Iterable[int]]]] = {
+DEFINED = {
     "distributed": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K - 1 for group in range(K)]),
     "llama-pro": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K for group in range(K)]),
     "top-heavy": (lambda L, K: K < L, lambda L, K: range(L - K, L)),

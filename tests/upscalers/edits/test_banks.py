@@ -17,6 +17,7 @@ from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
 from midus_hf.training.run import train
+from tests.upscalers.checkpoints import file_digests, load
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
@@ -79,9 +80,8 @@ def blocks_in(folder: Path, name: str = "hier-ffn") -> dict[tuple[int, int], tor
     return {(level, index): opened.block(level, index) for level in (1, 2) for index in opened.written(level)}
 
 
-def other_files(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file() and "level-" not in path.name]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+def other_files(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in file_digests(folder).items() if "level-" not in name}
 
 
 def files_with(folder: Path, record: torch.Tensor) -> set[str]:
@@ -118,7 +118,7 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
     assert all(torch.equal(before[node], after[node]) for node in after)
     assert other_files(tmp_path / "out") == other_files(upscaled / "one")
     assert bank_of(tmp_path / "out").deleted(2) == [7]
-    edited = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    edited = load(tmp_path / "out")
     with torch.no_grad():
         tokens = prompt(5)
         ids = torch.tensor([[0, 0]] * len(tokens))
@@ -130,13 +130,11 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
 
 def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, chapters):
     records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
-    done = run("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out")
-    assert done["banks"] == {name: ["2:7"] for name in NAMES}
+    told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out").out
+    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
     for name in NAMES:
         assert not files_with(tmp_path / "out", records[name][2, 7])
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
-    told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "told").out
-    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
     done = run("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only")
     assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
 
@@ -239,7 +237,7 @@ def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(wi
     saved, tree = (ClusterTree.load(folder) for folder in (tmp_path / "again", with_trees / "tree"))
     assert saved.fingerprint == bank_of(tmp_path / "again").tree == tree.fingerprint, "texts find the topic again"
     folders = (with_trees / "one", tmp_path / "without", tmp_path / "again")
-    models, tokens = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders], prompt(5)
+    models, tokens = [load(folder) for folder in folders], prompt(5)
     with torch.no_grad():
         of_others, of_topic = (
             [model(tokens, memory_ids=torch.tensor([ids] * len(tokens))).logits for model in models]

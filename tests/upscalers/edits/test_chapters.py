@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -40,13 +40,7 @@ OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "la
 
 
 def save_chapters(
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-    sharded: bool = False,
-    prefix: str = "model.",
-    names: tuple[str, ...] = ("chapters",),
-    bank_bits: Literal[8, 4] | None = None,
-    **changes: Any,
+    folder, dtype=torch.float32, sharded=False, prefix="model.", names=("chapters",), bank_bits=None, **changes
 ) -> Path:
     """Attach memories with random values to a tiny Llama, `FOLDER-base`; of several, the last is new and others are the base's."""
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
