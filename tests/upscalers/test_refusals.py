@@ -125,6 +125,7 @@ ULTRAMEM = [
         (f"share={share}", f"share is '{share}'; expected none, all or ring:G, such as ring:4.")
         for share in ("ring", "ring:0", "Ring:2")
     ),
+    ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
     ("value_width=0", "value_width is 0; expected 1 or more."),
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
