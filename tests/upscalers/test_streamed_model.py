@@ -10,7 +10,7 @@ from pairs import in_turn
 from processes.warm import run_warm
 from tiny import prompt
 
-from tests.upscalers.checkpoints import SMALL, load, read_tensors, save_base, unverified, write_tensors
+from tests.upscalers.checkpoints import SMALL, logits, read_tensors, save_base, unverified, write_tensors
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
@@ -37,16 +37,11 @@ def streamed_logits(folder, dtype=torch.float32):
     return streamed(folder, dtype).logits(prompt(), lambda number, hidden: None)
 
 
-def expected_logits(folder, dtype=torch.float32):
-    with torch.no_grad():
-        return load(folder, dtype)(prompt(), use_cache=False).logits
-
-
 @pytest.mark.parametrize(("layout_name", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
 def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout_name, stored):
     folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout_name])
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
+        assert torch.equal(streamed_logits(folder, dtype), logits(folder, dtype, use_cache=False))
 
 
 @pytest.mark.parametrize("kind", [*SMALL, "midus-hml, output projection and residual", "midus-hml, batch norm"])
@@ -58,7 +53,7 @@ def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, t
         for name, tensor in read_tensors(folder).items()
     }
     write_tensors(folder, trained)
-    assert torch.equal(streamed_logits(folder), expected_logits(folder))
+    assert torch.equal(streamed_logits(folder), logits(folder, torch.float32, use_cache=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
