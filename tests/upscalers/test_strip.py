@@ -155,7 +155,7 @@ def stripped(model, output):
 
 
 def saved_again(folder, output, train=()):
-    """The model as `save_pretrained` leaves it, or with its record after `train` moved parameters whose names begin so."""
+    """The model as `save_pretrained` leaves it, and with its record where parameters whose names begin so were moved by training."""
     model = load(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
