@@ -23,6 +23,7 @@ OURS = """
 model.safetensors model-00001-of-00002.safetensors model.safetensors.index.json
 config.json generation_config.json preprocessor_config.json vocab.json tekken.json additional_chat_templates/tool_use.jinja
 upscale.json README.md modeling_midus.py train_config.yaml training_args.bin trainer_state.json .gitattributes
+.cache/huggingface/download/config.json.metadata
 memory_bank/hier-ffn/bank.json memory_bank/hier-ffn/level-12.safetensors
 tokenizer_of_ours.json qwen.tiktoken SYSTEM_PROMPT.txt vocabulary.csv LICENSE LICENCE.md COPYING USE_POLICY.md
 """.split()

@@ -38,15 +38,16 @@ def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tm
     assert (tmp_path / "record.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", [".record.json.partial", ".record.json.midus-mine", ".other.json.midus-partial"])
+@pytest.mark.parametrize("writing", [whole_file, lambda path: OutputFolder(path).writing()], ids=["file", "folder"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_persons_file_of_a_name_like_those_of_ours_is_left_untouched(name, fails, tmp_path):
-    (tmp_path / name).write_text("mine")
-    with contextlib.suppress(KeyError), whole_file(tmp_path / "record.json") as partial:
-        partial.write_text("new")
+def test_a_persons_files_of_names_like_those_of_ours_are_left_untouched(writing, fails, tmp_path):
+    names = (".record.partial", ".record.midus-mine", "record.midus-partial", ".other.midus-partial")
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    with contextlib.suppress(KeyError), writing(tmp_path / "record"):
         if fails:
             raise KeyError
-    assert (tmp_path / name).read_text() == "mine"
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
 
 def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):

@@ -19,6 +19,7 @@ from tests.upscalers.checkpoints import (
     read_tensors,
     record_of,
     same_bits,
+    same_tensors,
     save_base,
     with_memory,
     write_tensors,
@@ -45,7 +46,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def save_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """Save a LoRA for a base whose matrices are all random."""
     model = get_peft_model(load(base), LoraConfig(**{**ADAPTERS["plain"], **config}))
     draw = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
@@ -82,18 +82,13 @@ def test_the_result_is_that_of_the_base_that_peft_merges(tmp_path, kind, dtype, 
     assert all(same_bits(stripped[name], wanted[name]) for name in wanted)
 
 
-def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tmp_path, command):
-    base, method = save_base(tmp_path / "base", "llama", torch.bfloat16), ("--method", "opt-deus", "--no-verify")
+def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tmp_path):
+    base = save_base(tmp_path / "base", "llama", torch.bfloat16)
     adapter = save_adapter(base, tmp_path / "adapter")
     merged_by_peft(base, adapter).save_pretrained(tmp_path / "merged")
-    for name, words in (
-        ("expected", ("--base", tmp_path / "merged")),
-        ("out", ("--base", base, "--adapter", adapter)),
-    ):
-        done = command(*words, *method, "--output", tmp_path / name)
-        assert done.status == 0, done.err
-    made, expected = (read_tensors(tmp_path / name) for name in ("out", "expected"))
-    assert made.keys() == expected.keys() and all(same_bits(made[name], expected[name]) for name in made)
+    upscale(base=tmp_path / "merged", method="opt-deus", output=tmp_path / "expected", verify=False)
+    upscale(base=base, adapter=adapter, method="opt-deus", output=tmp_path / "out", verify=False)
+    assert same_tensors(tmp_path / "out", tmp_path / "expected")
     record = record_of(tmp_path / "out")["base"]
     digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
     assert record["adapter"] == {"name": "adapter", "sha256": digest}
@@ -101,18 +96,12 @@ def test_methods_compute_with_merged_weights_and_the_record_names_the_adapter(tm
     assert "adapter: adapter" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_an_adapter_beside_the_base_is_merged_on_request_alone(tmp_path, command, refused):
-    base, message = (
-        save_base(tmp_path / "base"),
-        r"the base holds a PEFT adapter \(adapter_config.json\), .* --adapter, or",
-    )
+def test_an_adapter_beside_the_base_is_merged_on_request(tmp_path):
+    base = save_base(tmp_path / "base")
     expected = merged_by_peft(base, save_adapter(base, tmp_path / "adapter"))
     for file in (tmp_path / "adapter").glob("adapter_*"):
         file.rename(base / file.name)
-    words = ("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
-    refused(command(*words), message, None)
-    done = command(*words, "--adapter", base)
-    assert done.status == 0, done.err
+    upscale(base=base, method="llama-pro", output=tmp_path / "out", adapter=base)
     with torch.no_grad():
         assert torch.equal(logits(tmp_path / "out"), expected(prompt()).logits)
 
@@ -160,6 +149,7 @@ def of_an_upscaled_base(base: Path, adapter: Path) -> None:
     base.with_name("upscaled").rename(base)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n"
 HEAD = {"modules_to_save": ["lm_head"]}
 NOT_PLAIN = "; expected a LoRA, rsLoRA or DoRA"
 REFUSED = {
@@ -196,6 +186,10 @@ REFUSED = {
     "a type that transformers converts": (
         lambda base, adapter: (shutil.rmtree(base), tiny_model("mixtral").save_pretrained(base)),
         "would be merged into a 'mixtral' model, whose tensors transformers converts .* Merge the adapter",
+    ),
+    "a pointer of Git LFS": (
+        lambda base, adapter: (adapter / "adapter_model.safetensors").write_text(POINTER),
+        "adapter_model.safetensors of .* is a Git LFS pointer, not the file; expected what git-lfs downloads. Run git lfs pull",
     ),
     "no matrices": (without("adapter_model.safetensors"), r"or no adapter_model.safetensors \(FileNotFoundError\)"),
     "no config": (

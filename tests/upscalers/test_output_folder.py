@@ -1,19 +1,21 @@
-"""The output folder appears whole or not at all, replaces only what is ours and on request, and belongs to one run at a time."""
+"""The output folder appears whole, replaces only what is ours and on request, and belongs to one run, which tells its stages."""
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 
-from midus_hf.files.checkpoint_files import RUN_CONFIG
-from tests.upscalers.checkpoints import file_digests, unverified
+from tests.upscalers.checkpoints import REQUEST, SMALL, file_digests, unverified
+from tests.upscalers.solvers.recording import Recorder
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 
 def text(mark):
-    """A config that has our entry."""
     return json.dumps({"mark": mark, "upscale": {"method": mark, "plan": [], "base_config": {}, "new_layers": []}})
 
 
@@ -50,32 +52,32 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
-def test_an_empty_folder_may_be_replaced_on_request_and_a_file_never(tmp_path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "out").mkdir()
-    for name, overwrite, message in (
-        ("file", True, "file is a file, so --overwrite will not"),
-        ("out", False, "exists"),
+def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, link, empty = (tmp_path / name for name in ("run", "link", "empty"))
+    base = checkpoint(run / "checkpoint-5")
+    checkpoint(run / "other")
+    (run / "config.json").write_text(text("old"))
+    link.symlink_to(base)
+    empty.mkdir()
+    inside = "lies inside the base .*; expected a folder elsewhere"
+    for output, overwrite, message in (
+        (base, True, inside),
+        (base / "a" / "b", False, inside),
+        (link, False, inside),
+        (link / "out", True, inside),
+        (run, True, "run holds the base .*checkpoint-5, which --overwrite would delete"),
+        (run / "config.json", True, "config.json is a file, so --overwrite will not"),
+        (empty, False, "empty exists"),
+        ("", True, "output is ''; expected the folder to make"),
     ):
         with pytest.raises(RequestError, match=message):
-            CheckpointFolder(tmp_path / name, overwrite=overwrite)
-    write(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "config.json").read_text() == text("new")
-
-
-def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):
-    base = checkpoint(tmp_path / "run" / "checkpoint-5")
-    checkpoint(tmp_path / "run" / "other")
-    (tmp_path / "run" / "config.json").write_text(text("old"))
-    (tmp_path / "link").symlink_to(base)
-    for inside in (base, base / "out", base / "a" / "b", tmp_path / "link", tmp_path / "link" / "out"):
-        for overwrite in (True, False):
-            with pytest.raises(RequestError, match=r"lies inside the base .*; expected a folder elsewhere"):
-                CheckpointFolder(inside, base, overwrite)
-    with pytest.raises(RequestError, match=r"run holds the base .*checkpoint-5, which --overwrite would delete"):
-        CheckpointFolder(tmp_path / "run", base, overwrite=True)
-    CheckpointFolder(tmp_path / "run" / "checkpoint-50", base)
-    CheckpointFolder(tmp_path / "run" / "other", base, overwrite=True)
+            CheckpointFolder(output, base, overwrite)
+    assert names(tmp_path) == ["empty", "link", "run"]
+    CheckpointFolder(run / "checkpoint-50", base)
+    CheckpointFolder(run / "other", base, overwrite=True)
+    write(empty, overwrite=True)
+    assert (empty / "config.json").read_text() == text("new")
 
 
 def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_path, monkeypatch, base):
@@ -102,15 +104,6 @@ def test_what_a_killed_run_left_counts_as_room_and_is_removed(tmp_path, monkeypa
     assert file_digests(base) == before
 
 
-def test_a_persons_folder_of_a_name_like_those_of_ours_is_left_untouched(tmp_path):
-    mine = [".out.partial", ".out.midus-mine", "out.midus-partial", ".other.midus-partial"]
-    for name in mine:
-        checkpoint(tmp_path / name, "a person's")
-    write(tmp_path / "out")
-    assert names(tmp_path) == sorted([*mine, "out"])
-    assert all((tmp_path / name / "config.json").read_text() == text("a person's") for name in mine)
-
-
 def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp_path, base):
     with CheckpointFolder(tmp_path / "out").writing() as partial:
         (partial / "config.json").write_text(text("first"))
@@ -123,13 +116,6 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
     assert names(tmp_path) == ["other", "out"]
 
 
-def test_an_output_without_a_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match="output is ''; expected the folder to make"):
-        CheckpointFolder("", overwrite=True)
-    assert names(tmp_path) == []
-
-
 def test_a_link_stands_for_what_it_points_to(tmp_path):
     checkpoint(tmp_path / "real" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
@@ -140,13 +126,7 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
     assert (names(tmp_path), names(tmp_path / "real")) == (["link", "real"], ["out"])
 
 
-def entries(folder):
-    """Every file and folder, hidden ones too, and what the files hold."""
-    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
 def project(folder, config="{}"):
-    """A person's work, with a `config.json` of its own."""
     for name in (".git", "src/deep"):
         (folder / name).mkdir(parents=True)
     for name in (".git/HEAD", "src/main.py", "src/deep/x.py", "notes.txt", "README.md"):
@@ -183,41 +163,65 @@ def test_a_project_is_left_untouched(tmp_path, config, record, message):
     for name in ("vocab.json", "deep"):  # folders, one of which is called like a file
         (output / name).mkdir()
         (output / name / "mine").touch()
-    before = entries(output)
+    before = file_digests(output)
     with pytest.raises(RequestError) as refused:
         CheckpointFolder(output, overwrite=True)
     assert f"output {output} {message}" in str(refused.value)
-    assert entries(output) == before
+    assert file_digests(output) == before
 
 
-def test_a_model_that_was_trained_or_downloaded_is_replaced(tmp_path):
-    output = checkpoint(tmp_path / "out")
-    metadata = output / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    metadata.parent.mkdir(parents=True)
-    for path in (metadata, output / "training_args.bin", output / RUN_CONFIG):
-        path.touch()
-    write(output, overwrite=True)
-    assert names(output) == ["config.json"]
-
-
-def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(tmp_path):
-    output = checkpoint(tmp_path / "out")
-    folder = CheckpointFolder(output, overwrite=True)
-    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
-        with folder.writing() as partial:
-            (partial / "config.json").write_text(text("new"))
-            (output / "notes.txt").write_text("mine")
-    assert names(tmp_path) == ["out"] and names(output) == ["config.json", "notes.txt"]
-    assert (output / "config.json").read_text() == text("old")
-
-
-def test_what_appears_where_nothing_was_is_kept(tmp_path):
+def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
+    checkpoint(tmp_path / "old")
+    old = CheckpointFolder(tmp_path / "old", overwrite=True)
     late, later = (CheckpointFolder(tmp_path / name) for name in ("out", "project"))
+    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"), old.writing():
+        (tmp_path / "old" / "notes.txt").write_text("mine")
     write(tmp_path / "out", "first")
     with pytest.raises(RequestError, match="out exists; pass --overwrite"), late.writing():
         pass
     with pytest.raises(RequestError, match="project exists; pass --overwrite to replace it"), later.writing():
         project(tmp_path / "project")
-    assert names(tmp_path) == ["out", "project"]
-    assert (tmp_path / "out" / "config.json").read_text() == text("first")
+    assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
+    assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]
     assert (tmp_path / "project" / "notes.txt").read_text() == "notes.txt"
+
+
+def check(progress):
+    assert progress.shown == ["start", "finish"] and progress.balanced
+    assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_stage_tells_of_all_its_steps_until_the_work_is_done_or_fails(
+    shared_base, tmp_path, monkeypatch, method, verify
+):
+    progress, options = Recorder(), SMALL.get(method, {})
+    request = {"base": shared_base(), "method": method, "options": options, "verify": verify}
+    report = upscale(output=tmp_path / "out", progress=progress, **request)
+    check(progress)
+    expected = ["checking config and tokenizer", "recording what was done"]
+    if report.identity.checked == "logits":
+        expected.insert(1, "comparing with the base")
+        assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
+    assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
+    progress = Recorder()
+    strip(tmp_path / "out", tmp_path / "stripped", progress=progress)
+    check(progress)
+    assert progress.names == ["writing 1 shard", "checking what was written"]
+    monkeypatch.setattr("upscalers.runs.writing._validated", lambda folder: 1 / 0)
+    progress = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        upscale(output=tmp_path / "fails", progress=progress, **request)
+    assert progress.shown == ["start", "finish"]
+
+
+def test_a_terminal_shows_the_stages_and_standard_output_has_one_object(base, tmp_path, command, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    words = ("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:-1], "--json")
+    done = command(*words)
+    assert done.json()["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.err)
+    assert shown.index("writing 1 shard") < shown.index("comparing with the base")
+    assert re.search(r"comparing with the base .* \d+ of 12 layers and heads", shown)

@@ -12,7 +12,8 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 from midus_hf.saved_models import load_for_reading
-from tests.tiny import save_tiny_tokenizer, tiny_model
+from tests.tiny import save_tiny_model, save_tiny_tokenizer
+from tests.upscalers import checkpoints
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_names
 from upscalers.methods.packs import spelled_names
@@ -32,8 +33,7 @@ COMMON = {"common_names": True}  # every token of the tiny vocabulary is frequen
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama").save_pretrained(folder)
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("base"))
     save_tiny_tokenizer(folder)
     return folder
 
@@ -45,14 +45,13 @@ def glossary(tmp_path, rows):
     return str(path)
 
 
-def made(base, tmp_path, rows=ENTRIES, **options):
+def made(base, tmp_path, rows=ENTRIES, progress=None, **options):
     options = {"corpus": glossary(tmp_path, rows), **COMMON, **options}
-    return upscale(base=base, method="packs", output=tmp_path / "out", options=options)
+    return upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
 
 
 @pytest.fixture(scope="module")
 def model(base, tmp_path_factory):
-    """Return a model with the packs of all entries; nobody may change it."""
     folder = tmp_path_factory.mktemp("model")
     made(base, folder)
     return folder / "out"
@@ -63,44 +62,39 @@ def bank_of(folder):
 
 
 def logits(folder, tokens):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits
+    return checkpoints.logits(folder, input_ids=torch.tensor([tokens]))
 
 
-# Rows of the glossary, options, and what is said.
-REFUSED = {
-    "no name": ([{"name": "", "text": "word7"}], {}, "row 1 of corpus .* has the name ''; expected a name"),
-    "no text": (
+WRONG_ROWS = [
+    ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
+    (
         [ENTRIES[0], {"name": "word6", "text": " "}],
-        {},
         "row 2 of corpus .* has the text ' '; expected what is to be known",
     ),
-    "no column": ([{"text": "word7"}], {}, "has the columns text; expected name and text"),
-    "one token sequence": (
+    ([{"text": "word7"}], "has the columns text; expected name and text"),
+    (
         [*ENTRIES, {"name": "unknown", "text": "word1"}, {"name": "unheard", "text": "word2"}],
-        {},
         "name 'unheard' of corpus .* has the tokens of 'unknown', another entry; expected names that the tokenizer tells apart",
     ),
-    "a name of two": (
+    (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
-        {},
         "row 5 of corpus .* has the name 'word22', which row 2 has beside other names; expected one list",
     ),
-    "no corpus": (ENTRIES, {"corpus": None}, "corpus is missing; expected a file of names and texts"),
-    "no token": (ENTRIES, {"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
-    "no open name": (ENTRIES, {"open": 0}, "open is 0; expected at least one name"),
-    "bias": (ENTRIES, {"score_bias": float("inf")}, "score_bias is inf; expected a number"),
-    "distance": (ENTRIES, {"distance": -1}, "distance is -1; expected 0 or more positions"),
-    "frequent": (
-        ENTRIES,
-        {"common_names": False},
-        "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; ",
-    ),
-}
+]
+WRONG_OPTIONS = [
+    ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
+    ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+    ({"open": 0}, "open is 0; expected at least one name"),
+    ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
+    ({"distance": -1}, "distance is -1; expected 0 or more positions"),
+    ({"common_names": False}, "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; "),
+]
 
 
-@pytest.mark.parametrize(("rows", "options", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [*((rows, {}, said) for rows, said in WRONG_ROWS), *((ENTRIES, *case) for case in WRONG_OPTIONS)],
+)
 def test_rows_and_options_that_are_refused(rows, options, message, base, tmp_path):
     with pytest.raises(RequestError, match=message):
         made(base, tmp_path, rows, **options)
@@ -118,11 +112,9 @@ def test_protected_texts_hold_no_name(base, tmp_path):
 
 
 def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(base, model, tmp_path):
-    told = []
-    progress = Progress()
+    progress, told = Progress(), []
     progress.note = told.append
-    options = {"corpus": glossary(tmp_path, ENTRIES), **COMMON, "max_tokens": 2}
-    upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
+    made(base, tmp_path, max_tokens=2, progress=progress)
     assert "entries longer than 2 tokens, of which the rest is cut: 2" in told
     assert "3 entries of 5 tokens: a bank of 0.0 MB in float32 (512 bytes a token)" in told
     cut, whole = bank_of(tmp_path / "out"), bank_of(model)

@@ -1,27 +1,118 @@
-"""The layer plan, and what a config says of single layers, which follows the plan."""
+"""The layer plan: where new layers stand (MIDUS, appendix D), how many by default, and what a config says of single layers."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import FAMILIES as TINY
 
-from midus_hf.memories.headwise.options import HeadwiseOptions
-from upscalers.architecture.families import family_of
-from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.midus import MidusHml
+from tests.upscalers.dense.requests import known, planned, tiny_config
+from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan.layer_config import follow_plan
+from upscalers.plan.placements import PLACEMENTS, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
+
+# Of 16 layers, which get 8.
+TABLE = {
+    "distributed": [1, 4, 7, 10, 13, 16, 19, 22],
+    "llama-pro": [2, 5, 8, 11, 14, 17, 20, 23],
+    "top-heavy": [8, 10, 12, 14, 16, 18, 20, 22],
+    "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14],
+}
+# By policy: whether K new layers fit among L, and the number of base layers in front of each.
+DEFINED = {
+    "distributed": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K - 1 for group in range(K)]),
+    "llama-pro": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K for group in range(K)]),
+    "top-heavy": (lambda L, K: K < L, lambda L, K: range(L - K, L)),
+    "bottom-heavy": (lambda L, K: K <= L, lambda L, K: range(K)),
+}
+POLICIES = st.sampled_from(sorted(DEFINED))
+
+get_method("solar")
+# Methods that insert layers where a placement says, and their own placement.
+INSERTING = {
+    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "distributed"),
+    "llama-pro": "llama-pro",
+    **dict.fromkeys(("avg-deus", "lesa", "opt-deus"), "top-heavy"),
+}
+
+
+@given(POLICIES, st.integers(1, 60), st.integers(1, 60))
+def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, number):
+    fits, in_front = DEFINED[policy]
+    if fits(num_layers, number):
+        expected = [base + index for index, base in enumerate(in_front(num_layers, number))]
+        assert place(policy, num_layers, number) == expected
+    else:
+        with pytest.raises(RequestError, match=f"num-new-layers is {number}; placement {policy}"):
+            place(policy, num_layers, number)
+
+
+@given(POLICIES, st.integers(2, 60))
+def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
+    number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
+    assert place(policy, num_layers, None) == place(policy, num_layers, number)
+
+
+def test_every_method_plans_the_default_number_of_its_placement():
+    assert {name: chosen for name, method in METHODS.items() if (chosen := method.default_placement)} == INSERTING
+    message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
+    for method, placement in INSERTING.items():
+        for num_layers in (2, 7):
+            config = tiny_config("llama", num_hidden_layers=num_layers)
+            assert planned(config, method).new_indices == place(placement, num_layers, None)
+        with pytest.raises(RequestError, match=message):
+            planned(tiny_config("llama", num_hidden_layers=1), method)
+
+
+@given(st.integers(1, 40), st.integers(-1, 43))
+def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, number):
+    config = tiny_config("llama", num_hidden_layers=num_layers)
+    valid = [K for K in range(1, num_layers) if (num_layers - K) % 2 == 0]
+    if num_layers < 3:
+        with pytest.raises(RequestError, match=f"the base has {num_layers} layers; solar needs at least 3"):
+            planned(config, "solar")
+        return
+    by_default = min(valid, key=lambda K: (abs(2 * K - num_layers), -K))
+    assert planned(config, "solar").layers == planned(config, "solar", by_default).layers
+    if number in valid:
+        plan, left_out = planned(config, "solar", number), (num_layers - number) // 2
+        assert plan.sources == [*range(num_layers - left_out), *range(left_out, num_layers)]
+        assert plan.new_indices == [*range(num_layers - left_out, num_layers - left_out + number)]
+    else:
+        with pytest.raises(RequestError, match=f"num-new-layers is {number}; solar leaves the same number"):
+            planned(config, "solar", number)
+
+
+def test_the_papers_table_is_what_models_of_16_layers_get_by_default():
+    assert {policy: place(policy, 16, None) for policy in PLACEMENTS} == TABLE
+
+
+def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor():
+    for text in ("1,4,7", " 1, 4 ,7 "):
+        assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_layers", "num_new_layers", "message"),
+    [
+        ("bottom-heavy", 16, 17, "num-new-layers is 17; placement bottom-heavy fits at most 16, one before each"),
+        ("distributed", 16, 0, "num-new-layers is 0; expected at least 1"),
+        ("1,4", 16, 3, "num-new-layers is 3, but placement lists 2 indices. Give one of the two"),
+        ("1,,4", 16, None, "placement is '1,,4'; expected indices joined by commas, such as 1,4,7"),
+        ("²", 16, None, "placement is '²'; expected indices joined by commas"),
+        ("distributd", 16, None, "placement 'distributd' is unknown. Expected one of: .* bottom-heavy, indices such as 3,7,11"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_is_refused(placement, num_layers, num_new_layers, message):
+    with pytest.raises(RequestError, match=message):
+        place(placement, num_layers, num_new_layers)
 
 
 @st.composite
 def insertions(draw) -> tuple[int, list[int]]:
-    """A number of base layers, and indices to insert at."""
     num_layers = draw(st.integers(1, 30))
     num_new_layers = draw(st.integers(0, 20))
     total = num_layers + num_new_layers
@@ -57,14 +148,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-    """The config after new layers are inserted at `indices`."""
-    base = BaseCheckpoint(Path(), config, family_of(config), layout_of(config), {})
-    method = MidusHml(HeadwiseOptions())
-    return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
-
-
-def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    return {**TINY[family].config().to_dict(), **changes}
+    return follow_plan(known(config), planned(config, "midus-hml", placement=",".join(map(str, indices))))
 
 
 # What config.json says of layers 0 to 3, and what it says after new layers are inserted as 1 and 4 (beside layers 1 and 3).
@@ -99,7 +183,7 @@ NUMBERED = [("0", "4"), ("0", "9"), ("9",)]  # numbers that no layer has
     [*FOLLOWING, (KEPT, KEPT), *(({"sizes": dict.fromkeys(n, 8)}, {"sizes": dict.fromkeys(n, 8)}) for n in NUMBERED)],
 )
 def test_what_a_config_says_of_layers_follows_the_plan_and_all_else_is_kept(changes, expected):
-    config = tiny_config("llama", **copy.deepcopy(changes))
+    config = {**tiny_config("llama"), **copy.deepcopy(changes)}
     before = copy.deepcopy(config)
     result = followed(config, [1, 4])
     assert {key: result[key] for key in expected} == expected and result["num_hidden_layers"] == 6
@@ -132,4 +216,4 @@ def test_the_first_new_layer_has_the_type_of_the_next_base_layer_and_the_last_on
 )  # fmt: skip
 def test_a_list_that_cannot_follow_the_plan_is_refused(changes, message):
     with pytest.raises(RequestError, match=message):
-        followed(tiny_config("qwen3", **changes), [1])
+        followed({**tiny_config("qwen3"), **changes}, [1])

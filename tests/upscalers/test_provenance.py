@@ -80,12 +80,7 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
     base = save_base(tmp_path / "base")
     report = with_memory(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
     card = (tmp_path / "out" / "README.md").read_text()
-    front, body = card.removeprefix("---\n").split("\n---\n", 1)
-    assert yaml.safe_load(front) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["midus-hf", "midus-hml", "upscaled"],
-    }
+    body = card.split("\n---\n", 1)[1]
     assert body.startswith("\n# base, upscaled with midus-hml\n")
     message = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
     assert message in body
@@ -122,10 +117,7 @@ def test_the_config_names_the_memory_and_the_classes(shared_base, tmp_path):
     assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} == set(config["auto_map"]) - heads
     assert "AutoModelForSequenceClassification" in heads
     changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
-    assert {key: config.get(key) for key in before.keys() - changed} == {
-        key: before[key] for key in before.keys() - changed
-    }
-    assert config.keys() - before.keys() <= changed
+    assert {key for key in config.keys() | before.keys() if config.get(key) != before.get(key)} <= changed
     new = read_tensors(tmp_path / "out")
     assert report.bytes.read == sum(tensor.nbytes for name, tensor in new.items() if ".memory." not in name)
 
@@ -209,17 +201,18 @@ def test_a_base_that_says_nothing_gives_a_card_that_claims_nothing(metadata_from
         assert (metadata, warned) == (PLAIN, "") and "## Licence" not in text, card
 
 
-@pytest.mark.parametrize(
-    "card",
-    ["---\nlicense: [mit\n---\n", "---\n- a list\n---\n", "---\n1: x\n---\n", b"---\nlicense: \xff\xfe\n---\n"],
-    ids=["no YAML", "a list", "keys that are no words", "no UTF-8"],
-)
-def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata_from, card):
-    metadata, _, warned = metadata_from(card)
-    warned = " ".join(warned.split())
-    assert metadata == PLAIN
-    assert "warning: the metadata of the base's model card cannot be read (" in warned
-    assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
+def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata_from):
+    for card in (
+        "---\nlicense: [mit\n---\n",
+        "---\n- a list\n---\n",
+        "---\n1: x\n---\n",
+        b"---\nlicense: \xff\xfe\n---\n",
+    ):
+        metadata, _, warned = metadata_from(card)
+        warned = " ".join(warned.split())
+        assert metadata == PLAIN, card
+        assert "warning: the metadata of the base's model card cannot be read (" in warned
+        assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
 
 
 def test_several_licences_and_bases_stay_several_and_neither_paths_nor_results_of_the_base_matter(metadata_from):

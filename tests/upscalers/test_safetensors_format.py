@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from upscalers.checkpoint.safetensors_format import (
-    copy_bytes,
-    layout,
-    read_header,
-    write_all,
-)
+from tests.upscalers.checkpoints import read_tensors
+from tests.upscalers.solvers.recording import Recorder
+from upscalers.checkpoint.safetensors_format import copy_bytes, layout, read_header, write_all
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, RowRange, Rows
@@ -50,13 +47,6 @@ def test_the_library_reads_what_is_laid_out_and_the_other_way_round(tmp_path_fac
     assert read_header(folder / "ours").keys() == values.keys()
 
 
-def container(path, header, data=b"", length=None):
-    """A file with this header, whatever it is."""
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(encoded) if length is None else length) + encoded + data)
-    return path
-
-
 def entry(start, end, shape=(2,), dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
@@ -87,12 +77,10 @@ UNSOUND = {
 
 @pytest.mark.parametrize("case", UNSOUND)
 def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
-    header = UNSOUND[case]
-    path = tmp_path / "model.safetensors"
-    if case in ("no bytes", "length beyond the file"):
-        path.write_bytes(header)
-    else:
-        container(path, header, bytes(8))
+    header, path = UNSOUND[case], tmp_path / "model.safetensors"
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    is_whole_file = case in ("no bytes", "length beyond the file")
+    path.write_bytes(encoded if is_whole_file else struct.pack("<Q", len(encoded)) + encoded + bytes(8))
     message = r"model.safetensors is not a sound safetensors file: .*header.*; it may be truncated\. Download or save it again"
     with pytest.raises(RequestError, match=message):
         read_header(path)
@@ -129,15 +117,6 @@ def refuse_to_copy(monkeypatch, error_number):
 RANGES = (RowRange("c", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRange("c", 0, 1))
 
 
-class CountedBytes(Progress):
-    """Adds up what it is told."""
-
-    num_bytes = 0
-
-    def advance(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-
-
 @pytest.mark.parametrize("chunk", [2, 10, 1 << 20])
 @pytest.mark.parametrize("scan", [True, False])
 def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, monkeypatch, scan, chunk):
@@ -154,54 +133,45 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     def uniform(tensor, generator):
         tensor.uniform_(generator=generator)
 
-    outputs = [
-        OutputTensor("copy", Copy((7, 3), "a"), "F32"),
-        OutputTensor("cast", Copy((7, 3), "a"), "BF16"),
-        OutputTensor("wider", Copy((7, 3), "b"), "F32"),
-        OutputTensor("steps", Copy((5,), "steps"), "I64"),
-        OutputTensor("fill", Fill((4,), 2.5), "F16"),
-        OutputTensor("mean", Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32"),
-        OutputTensor("doubled", Combine((7, 3), (("b", 2.0),)), "F32"),
-        OutputTensor("fresh", Initialise((6, 2), uniform, seed=3), "F32"),
-        OutputTensor("rows", Rows((5, 3), RANGES), "F32"),
-        OutputTensor("rounded rows", Rows((5, 3), RANGES), "BF16"),
-    ]
+    a, b, c = (sources[name] for name in "abc")
+    rows = torch.cat([c[1:3], torch.zeros(1, 3), a[4:5], c[:1]])
+    cases = {
+        "copy": (Copy((7, 3), "a"), "F32", a),
+        "cast": (Copy((7, 3), "a"), "BF16", a.bfloat16()),
+        "wider": (Copy((7, 3), "b"), "F32", b.float()),
+        "steps": (Copy((5,), "steps"), "I64", torch.arange(5)),
+        "fill": (Fill((4,), 2.5), "F16", torch.full((4,), 2.5, dtype=torch.float16)),
+        "mean": (Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32", (a + b.float()) / 2),
+        "doubled": (Combine((7, 3), (("b", 2.0),)), "F32", b.float() * 2),
+        "fresh": (
+            Initialise((6, 2), uniform, seed=3),
+            "F32",
+            torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
+        ),
+        "rows": (Rows((5, 3), RANGES), "F32", rows),
+        "rounded rows": (Rows((5, 3), RANGES), "BF16", rows.bfloat16()),
+    }
+    outputs = [OutputTensor(name, recipe, dtype) for name, (recipe, dtype, _) in cases.items()]
     (tmp_path / "out").mkdir()
-    progress = CountedBytes()
+    progress = Recorder()
     writer = CheckpointWriter(stored, scan=scan, progress=progress)
     written = writer.write(tmp_path / "out", split_shards(outputs, 200))
-    results = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        results.update(load_file(path))
-    a, c = sources["a"], sources["c"]
-    rows = torch.cat([c[1:3], torch.zeros(1, 3), a[4:5], c[:1]])
+    results = read_tensors(tmp_path / "out")
     assert torch.equal(Rows((5, 3), RANGES).build(sources.__getitem__), rows)
-    expected = {
-        "copy": sources["a"],
-        "cast": sources["a"].bfloat16(),
-        "wider": sources["b"].float(),
-        "steps": sources["steps"],
-        "fill": torch.full((4,), 2.5, dtype=torch.float16),
-        "mean": (sources["a"] + sources["b"].float()) / 2,
-        "doubled": sources["b"].float() * 2,
-        "fresh": torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
-        "rows": rows,
-        "rounded rows": rows.bfloat16(),
-    }
-    assert results.keys() == expected.keys()
-    assert all(torch.equal(results[name], value) for name, value in expected.items())
-    assert progress.num_bytes == sum(value.nbytes for value in expected.values())
+    assert results.keys() == cases.keys()
+    assert all(torch.equal(results[name], value) for name, (_, _, value) in cases.items())
+    ((_, announced, told),) = progress.stages
+    assert announced == sum(told) == sum(value.nbytes for _, _, value in cases.values())
     # Rows alone are copied, and those of zeros read from nowhere; for a scan or another dtype whole sources are read.
     whole = a.nbytes + 2 * c.nbytes
     read_for_rows = whole + (whole if scan else 4 * 3 * 4)
-    assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
+    assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + sources["steps"].nbytes
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path, scan):
+def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "source.safetensors")
     (tmp_path / "out").mkdir()
-    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=scan, progress=Progress())
+    writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=False, progress=Progress())
     shards = split_shards([OutputTensor("large", Combine((3,), (("a", 1e39),)), "F32")], 200)
     with pytest.raises(RequestError, match="large came out as NaN or infinite, though what it is made from is finite"):
         writer.write(tmp_path / "out", shards)

@@ -1,16 +1,20 @@
-"""A model that reads each module's weights when it is called computes what it computes in memory, bit for bit."""
+"""A model that reads each module's weights when it is called computes what it computes in memory, and needs memory for one module."""
 
+import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from pairs import in_turn
+from processes.warm import run_warm
 from tiny import prompt
 
-from tests.upscalers.checkpoints import SMALL, load, read_tensors, save_base, unverified, write_tensors
+from tests.upscalers.checkpoints import SMALL, logits, read_tensors, save_base, unverified, write_tensors
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.safetensors_format import layout
 from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.streamed_model import StreamedModel
@@ -33,16 +37,11 @@ def streamed_logits(folder, dtype=torch.float32):
     return streamed(folder, dtype).logits(prompt(), lambda number, hidden: None)
 
 
-def expected_logits(folder, dtype=torch.float32):
-    with torch.no_grad():
-        return load(folder, dtype)(prompt(), use_cache=False).logits
-
-
-@pytest.mark.parametrize(("layout", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
-def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout, stored):
-    folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout])
+@pytest.mark.parametrize(("layout_name", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
+def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout_name, stored):
+    folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout_name])
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
+        assert torch.equal(streamed_logits(folder, dtype), logits(folder, dtype, use_cache=False))
 
 
 @pytest.mark.parametrize("kind", [*SMALL, "midus-hml, output projection and residual", "midus-hml, batch norm"])
@@ -54,7 +53,7 @@ def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, t
         for name, tensor in read_tensors(folder).items()
     }
     write_tensors(folder, trained)
-    assert torch.equal(streamed_logits(folder), expected_logits(folder))
+    assert torch.equal(streamed_logits(folder), logits(folder, torch.float32, use_cache=False))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -104,3 +103,65 @@ def test_code_that_a_checkpoint_brings_is_not_run(base, tmp_path):
     for file in brought:
         file.write_text("raise SystemExit('the code of a checkpoint was run')\n")
     assert torch.isfinite(streamed_logits(folder)).all()
+
+
+NOISE_BYTES = 30_000_000
+# Nothing is forced to the disk, and what is freed goes back at once (M_TRIM_THRESHOLD), of one heap (M_ARENA_MAX): how much glibc
+# keeps of it, and so by how much a peak grows, depends on the processor's kernels.
+COMMAND = """
+import ctypes, os
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    assert ctypes.CDLL(None).mallopt(-1, 65536) and ctypes.CDLL(None).mallopt(-8, 1)
+os.fsync = lambda file: None
+from midus_hf.cli.upscale import main
+main()
+"""
+# Of layers of 41 MB that compute little.
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 12_288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def synthetic(folder, num_layers):
+    """A checkpoint of one shard for each two layers, all holes: it takes no room on the disk."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
+    tensors, shards = open_base(folder, needs_weights=False).tensors, {}
+    for name in tensors:
+        parts = name.split(".")
+        number = int(parts[2]) // 2 if parts[1] == "layers" else 0
+        shards.setdefault(f"model-{number:05d}.safetensors", []).append(name)
+    for file_name, names in shards.items():
+        head, _ = layout([(name, tensors[name].dtype, tensors[name].shape) for name in names])
+        with open(folder / file_name, "wb") as file:
+            file.write(head)
+            file.truncate(len(head) + sum(tensors[name].num_bytes for name in names))
+    weight_map = {name: file_name for file_name, names in shards.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def upscaled(tmp_path, num_layers, verify):
+    """The report of a run in a process of its own, whose peak is not that of the tests; whatever it wrote is deleted."""
+    base = synthetic(tmp_path / f"base-{num_layers}", num_layers)
+    words = ("--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--json", verify)
+    done = run_warm(COMMAND, "--base", base, *words)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("verify", "checked"), [("--verify", "logits"), ("--no-verify", None)])
+def test_memory_does_not_grow_with_the_model_whether_or_not_both_models_are_compared(verify, checked, tmp_path):
+    small, large = (upscaled(tmp_path, layers, verify) for layers in (2, 4))
+    assert large["identity"]["checked"] == checked
+    assert large["bytes"]["written"] > small["bytes"]["written"] + 2 * NOISE_BYTES
+    assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES

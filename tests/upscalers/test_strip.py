@@ -1,16 +1,17 @@
 """`strip` gives the base back, byte for byte, and says whether it is the base, by a digest in the config."""
 
 import json
-import math
 
 import pytest
 import torch
 
 from tests.upscalers.checkpoints import (
+    SMALL_MEMORY,
     config_of,
     content_digest,
     edit_config,
     file_digests,
+    layer,
     load,
     logits,
     read_tensors,
@@ -21,13 +22,13 @@ from tests.upscalers.checkpoints import (
     unverified,
     write_tensors,
 )
-from tests.upscalers.dense.requests import upscaled
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 
 def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
@@ -71,44 +72,32 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        *({name: ...} for name in ("../evil.safetensors", "/tmp/evil.safetensors", "config.json", "sub/model.safetensors")),
-        *({"model.safetensors": names} for names in (5, [["x"]])),
-        *([], "x", None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_files_of_a_record_that_was_tampered_with_decide_nothing(base, tmp_path, files):
-    model = unverified(base, tmp_path / "in" / "out")
+def test_a_record_that_was_tampered_with_decides_nothing_and_one_that_is_not_json_is_refused(base, tmp_path):
+    model, output = unverified(base, tmp_path / "in" / "out"), tmp_path / "in" / "stripped"
     record = record_of(model)
     names = record["base"]["files"]["model.safetensors"]
-    record["base"]["files"] = (
-        {f: names if v is ... else v for f, v in files.items()} if isinstance(files, dict) else files
-    )
-    (model / "upscale.json").write_text(json.dumps(record))
-    strip(model, tmp_path / "in" / "stripped")
-    assert [path.name for path in tensor_files(tmp_path / "in" / "stripped")] == ["model.safetensors"]
-    assert same_tensors(tmp_path / "in" / "stripped", base)
+    elsewhere = ("../evil.safetensors", "/tmp/evil.safetensors", "config.json", "sub/model.safetensors")
+    wrong = [
+        *({name: names} for name in elsewhere),
+        *({"model.safetensors": each} for each in (5, [["x"]])),
+        [],
+        "x",
+        None,
+    ]
+    tampered = [{**record, "base": {**record["base"], "files": files}} for files in wrong]
+    for content in (*tampered, 5, {}, {"base": 5}, {"base": {}}, []):
+        (model / "upscale.json").write_text(json.dumps(content))
+        told = [base.name] if content in tampered else [None, "unknown: upscale.json is gone"]
+        assert inspect_checkpoint(model)["base"] in told
+        strip(model, output, overwrite=True)
+        assert [path.name for path in tensor_files(output)] == ["model.safetensors"] and same_tensors(output, base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_a_record_without_a_base_is_as_good_as_none_and_one_that_is_not_json_is_refused(base, tmp_path):
-    model = unverified(base, tmp_path / "out")
-    for text in ("5", "{}", '{"base": 5}', '{"base": {}}', "[]"):
-        (model / "upscale.json").write_text(text)
-        assert inspect_checkpoint(model)["base"] in (None, "unknown: upscale.json is gone")
-        strip(model, tmp_path / "stripped", overwrite=True)
-        assert same_tensors(tmp_path / "stripped", base)
     (model / "upscale.json").write_text("{")
     with pytest.raises(RequestError, match=r"upscale.json is not JSON .* Delete it to go by config.json alone"):
         strip(model, tmp_path / "again")
 
 
 NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
-
-
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
 TAMPERED = [
     *(({"plan": plan}, NOT_OF_THE_MODEL) for plan in (None, [{"bas": 0}], [{"base": 0}, {"base": 1}])),
@@ -138,10 +127,8 @@ def test_inspect_tells_what_was_done(command, base, tmp_path):
     inspected = command("inspect", model, "--json").json()
     assert inspected == inspect_checkpoint(model)
     assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
-    assert (inspected["method"], inspected["base"]) == ("midus-hml", base.name)
     for row in inspected["layers"]:
-        names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]
-        assert row["parameters"] == sum(math.prod(tensors[name].shape) for name in names)
+        assert row["parameters"] == sum(tensor.numel() for tensor in layer(tensors, row["index"]).values())
     shown = command("inspect", model).out
     words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
     assert all(word in shown for word in words)
@@ -160,7 +147,6 @@ UNKNOWN = "Its weights are not known to be the base's: its config holds no diges
 
 
 def stripped(model, output):
-    """What `strip` says of the weights, which its own record must say too."""
     result = strip(model, output)
     report = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
     record = record_of(output)
@@ -168,15 +154,15 @@ def stripped(model, output):
     return report["base_confirmed"], report["differing_tensors"]
 
 
-def saved_again(folder, output, train=(), with_record=False, **kwargs):
-    """The model as `save_pretrained` leaves it, after `train` moved parameters whose names begin so."""
+def saved_again(folder, output, train=()):
+    """The model as `save_pretrained` leaves it, and with its record where parameters whose names begin so were moved by training."""
     model = load(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith(tuple(train)):
                 parameter.add_(1)
-    model.save_pretrained(output, **kwargs)
-    if with_record:
+    model.save_pretrained(output)
+    if train:
         (output / "upscale.json").write_bytes((folder / "upscale.json").read_bytes())
     return output
 
@@ -190,7 +176,7 @@ def test_a_digest_or_a_record_of_digests_that_was_tampered_with_confirms_nothing
     edit_config(model, upscale=entry)
     record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
     (model / "upscale.json").write_text(json.dumps(record))
-    trained = saved_again(model, tmp_path / "trained", ["model.layers.2."], with_record=True)
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2."])
     assert stripped(trained, tmp_path / "stripped") == (False, None)
 
 
@@ -210,22 +196,12 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
         assert stripped(tmp_path / f"saved-{name}", tmp_path / f"stripped-{name}") == (True, 0)
 
 
-def test_where_the_config_holds_no_digest_this_is_said(command, base, tmp_path):
-    model = unverified(base, tmp_path / "out")
-    edit_config(model, upscale={k: v for k, v in config_of(model)["upscale"].items() if k != "base_sha256"})
-    (model / "upscale.json").unlink()
-    assert stripped(model, tmp_path / "stripped") == (None, None)
-    done = command("strip", model, "--output", tmp_path / "again")
-    assert (done.status, done.err) == (0, "")
-    assert UNKNOWN in " ".join(done.out.split())
-
-
 def test_the_command_says_which_it_is(command, base, tmp_path):
     model, words = unverified(base, tmp_path / "out"), ("--output", tmp_path / "stripped")
     same = command("strip", model, *words)
     assert (same.status, same.err) == (0, "")
     assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
-    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."], with_record=True)
+    trained = saved_again(model, tmp_path / "trained", ["model.layers.2.mlp."])
     other = command("strip", trained, *words, "--overwrite")
     assert other.status == 0
     assert "Its weights are not the base's, byte for byte: 3 tensors differ." in " ".join(other.out.split())
@@ -237,6 +213,12 @@ def test_the_command_says_which_it_is(command, base, tmp_path):
     report = unknown.json()
     assert (report["base_confirmed"], report["differing_tensors"]) == (False, None)
     assert report["removed_layer_indices"] == [1, 4]
+    edit_config(model, upscale={k: v for k, v in config_of(model)["upscale"].items() if k != "base_sha256"})
+    (model / "upscale.json").unlink()
+    assert stripped(model, tmp_path / "once") == (None, None)
+    nobody = command("strip", model, *words, "--overwrite")
+    assert (nobody.status, nobody.err) == (0, "")
+    assert UNKNOWN in " ".join(nobody.out.split())
 
 
 def test_inspect_tells_what_strip_did(command, base, tmp_path):
@@ -258,16 +240,11 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
-    words = {
-        "base-again": (
-            *("stripped from", "back, upscaled with midus-hml; took out layers 1, 4"),
-            *("its weights were the base's, byte for byte", "llama"),
-        ),
-        "back": ("twice, upscaled with midus-hml; took out layers 0, 4, 8",),
-    }
-    for name, said in words.items():
-        shown = " ".join(command("inspect", tmp_path / name).out.split())
-        assert all(word in shown for word in said)
+    shown = {name: " ".join(command("inspect", tmp_path / name).out.split()) for name in ("base-again", "back")}
+    took_out = "back, upscaled with midus-hml; took out layers 1, 4"
+    for words in ("stripped from", took_out, "its weights were the base's, byte for byte", "llama"):
+        assert words in shown["base-again"]
+    assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in shown["back"]
 
 
 def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, tmp_path):
@@ -291,27 +268,26 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
     assert all(future.done() for future in started._futures.values())
 
 
-INSERTED = {
-    0: "new, beside base 0, made from 0",
-    2: "new, between base 0 and base 1, made from 1",
-    6: "new, beside base 3, made from 3",
-}
-COPIED = {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"}
-FUSED = {
-    2: "new, between base 1 and base 2, made from 1 and 2",
-    4: "new, between base 2 and base 3, made from 2 and 3",
+FROM = {
+    "midus-hml": {
+        0: "new, beside base 0, made from 0",
+        2: "new, between base 0 and base 1, made from 1",
+        6: "new, beside base 3, made from 3",
+    },
+    "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
+    "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
+    "avg-deus": {
+        2: "new, between base 1 and base 2, made from 1 and 2",
+        4: "new, between base 2 and base 3, made from 2 and 3",
+    },
 }
 
 
-def test_inspect_tells_repeats_copies_and_fusions_apart(base, tmp_path):
-    unverified(base, tmp_path / "midus-hml", placement="0,2,6")
-    for method in ("solar", "llama-pro", "avg-deus"):
-        upscaled(base, tmp_path / method, method)
-    messages = {}
-    for folder in tmp_path.iterdir():
-        rows = inspect_checkpoint(folder)["layers"]
-        messages[folder.name] = {row["index"]: row["from"] for row in rows if row["new"]}
-        assert all(row["from"].startswith("base ") for row in rows if not row["new"])
-        assert [row["index"] for row in rows] == list(range(len(rows)))
-    repeated = {3: "base 1, repeated", 4: "base 2, repeated"}
-    assert messages == {"midus-hml": INSERTED, "solar": repeated, "llama-pro": COPIED, "avg-deus": FUSED}
+@pytest.mark.parametrize("method", FROM)
+def test_inspect_tells_repeats_copies_and_fusions_apart(method, base, tmp_path):
+    request = {"options": SMALL_MEMORY, "placement": "0,2,6"} if method == "midus-hml" else {}
+    upscale(base=base, method=method, output=tmp_path / "out", verify=False, **request)
+    rows = inspect_checkpoint(tmp_path / "out")["layers"]
+    assert {row["index"]: row["from"] for row in rows if row["new"]} == FROM[method]
+    assert all(row["from"].startswith("base ") for row in rows if not row["new"])
+    assert [row["index"] for row in rows] == list(range(len(rows)))

@@ -1,8 +1,11 @@
-"""Verification: a method that lies is caught, and leaves nothing."""
+"""Verification: a method that lies is caught, by its recipes before a byte is written or by its result, and leaves nothing."""
 
+import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +19,14 @@ from tests.upscalers.checkpoints import (
     with_memory,
     write_tensors,
 )
+from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
-from upscalers.request.errors import RequestError, VerificationError
+from upscalers.plan.plan import Base, Plan
+from upscalers.request.errors import MethodError, RequestError, VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
+from upscalers.tensors.recipes import Copy, Fill, Recipe
 
 
 def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
@@ -51,21 +57,6 @@ def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, fil
     with pytest.raises(VerificationError, match=rf"differ from the base's by up to [\d.e-]+; {re.escape(expected)}$"):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-def test_a_layer_with_another_setting_than_its_source_is_refused_before_anything_is_written(
-    shared_base, tmp_path, monkeypatch
-):
-    honest = MidusHml.config
-
-    def without_window(self, base, plan):
-        config = honest(self, base, plan)
-        return {**config, "layer_types": [*config["layer_types"][:-1], "full_attention"]}
-
-    monkeypatch.setattr(MidusHml, "config", without_window)
-    message = r"layer 5 has .* = 'full_attention' and its source, layer 3, 'sliding_attention'"
-    with pytest.raises(RequestError, match=message):
-        with_memory(shared_base("qwen2"), tmp_path / "out")
 
 
 def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypatch):
@@ -103,7 +94,6 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_pat
 def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_unless_nothing_is_verified(
     tmp_path, monkeypatch, value, dtype, name, share
 ):
-    """Tensors are read in pieces."""
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     base, name = save_base(tmp_path / "base", dtype=dtype), f"{name}.weight"
     tensors = read_tensors(base)
@@ -179,3 +169,93 @@ def test_a_result_that_is_not_finite_where_the_base_is_is_refused(base, tmp_path
     ):
         with_memory(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+Layers = list[dict[str, Recipe]]
+
+KEY = "self_attn.k_proj.weight"
+
+
+def copied(source: str) -> Callable[[Layers], None]:
+    return lambda layers: layers[2].update({KEY: Copy((16, 32), source)})
+
+
+FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
+    "all tensors of a layer left out": (
+        lambda layers: layers[2].clear(),
+        r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and 6 others; expected one for each of 9 tensors",
+    ),
+    "a layer left out": (
+        lambda layers: layers.pop(),
+        "gives recipes for this many layers: [0-9]+; expected [0-9]+, as many as its plan has",
+    ),
+    "a name that nobody knows": (
+        lambda layers: layers[2].update({"mlp.up_projection.weight": Fill((48, 32), 1.0)}),
+        "layer 2: there is a recipe for mlp.up_projection.weight; expected none but for self_attn.q_proj.weight, ",
+    ),
+    "a wrong shape": (
+        lambda layers: layers[2].update({KEY: dataclasses.replace(layers[2][KEY], shape=(32, 16))}),
+        rf"layer 2: {KEY} is \[32, 16\]; expected \[16, 32\]",
+    ),
+    "a source of a wrong shape": (
+        copied("model.layers.0.self_attn.q_proj.weight"),
+        rf"layer 2: {KEY} is made from model.layers.0.self_attn.q_proj.weight, which is \[32, 32\]; expected \[16, 32\]",
+    ),
+    "a source that is not there": (
+        copied("model.layers.9.self_attn.k_proj.weight"),
+        f"layer 2: {KEY} is made from model.layers.9.self_attn.k_proj.weight; expected a tensor of the base",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_method_that_breaks_the_contract_is_stopped_before_it_writes(name, base, tmp_path, monkeypatch):
+    fault, message = FAULTS[name]
+    sound = get_method("llama-pro").recipes
+
+    def recipes(self, base, plan, seed) -> Layers:
+        layers = [dict(layer) for layer in sound(self, base, plan, seed)]
+        fault(layers)
+        return layers
+
+    monkeypatch.setattr(get_method("llama-pro"), "recipes", recipes)
+    for request in ({"dry_run": True}, {"output": tmp_path / "out", "verify": False}):
+        with pytest.raises(MethodError, match=f"^method llama-pro.*{message}"):
+            upscale(base=base, method="llama-pro", **request)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
+    plan = Plan((Base(0), Base(3), Base(3)), 4)
+    monkeypatch.setattr(get_method("solar"), "plan", lambda *arguments: plan)
+    message = "the plan of method solar has no base layer 1, 2; expected all layers of the base, or strip could not give it back"
+    with pytest.raises(MethodError, match=message):
+        upscale(base=base, method="solar", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "error", "message"),
+    [
+        (
+            "llama-pro", {"num_hidden_layers": 5}, MethodError,
+            "gives a config with num_hidden_layers = 5; expected 6, as many as its plan has",
+        ),
+        (
+            "llama-pro", {"vocab_size": 7}, MethodError,
+            r"outside the layers: model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]",
+        ),
+        ("llama-pro", {"intermediate_size": 47}, MethodError, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
+        ("solar", {"tie_word_embeddings": False}, MethodError, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
+        (
+            "midus-hml", {"layer_types": ["full_attention"] * 6}, RequestError,
+            r"layer 3 has .* = 'full_attention' and its source, layer 2, 'sliding_attention'",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_new_config_decides_what_is_expected(method, changes, error, message, shared_base, monkeypatch):
+    config = get_method(method).config
+    monkeypatch.setattr(get_method(method), "config", lambda *arguments: {**config(*arguments), **changes})
+    base = shared_base({"solar": "gemma2", "midus-hml": "qwen2"}.get(method, "llama"))
+    with pytest.raises(error, match=message):
+        upscale(base=base, method=method, dry_run=True)

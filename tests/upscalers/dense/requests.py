@@ -31,7 +31,6 @@ OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 
 
 def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:
-    """Send the method's plain request, with changes."""
     return upscale(base=base, method=method, output=output, **{**REQUESTS[method], "verify": verify, **changes})
 
 
@@ -41,31 +40,16 @@ def known(config: dict[str, Any]) -> BaseCheckpoint:
     return BaseCheckpoint(Path(), config, family, layout_of(config), {})
 
 
-def planned(
-    config: dict[str, Any],
-    method: str,
-    num_new_layers: int | None = None,
-    placement: str | None = None,
-    **options: Any,
-) -> Plan:
-    """The method's plan for a base of which only the config is known."""
+def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=None, **options: Any) -> Plan:
     chosen = get_method(method)
     return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
 
 
-def upscaled_config(
-    config: dict[str, Any],
-    method: str,
-    num_new_layers: int | None = None,
-    placement: str | None = None,
-    options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The raw config of the upscaled model, from that of the base."""
+def upscaled_config(config: dict[str, Any], method: str, options=None, **place: Any) -> dict[str, Any]:
     chosen = get_method(method)
     made = chosen(parse_options(chosen.options_class, options or {}, method))
-    return made.config(known(config), planned(config, method, num_new_layers, placement, **(options or {})))
+    return made.config(known(config), planned(config, method, **place, **(options or {})))
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """The raw config of a tiny model."""
     return NATIVE_FAMILIES[family].config(**changes).to_dict()

@@ -1,17 +1,17 @@
 """OpT-DeUS makes the blocks of its definition, written out plainly here, on every family and with every option."""
 
-import dataclasses
 import re
-from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pairs import in_turn
 
 from tests.upscalers.checkpoints import config_of, layer, read_tensors, record_of, save_base, write_tensors
-from tests.upscalers.solvers import sinkhorn_loop
 from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.solvers.test_transport import barycentric, mean_of_sources, plan_by_loop
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
 
@@ -28,19 +28,10 @@ MLP_NORM = {
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 
-@dataclass
-class Settings:
-    """The options, by their names."""
-
-    solver: str = "sinkhorn"
-    plan_scale: str = "barycentric"
-    regularization: float = 0.06
-    mlp_t_in: str = "o_proj"
-    identity: str = "auto"
-
-
-def block(family: str, first: Tensors, second: Tensors, settings: Settings) -> Tensors:
+def block(family: str, first: Tensors, second: Tensors, **changes: Any) -> Tensors:
     """The new block between two layers, float64, by the tensors' names within it."""
+    usual = {"solver": "sinkhorn", "plan_scale": "barycentric", "regularization": 0.06, "mlp_t_in": "o_proj"}
+    settings = SimpleNamespace(**usual | {"identity": "auto"} | changes)
     first, second = ({name: tensor.double() for name, tensor in layer.items()} for layer in (first, second))
     raw = settings.plan_scale == "raw"
     made = {name: (first[name] + second[name]) / 2 for name in first}
@@ -49,8 +40,8 @@ def block(family: str, first: Tensors, second: Tensors, settings: Settings) -> T
         if settings.solver == "hungarian":
             exact = exact_plan(source, target)
             return exact if raw else exact * len(target)
-        transport = sinkhorn_loop.plan(source, target, settings.regularization)
-        return transport if raw else sinkhorn_loop.barycentric(transport)
+        transport = plan_by_loop(source, target, settings.regularization)
+        return transport if raw else barycentric(transport)
 
     def fuse(name: str, source: torch.Tensor) -> torch.Tensor:
         """Fuse a matrix and its bias, and return the plan."""
@@ -139,13 +130,12 @@ def sharp_base(tmp_path_factory):
     return saved
 
 
-def made(base, output, family, settings: Settings, new: int = 2, **options) -> tuple[dict, dict]:
-    """The new block that stands at `new`, and the one of the definition, from the base layers on both sides."""
-    arguments = dataclasses.asdict(settings) | {"tolerance": 1e-9} | options
-    upscale(base=base, method="opt-deus", output=output, placement=str(new), options=arguments, verify=False)
+def made(base, output, family, changes: dict, **options) -> tuple[dict, dict]:
+    """The new block that stands at 2, and the one of the definition, from the base layers on both sides."""
+    arguments = {**changes, "tolerance": 1e-9, **options}
+    upscale(base=base, method="opt-deus", output=output, placement="2", options=arguments, verify=False)
     before = read_tensors(base)
-    expected = block(family, layer(before, new - 1), layer(before, new), settings)
-    return layer(read_tensors(output), new), expected
+    return layer(read_tensors(output), 2), block(family, layer(before, 1), layer(before, 2), **changes)
 
 
 def compare(results: dict, expected: dict, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -158,19 +148,19 @@ def compare(results: dict, expected: dict, rtol: float = 1e-5, atol: float = 1e-
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_tensor_of_a_new_block_is_the_one_of_the_definition(native_family, options, sharp_base, tmp_path):
-    compare(*made(sharp_base(native_family), tmp_path / "out", native_family, Settings(**OPTIONS[options])))
+    compare(*made(sharp_base(native_family), tmp_path / "out", native_family, OPTIONS[options]))
 
 
 @pytest.mark.parametrize(("family", "options"), in_turn(BIASES, ["default", "raw", "no identity"]))
 def test_biases_follow_the_rows_they_belong_to(family, options, sharp_base, tmp_path):
-    actual, expected = made(sharp_base(family, True), tmp_path / "out", family, Settings(**OPTIONS[options]))
+    actual, expected = made(sharp_base(family, True), tmp_path / "out", family, OPTIONS[options])
     assert any(name.endswith(".bias") and tensor.any() for name, tensor in actual.items())
     compare(actual, expected)
 
 
 def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
     options = {"precision": "float32", "tolerance": 1e-4}
-    compare(*made(sharp_base("gemma3"), tmp_path / "out", "gemma3", Settings(), **options), rtol=1e-3, atol=1e-3)
+    compare(*made(sharp_base("gemma3"), tmp_path / "out", "gemma3", {}, **options), rtol=1e-3, atol=1e-3)
 
 
 SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
@@ -188,7 +178,6 @@ LATE = (
 
 
 def fused(base, output, verify=False, **options):
-    """The report, and what was told meanwhile."""
     recorder = Recorder()
     report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
     return report, recorder
@@ -214,10 +203,10 @@ def test_each_matrix_that_is_solved_is_measured_and_little_norm_is_warned_of(fam
     for role in ("query", "key", "value"):
         name, row = f"self_attn.{role[0]}_proj.weight", rows[role]
         source, target = (layer(before, index)[name].double() for index in (1, 2))
-        plan = sinkhorn_loop.plan(source, target, 0.06)
-        aligned = sinkhorn_loop.barycentric(plan).mT @ source
+        plan = plan_by_loop(source, target, 0.06)
+        aligned = barycentric(plan).mT @ source
         assert row["norm_ratio"] == pytest.approx((aligned.norm() / source.norm()).item(), rel=1e-5)
-        assert row["effective_sources"] == pytest.approx(sinkhorn_loop.effective_sources(plan), rel=1e-5)
+        assert row["effective_sources"] == pytest.approx(mean_of_sources(plan), rel=1e-5)
         assert row["residual"] <= 1e-9 and row["iterations"] >= 1 and row["seconds"] >= 0
     # To the previous layer's matrix, not to what the output projection's plan left of it, which may be next to nothing.
     for role in ("gate", "up"):
@@ -284,23 +273,20 @@ def test_the_record_the_card_the_command_and_inspect_tell_measurements(base, tmp
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
-# Settings that need a package, others that do not, the package, and what is said.
+# A solver that needs a package, another one that does not, the package, and what is said.
 NEEDED = [
-    ([], ["solver=hungarian"], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
-    (["solver=hungarian"], [], "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
+    ("sinkhorn", "hungarian", "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
+    ("hungarian", "sinkhorn", "scipy", "solver hungarian needs scipy, which is not installed; in the clone of midus_hf, run: "),
 ]  # fmt: skip
 
 
-def request(*settings: str) -> list[str]:
-    return ["--method", "opt-deus", *(word for setting in settings for word in ("--set", setting))]
-
-
-@pytest.mark.parametrize(("settings", "others", "package", "message"), NEEDED)
+@pytest.mark.parametrize(("solver", "other", "package", "message"), NEEDED)
 def test_a_missing_package_is_named_where_it_is_used_with_the_command_that_installs_it(
-    settings, others, package, message, base, tmp_path, command, refused, without
+    solver, other, package, message, base, tmp_path, command, refused, without
 ):
     without(package)
-    refused(command("--base", base, *request(*settings), "--output", tmp_path / "out"), message, [])
-    dry = command("--base", base, *request(*settings, "device=cuda"), "--dry-run")  # it may plan for another machine
+    usual, output = ("--base", base, "--method", "opt-deus", "--set"), ("--output", tmp_path / "out", "--no-verify")
+    refused(command(*usual, f"solver={solver}", *output), message, [])
+    dry = command(*usual, f"solver={solver}", "--set", "device=cuda", "--dry-run")  # it may plan for another machine
     assert dry.status == 0 and dry.err == ""
-    assert command("--base", base, *request(*others), "--output", tmp_path / "out", "--no-verify").status == 0
+    assert command(*usual, f"solver={other}", *output).status == 0

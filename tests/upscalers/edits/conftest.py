@@ -1,4 +1,4 @@
-"""Fixtures of the tests of chapters."""
+"""Fixtures of tests that edit checkpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,18 +8,10 @@ import pytest
 
 from midus_hf.cli import edit
 from tests.upscalers.conftest import Outcome
-from tests.upscalers.edits.made import save_chapters
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint with one bank, which all layers read; nobody may change it."""
-    return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
 
 
 @pytest.fixture
 def chapters(in_process) -> Callable[..., Outcome]:
-    """Run the `midus edit` command in this process."""
     return partial(in_process, edit.main)
 
 

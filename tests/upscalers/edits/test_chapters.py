@@ -1,11 +1,14 @@
 """`midus edit` of chapters: what it lists, which rows it changes and no other byte, what it records, what models then compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import prompt
 
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
@@ -19,14 +22,63 @@ from tests.upscalers.checkpoints import (
     record_of,
     same_bits,
     save_base,
+    tensor_files,
     write_tensors,
 )
-from tests.upscalers.edits.made import CHAPTERS, LAYERS, TOKENS, bank_name, give_values, rows, save_chapters
 from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.edits import quantising
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
+
+# C, T and the layers with a memory of the checkpoints.
+CHAPTERS, TOKENS, LAYERS = 6, 4, (0, 1, 2, 3)
+BANK = "model.memory_tables.chapters.0.bank"
+# Options of a memory in all layers.
+OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS)}
+
+
+def save_chapters(
+    folder, dtype=torch.float32, sharded=False, prefix="model.", names=("chapters",), bank_bits=None, **changes
+) -> Path:
+    """Attach memories with random values to a tiny Llama, `FOLDER-base`; of several, the last is new and others are the base's."""
+    base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
+    (base / "tokenizer.json").write_text("a tokenizer")
+    request = {"options": {**OPTIONS, **changes}, "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
+    for name in names:
+        output = folder if name == names[-1] and bank_bits is None else folder.with_name(f"{folder.name}-{name}")
+        upscale(base=base, method="moc", output=output, **request)
+        base = output
+    give_values(base)
+    for name in names if bank_bits is not None else ():
+        output = folder if name == names[-1] else folder.with_name(f"{folder.name}-rounded-{name}")
+        quantising.quantise(EditRequest(base, output, name), bank_bits)
+        base = output
+    return folder
+
+
+def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
+    """Give random values to all that memories have; no router chooses some chapters, if any."""
+    generator = torch.Generator().manual_seed(0)
+    for file in tensor_files(folder):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if "memor" in name:
+                tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            if name.endswith("router_bias"):
+                tensors[name][list(never_chosen)] = -1e6
+        save_file(tensors, file, {"format": "pt"})
+
+
+def rows(number: int) -> slice:
+    return slice(number * TOKENS, (number + 1) * TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
+
 
 TWO = ("chapters", "chapters-2")
 # The names of a layer's router, weight and bias.
@@ -45,7 +97,7 @@ class Edit:
     order: list[int | None]  # for each chapter of the result the one that it was, None where its rows are zero
     routers: tuple[int, ...] = ()  # layers whose routers follow
     saved: dict[str, Any] = field(default_factory=dict)  # how the model differs from the usual
-    banks: tuple[str, ...] = (bank_name(),)
+    banks: tuple[str, ...] = (BANK,)
     parts: tuple[str, ...] = ("",)  # ends of the names of a bank's tensors
 
 
@@ -55,7 +107,7 @@ EDITS = {
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
     "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=("_integers", "_scales")),
     "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
-    "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (bank_name(memory=TWO[1]),)),
+    "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (BANK.replace(*TWO),)),
     "no prefix": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"prefix": ""}),
 }  # fmt: skip
 
@@ -105,7 +157,7 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
     before, after = read_tensors(model), read_tensors(output)
     files = {name: file.name for file in output.glob("*.safetensors") for name in read_header(file)}
     was_in = {name: file.name for file in model.glob("*.safetensors") for name in read_header(file)}
-    for name in BANKS_OF_LAYERS if "share" in changes else (bank_name(),):
+    for name in BANKS_OF_LAYERS if "share" in changes else (BANK,):
         table = before.pop(name)
         integers, scales = quantise_rows(table, bits)
         assert same_bits(after.pop(name + "_integers"), integers)
@@ -119,10 +171,10 @@ def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited,
 
 def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edited):
     model = save_chapters(tmp_path / "model", dtype=torch.bfloat16)
-    scales = quantise_rows(read_tensors(model)[bank_name()], 8)[1]
+    scales = quantise_rows(read_tensors(model)[BANK], 8)[1]
     output = edited("quantise", model)
     expected = logits(output)
-    write_tensors(output, {**read_tensors(output), f"{bank_name()}_scales": scales})
+    write_tensors(output, {**read_tensors(output), f"{BANK}_scales": scales})
     assert torch.equal(logits(output), expected)
 
 
@@ -169,7 +221,7 @@ def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
     output = edited("zero", checkpoint, "--chapters", "1")
     done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
     assert done.status == 2 and f"output {output} exists; pass --overwrite" in done.err
-    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[bank_name()]
+    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[BANK]
     assert bank[rows(1)].any() and not bank[rows(2)].any()
 
 
@@ -219,23 +271,23 @@ def test_lists_show_norms_and_biases_of_what_tensors_stand_for(tmp_path, chapter
 def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapters, edited):
     model = save_chapters(tmp_path / "model")
     tensors = read_tensors(model)
-    tensors[bank_name()][0] = float("nan")
+    tensors[BANK][0] = float("nan")
     write_tensors(model, tensors)
     after = read_tensors(edited("zero", model, "--chapters", "1"))
-    assert same_bits(after[bank_name()][rows(0)], tensors[bank_name()][rows(0)])
+    assert same_bits(after[BANK][rows(0)], tensors[BANK][rows(0)])
     assert chapters("list", model, "--json").json()["memories"][0]["banks"][0]["row_norms"][0] is None
     assert "not finite" in chapters("list", model).out
 
 
 # Of models that were upscaled with `moc`, given values as training would, edited, and loaded.
 SHARES = ({}, {"share": "every:2"})
-OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
+SOME = {**OPTIONS, "chunk_size": 4, "layers": [0, 2, 3]}
 
 
 def acting(folder, **changes):
     """Return the folder of a model whose memories have values, of float64, in which a sum in another order differs by little."""
     base = save_base(folder / "base", dtype=torch.float64)
-    upscale(base=base, method="moc", options={**OPTIONS, **changes}, output=folder / "model", verify=False)
+    upscale(base=base, method="moc", options={**SOME, **changes}, output=folder / "model", verify=False)
     give_values(folder / "model")
     return folder / "model"
 
@@ -262,7 +314,7 @@ def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
     output = edited("quantise", model, "--bits", 4)
     assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
     tensors, usual = read_tensors(model), logits(model)
-    bank = tensors[bank_name()]
+    bank = tensors[BANK]
     bank.copy_(dequantise_rows(*quantise_rows(bank, 4), 4, bank.dtype))
     write_tensors(model, tensors)
     torch.testing.assert_close(logits(output), logits(model), rtol=1e-10, atol=1e-10)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import config_of, file_digests, logits, read_tensors, record_of
-from tests.upscalers.edits.made import give_values, save_chapters
+from tests.upscalers.edits.test_chapters import give_values, save_chapters
 from upscalers.edits.shuffling import row_order, shuffle
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint

@@ -1,0 +1,337 @@
+"""What new layers of dense methods are made of, layers, types and numbers against float64, and how they begin as the identity."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import WINDOW, prompt
+
+from midus_hf.cli.upscale import RunRequest
+from tests.upscalers.checkpoints import SMALL, layer, load, logits, read_tensors, same_bits, save_base, write_tensors
+from tests.upscalers.dense.requests import (
+    OUTPUT_NORMS,
+    PROMISING,
+    REQUESTS,
+    planned,
+    tiny_config,
+    upscaled,
+    upscaled_config,
+)
+from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
+from tests.upscalers.solvers.recording import Recorder
+from upscalers.methods import contract
+from upscalers.methods.contract import METHODS, register_method
+from upscalers.methods.dense_block import DenseMethod
+from upscalers.plan.placements import place
+from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
+from upscalers.tensors.recipes import Combine
+
+
+@pytest.mark.parametrize(
+    ("method", "placement", "sources"),
+    [
+        ("llama-pro", "llama-pro", [(3,), (7,), (11,), (15,)]),
+        ("llama-pro", "0,1,9,19", [(0,), (0,), (6,), (15,)]),
+        ("avg-deus", "top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
+        ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
+    ],
+)
+def test_llama_pro_copies_the_layer_before_or_the_first_and_avg_deus_fuses_both_sides(method, placement, sources):
+    result = planned(tiny_config("llama", num_hidden_layers=16), method, len(sources), placement)
+    assert [result.layers[index].sources for index in result.new_indices] == sources
+
+
+def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    upscaled(base, tmp_path / "out", "llama-pro")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in enumerate([0, 1, 1, 2, 3, 3]):
+        actual, expected = layer(new, index), layer(old, source)
+        assert actual.keys() == expected.keys()
+        changed = {name for name in actual if not same_bits(actual[name], expected[name])}
+        if index not in (2, 5):
+            assert not changed
+        elif native_family in OUTPUT_NORMS:
+            assert changed == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
+            assert all((actual[name] == (0 if native_family == "olmo2" else -1)).all() for name in changed)
+        else:
+            assert changed == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+            assert not any(actual[name].any() for name in changed)
+
+
+S, F = "sliding_attention", "full_attention"
+
+# Bases of six layers, with the types that transformers would derive from their other values.
+WITH_TYPES = {
+    "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
+    "gemma2": {"num_hidden_layers": 6, "layer_types": [S, F, S, F, S, F]},
+    "qwen2": {"num_hidden_layers": 6, "max_window_layers": 3, "layer_types": [F, F, F, S, S, S]},
+}
+
+# What older files say instead of listing the types.
+DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
+
+TYPES_OF_RESULTS = {
+    ("gemma3", "solar"): [S, S, F, S, S, S, F, S, S, F],
+    ("gemma3", "llama-pro"): [S, S, S, F, S, S, S, F, F, F],
+    ("gemma3", "avg-deus"): [S, S, F, F, S, S, S, S, F, F],
+    ("gemma2", "avg-deus"): [S, F, S, S, F, F, S, S, F, F],
+    ("qwen2", "llama-pro"): [F, F, F, F, S, S, S, S, S, S],
+}
+PLACED_AT = {
+    "solar": {"num_new_layers": 4},
+    "llama-pro": {"placement": "2,5,8,9"},
+    "avg-deus": {"placement": "2,4,6,8"},
+}
+
+
+@pytest.mark.parametrize("implied", [False, True])
+@pytest.mark.parametrize(("family", "method"), TYPES_OF_RESULTS)
+def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_implies_it(family, method, implied):
+    config = tiny_config(family, **WITH_TYPES[family])
+    if implied:
+        del config["layer_types"]
+        config |= DERIVED_FROM.get(family, {})
+    assert upscaled_config(config, method, **PLACED_AT[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
+
+
+def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
+    config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
+    plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")
+    assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 1), (4, 3), (5, 2)]
+    request = {"placement": "3,5,7", "options": {"neighbours": "same_type"}}
+    assert upscaled_config(config, "avg-deus", **request)["layer_types"] == [S, S, F, S, S, S, S, F, F]
+    plan = planned(tiny_config("llama", num_hidden_layers=6), "avg-deus", 3, neighbours="same_type")
+    assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 2), (4, 3), (5, 4)]
+
+
+@pytest.mark.parametrize("method", ["avg-deus", "lesa", "opt-deus"])
+def test_fusing_both_types_is_warned_of(method, tmp_path):
+    base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
+    for placement, options, fusing in (
+        ("3,5,7", {}, "new layers 3, 7 fuse"),
+        ("3,5,7", {"neighbours": "same_type"}, None),
+        ("4,6", {}, "new layer 6 fuses"),
+        ("1,5", {}, None),
+    ):
+        progress = Recorder()
+        upscaled(base, None, method, placement=placement, options=options, progress=progress, dry_run=True)
+        expected = [
+            f"{fusing} sliding and full attention, whose rotary embeddings and windows may differ. Pass neighbours=same_type to "
+            "avoid it."
+        ]
+        assert [warning for warning in progress.warnings if " fuse" in warning] == expected * bool(fusing)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "method", "moved"),
+    [
+        ("gemma3", {"num_hidden_layers": 12, "sliding_window_pattern": 3}, "llama-pro", "8 of 18"),
+        ("gemma2", {"num_hidden_layers": 5}, "solar", "4 of 8"),
+        ("qwen2", WINDOWED, "solar", "2 of 10"),
+        ("gemma2", {"num_hidden_layers": 5}, "midus-hml", None),
+        ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
+    ],
+)
+def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
+    family, changes, method, moved, tmp_path
+):
+    """A runtime that goes by the index reads no model with memory, and misreads a base that lists other types already."""
+    progress = Recorder()
+    base = save_base(tmp_path / "base", family, **changes)
+    upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
+    warned = [warning for warning in progress.warnings if "attend otherwise" in warning]
+    assert len(warned) == (moved is not None)
+    if moved:
+        model_type = {"gemma3": "gemma3_text"}.get(family, family)
+        assert warned[0] == (
+            f"{moved} layers attend otherwise than {model_type} implies by their index. transformers reads "
+            "layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another function. Write the "
+            "types into their file, as docs/serve.md says."
+        )
+
+
+RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
+
+# Of hierarchical memories `tests/training/test_recipes.py` has the recipes.
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_path):
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    parse_options(RunRequest, recipe, name)
+    if name == "demo":
+        assert "base" not in recipe and "output" not in recipe
+        return
+    assert (recipe["base"], recipe["method"]) == ("meta-llama/Llama-3.2-1B", name)
+    report = upscale(**{**recipe, "base": write_config(tmp_path / "base", LLAMA_3_2_1B), "dry_run": True})
+    placement = "top-heavy" if name.endswith("-deus") else "distributed"
+    assert report.new_layer_indices == place(placement, 16, 8)
+    assert report.promises_identity == (name != "avg-deus")
+
+
+def coarsen(folder):
+    """Round weights to multiples of 2**-9: means of two are exact in float32, so that a formula in float64 has the same bits."""
+    tensors = read_tensors(folder)
+    write_tensors(folder, {name: ((t.double() * 512).round() / 512).to(t.dtype) for name, t in tensors.items()})
+    assert all(tensor.any() for tensor in read_tensors(folder).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_mean_is_cast_once_in_every_family(native_family, dtype, tmp_path):
+    base = save_base(tmp_path / "base", native_family, dtype)
+    coarsen(base)
+    upscaled(base, tmp_path / "out", "avg-deus")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in ((2, 1), (4, 2)):
+        previous, following = layer(old, source), layer(old, source + 1)
+        assert layer(new, index).keys() == previous.keys()
+        for name, tensor in layer(new, index).items():
+            mean = (previous[name].double() + following[name].double()) / 2
+            assert torch.equal(tensor, mean.to(dtype)), name
+
+
+@pytest.mark.parametrize("method", ["avg-deus", "llama-pro"])
+def test_a_tensor_of_a_new_layer_has_the_dtype_of_its_sources(method, tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    mixed = {name: t.float() + 2**-12 if "norm" in name else t for name, t in read_tensors(base).items()}
+    write_tensors(base, mixed)
+    upscaled(base, tmp_path / "out", method)
+    new = read_tensors(tmp_path / "out")
+    for index in load(tmp_path / "out").config.upscale["new_layers"]:
+        assert {n: t.dtype for n, t in layer(new, index).items()} == {n: t.dtype for n, t in layer(mixed, 0).items()}
+
+
+def save_double(folder):
+    """A base with weights that float32 cannot hold."""
+    base = save_base(folder, dtype=torch.float64)
+    fine = {name: tensor * (1 + 1e-11) for name, tensor in read_tensors(base).items()}
+    write_tensors(base, fine)
+    assert not any(torch.equal(tensor, tensor.float().double()) for tensor in fine.values())
+    return base
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_every_method_keeps_float64_and_its_copies(method, tmp_path):
+    base = save_double(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method, verify=True)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    assert all(tensor.dtype == torch.float64 for tensor in new.values())
+    assert torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
+    assert torch.equal(new["model.layers.0.mlp.up_proj.weight"], old["model.layers.0.mlp.up_proj.weight"])
+    if method != "lesa":  # which predicts in float32
+        assert not any(torch.equal(tensor, tensor.float().double()) for tensor in new.values() if tensor.any())
+
+
+def test_one_fine_source_is_enough():
+    sources = {"coarse": torch.tensor([1.0, 2.0]), "fine": torch.tensor([1e-12, 2e-12], dtype=torch.float64)}
+    exact = sources["coarse"].double() + sources["fine"]
+    made = Combine((2,), (("coarse", 1.0), ("fine", 1.0))).build(sources.__getitem__)
+    assert torch.equal(made, exact)
+    swapped = Combine((2,), (("fine", 1.0), ("coarse", 1.0))).build(sources.__getitem__)
+    assert torch.equal(swapped, exact)
+    narrow = Combine((2,), (("coarse", 0.1),)).build(lambda name: sources[name].bfloat16())
+    assert narrow.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_narrower_output_is_rounded_once(dtype, tmp_path):
+    base = save_double(tmp_path / "base")
+    upscale(base=base, method="avg-deus", output=tmp_path / "out", placement="2", dtype=dtype, verify=False)
+    old, new = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    for name, tensor in new.items():
+        exact = layer(old, 2)[name] * 0.5 + layer(old, 1)[name] * 0.5
+        assert torch.equal(tensor, exact.to(getattr(torch, dtype))), name
+
+
+PROJECTIONS = {"self_attn.o_proj", "mlp.down_proj"}
+# What is zero at first in families without and with norms behind them, and alone has a gradient in the first step.
+GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
+
+# What one step of AdamW with learning rate 1e-4 from zero gains may change in a logit; measured are 4e-5 to 4e-4.
+LARGEST_STEP = 1e-2
+
+
+def new_model(base, output, method: str, **options):
+    upscaled(base, output, method, options=options)
+    model = load(output)
+    return model, [model.model.layers[index] for index in model.config.upscale["new_layers"]]
+
+
+def backward(model) -> None:
+    model.zero_grad()
+    model(prompt(), labels=prompt()).loss.backward()
+
+
+def with_gradient(block) -> set[str]:
+    assert all(parameter.grad is not None for parameter in block.parameters())
+    return {name for name, parameter in block.named_parameters() if parameter.grad.any()}
+
+
+def step(model, blocks) -> float:
+    """Train the blocks for one step; returns the largest change of a logit."""
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
+    with torch.no_grad():
+        before = model(prompt()).logits
+    backward(model)
+    optimizer.step()
+    with torch.no_grad():
+        return (model(prompt()).logits - before).abs().max().item()
+
+
+@pytest.mark.parametrize("method", PROMISING)
+def test_at_first_only_what_makes_the_identity_has_a_gradient_and_after_one_step_everything(
+    native_family, method, shared_base, tmp_path
+):
+    # Other tests make the identity of every family by `auto`.
+    identity, first = ("zero_out_norm", GAINS) if native_family in OUTPUT_NORMS else ("auto", PROJECTIONS)
+    base = shared_base(native_family)
+    model, blocks = new_model(base, tmp_path / "out", method, identity=identity)
+    assert (
+        torch.equal(logits(base), logits(tmp_path / "out")) and model.config.upscale["options"]["identity"] == identity
+    )
+    backward(model)
+    for block in blocks:
+        assert with_gradient(block) == {f"{name}.weight" for name in first}
+    change = step(model, blocks)
+    assert change > 0 and (native_family not in OUTPUT_NORMS or change < LARGEST_STEP)
+    backward(model)
+    for block in blocks:
+        assert with_gradient(block) == {name for name, _ in block.named_parameters()}
+
+
+@pytest.mark.parametrize(("method", "tied"), [(method, bool(number % 2)) for number, method in enumerate(PROMISING)])
+def test_biases_behind_zero_projections_are_zero_as_well_and_train_from_the_first_step(method, tied, tmp_path):
+    base = save_base(tmp_path / "base", attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
+    model, blocks = new_model(base, tmp_path / "out", method, identity="auto")
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+    backward(model)
+    for block in blocks:
+        assert with_gradient(block) == {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_class_of_no_options_copies_the_next_layer_or_the_last_and_is_the_identity_that_it_promises(
+    family, shared_base, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(contract, "METHODS", {**METHODS})
+    register_method("copies")(type("Copies", (DenseMethod,), {"summary": "copies", "paper": None, "identity": True}))
+    base = shared_base(family)
+    report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5])
+    assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    for index, source in {2: 2, 3: 2, 5: 3}.items():
+        assert torch.equal(new[name.format(index)], old[name.format(source)])
+
+
+def test_every_dense_method_has_a_request_here():
+    dense = {name for name, method in METHODS.items() if issubclass(method, DenseMethod)}
+    assert set(REQUESTS) == dense
