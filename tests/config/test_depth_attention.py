@@ -61,24 +61,16 @@ def test_the_small_models_do_without_the_projection_that_nothing_reads(name, lay
     assert (totals[0] + projection) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_what_reads_and_what_is_read():
+def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_projections():
     options = DepthAttentionOptions(attention_slots="reused")
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
-    assert options.takes(1) == tuple(
-        (0, name) for name in ("attention_key", "attention_value", "ffn_key", "ffn_value")
-    )
+    taken = ("attention_key", "attention_value", "ffn_key", "ffn_value")
+    assert options.takes(1) == tuple((0, name) for name in taken)
     assert options.gives(1, 3) and not options.gives(2, 3)
-
-
-def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():
-    options = DepthAttentionOptions(attention_slots="reused")
-    everywhere = {"depth_gate", "ffn_key.weight", "ffn_value.weight"}
-    assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == [
-        everywhere - {"depth_gate"},
-        everywhere,
-        {"depth_gate"},
-    ]
+    projections = {"ffn_key.weight", "ffn_value.weight"}
+    expected = [projections, {"depth_gate", *projections}, {"depth_gate"}]
+    assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == expected
 
 
 @pytest.mark.parametrize(
@@ -118,8 +110,7 @@ def test_two_memories_cannot_attend_in_one_layer():
     first, second = (
         {"type": "depth-attention", "name": name, "layers": layers} for name, layers in (("a", [0, 2]), ("b", [2, 3]))
     )
-    with pytest.raises(
-        ValueError, match="memories 'a' and 'b' both attend in the place of layer 2's own attention; expected"
-    ):
+    message = "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected"
+    with pytest.raises(ValueError, match=message):
         read_memories([first, second], SIZES)
     assert len(read_memories([first, {**second, "layers": [1, 3]}], SIZES).entries) == 2
