@@ -89,11 +89,7 @@ def test_another_request_is_refused(whole, tmp_path, corpus, bert, tokenizer, em
     other_tokenizer.add_tokens(["w1 w2"])
     usual = (corpus, tokenizer, embedder)
     for request, changes, message in (
-        (
-            usual,
-            {"window_tokens": 6},
-            r"holds windows that were made with another window_tokens, 5; expected 6\. Choo",
-        ),
+        (usual, {"window_tokens": 6}, r"windows that were made with another window_tokens, 5; expected 6\. Choo"),
         (usual, {"dtype": "float16"}, r"made with another dtype, 'float32'; expected 'float16'"),
         ((corpus, tokenizer, other_model), {}, r"made with another embedding_model, .* or delete this folder"),
         ((str(longer), tokenizer, embedder), {}, r"made with another texts, .* or delete this folder"),
