@@ -39,25 +39,17 @@ def test_right_answers(is_right, answers):
 def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     save_byte_model("llama", tmp_path / "base", max_position_embeddings=2048)
     few = facts.entries_of_elements()[:5]
-    (tmp_path / "few.jsonl").write_text(
-        "".join(json.dumps({key: each[key] for key in ("name", "text")}) + "\n" for each in few)
-    )
+    rows = [{key: each[key] for key in ("name", "text")} for each in few]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"corpus": str(tmp_path / "few.jsonl")}
     upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
     monkeypatch.setattr(facts, "entries_of_elements", lambda: few)
     monkeypatch.setattr(facts, "articles", lambda: tmp_path)
-    monkeypatch.setattr(
-        facts, "read_corpus", lambda path: {"text": ["Stars are far away.", "There is helium in stars."]}
-    )
+    articles = {"text": ["Stars are far away.", "There is helium in stars."]}
+    monkeypatch.setattr(facts, "read_corpus", lambda path: articles)
     monkeypatch.setattr(facts, "COUNTRIES", 2)
-    asked = argparse.Namespace(
-        base=str(tmp_path / "base"),
-        models=[str(tmp_path / "model")],
-        in_front=True,
-        names_in_front=True,
-        about="elements",
-    )
-    base, front, model, named = facts.reports(asked)
+    names = {"base": str(tmp_path / "base"), "models": [str(tmp_path / "model")], "about": "elements"}
+    base, front, model, named = facts.reports(argparse.Namespace(**names, in_front=True, names_in_front=True))
     assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
     assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
     assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
@@ -70,12 +62,8 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
 def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, monkeypatch):
     def line(model, right, touched, others):
         counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}
-        return {
-            "model": model,
-            "right": counts,
-            "articles with a name": {"nats": touched},
-            "articles without": {"nats": others},
-        }
+        articles = {"articles with a name": {"nats": touched}, "articles without": {"nats": others}}
+        return {"model": model, "right": counts, **articles}
 
     front = {"model": "base, text in front", "right": {"place": [9, 10]}}
     lines = [line("runs/lora-0", 4, 0.5, 0.1), front, line("runs/lora-1", 6, 0.7, 0.3), line("runs/packs", 10, 0.2, 0)]

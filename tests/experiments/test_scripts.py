@@ -25,7 +25,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    """Write a base, an embedding model, and for each of two stages a corpus, a validation text and a text, of some documents each."""
+    """A base, an embedding model, and for each of two stages a corpus, a validation text and a text, of some documents each."""
     folder, choice = write_room(tmp_path_factory.mktemp("room")), random.Random(0)
     for stage, words in WORDS.items():
         (folder / stage).mkdir()
@@ -45,9 +45,8 @@ def learned(room, tmp_path_factory):
     def learn(way: str, capsys, monkeypatch) -> list[dict]:
         if way not in done:
             words = [str(room / name) for name in ("base", *WORDS)] + ["--retention", str(room / "stars.txt")]
-            words += ["--output", str(tmp_path_factory.mktemp("out") / "new")]
-            words += "--train learning_rate=1e-2 max_steps=2 sequence_length=32 per_device_train_batch_size=2".split()
-            words += ["bf16=false"]
+            words += ["--output", str(tmp_path_factory.mktemp("out") / "new"), "--train", "bf16=false"]
+            words += "learning_rate=1e-2 max_steps=2 sequence_length=32 per_device_train_batch_size=2".split()
             words += [str(room / "bert") if word == "BERT" else word for word in WAYS[way]]
             monkeypatch.setattr(sys, "argv", ["stages", *words])
             capsys.readouterr()
