@@ -318,8 +318,11 @@ def python(arguments: list[str]) -> int:
 
 # What stands in a session's folder in place of what `python -m material` fetches.
 MATERIAL = {
-    **{"smollm2": "base", "minilm": "bert", "glosses": "corpus.jsonl"},
-    **{"addresses/train": "texts", "addresses/held_out": "held_out"},
+    "smollm2": "base",
+    "minilm": "bert",
+    "addresses/train": "texts",
+    "addresses/held_out": "held_out",
+    "glosses": "corpus.jsonl",
     **dict.fromkeys(("elements", "factbook", "benchmarks"), "questions"),
 }
 
@@ -332,7 +335,8 @@ def python_without_material(arguments: list[str]) -> int:
 
 
 PROGRAMS: dict[str, Program] = {
-    **{name: installed(name) for name in ("upscale", "midus")},
+    "upscale": installed("upscale"),
+    "midus": installed("midus"),
     "python": python_without_material,
 }
 
