@@ -88,29 +88,28 @@ def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, g
     assert not gates or tensors["depth_gate"].initial == ZEROS
 
 
+def entry(**options: Any) -> dict[str, Any]:
+    return {"type": "depth-attention", "layers": [0, 1, 2, 3], **options}
+
+
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("memory", "message"),
     [
-        ({"attention_slots": "none", "ffn_slots": False}, "expected one of them, for there is nothing to read"),
+        ([entry(attention_slots="none", ffn_slots=False)], "expected one of them, for there is nothing to read"),
         (
-            {"layers": [2]},
+            [entry(layers=[2])],
             r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",
         ),
-        ({"layers": [2, 4]}, "names layer 4; expected 0 <= layer < 4"),
-        ({"site": "inside-ffn"}, "has site = 'inside-ffn'; expected one of: inside-attention"),
+        ([entry(layers=[2, 4])], "names layer 4; expected 0 <= layer < 4"),
+        ([entry(site="inside-ffn")], "has site = 'inside-ffn'; expected one of: inside-attention"),
+        (
+            [entry(name="a", layers=[0, 2]), entry(name="b", layers=[2, 3])],
+            "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected",
+        ),
     ],
     ids=str,
 )
-def test_bad_options_are_refused(entry, message):
+def test_bad_options_and_two_memories_that_attend_in_one_layer_are_refused(memory, message):
     with pytest.raises(ValueError, match=message):
-        read_memories([{"type": "depth-attention", "layers": [0, 1, 2, 3], **entry}], SIZES)
-
-
-def test_two_memories_cannot_attend_in_one_layer():
-    first, second = (
-        {"type": "depth-attention", "name": name, "layers": layers} for name, layers in (("a", [0, 2]), ("b", [2, 3]))
-    )
-    message = "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected"
-    with pytest.raises(ValueError, match=message):
-        read_memories([first, second], SIZES)
-    assert len(read_memories([first, {**second, "layers": [1, 3]}], SIZES).entries) == 2
+        read_memories(memory, SIZES)
+    assert len(read_memories([entry(name="a", layers=[0, 2]), entry(name="b", layers=[1, 3])], SIZES).entries) == 2

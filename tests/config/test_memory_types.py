@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 
 import pytest
 import torch
@@ -80,18 +80,9 @@ def test_a_name_of_another_form_is_refused(name):
         register_memory(name)
 
 
-@dataclass(kw_only=True)
-class Demanding(Example):
-    """An option without a default."""
-
-    width: int
-
-
-@dataclass(kw_only=True)
-class Misnamed(Example):
-    """An option with a name that an entry has for itself."""
-
-    name: str = option("x", "a name")
+def extended(*field):
+    """A type with one more option: its name, its type, and its default if it has one."""
+    return make_dataclass("Extended", [field], bases=(Example,), kw_only=True)
 
 
 ROW = DeclaredTensor((4, 4), "value", ZEROS)
@@ -106,7 +97,7 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
             type("Attached", (MemoryOptions,), {"sites": ("inserted",)}),
             "can be inserted; expected its options to extend InsertedOptions",
         ),
-        (Demanding, r"cannot be built without options \(.*'width'\); give each a default"),
+        (extended("width", int), r"cannot be built without options \(.*'width'\); give each a default"),
         (declaring(**{"a.b": ROW}), r"has a tensor 'a\.b'; expected a name without dots, or NAME\.weight"),
         (declaring(**{"a.b.weight": ROW}), r"has a tensor 'a\.b\.weight'; expected a name without dots"),
         (declaring(values=ROW), "has a tensor 'values', a name that dictionaries have for a method, which PEFT cannot wrap"),
@@ -119,7 +110,7 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
             declaring(codes=DeclaredTensor((4, 4), "value", ZEROS, dtype="int8")),
             "gives codes the role 'value' and the dtype int8; expected the role 'buffer', since integers do not train",
         ),
-        (Misnamed, "has the option 'name', which says what or where a memory is; choose another name"),
+        (extended("name", str, "x"), "has the option 'name', which says what or where a memory is; choose another name"),
         (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
         (controlled(no_rows={"size": 1}), "declares the control 'no-rows'; expected one of one-row, random-slots"),
         (controlled(one_row={"rows": 1}), "cannot be built: .* unexpected keyword argument 'rows'"),
