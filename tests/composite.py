@@ -13,16 +13,10 @@ _PICTURE, _BEGIN, _END, _VIDEO = 90, 91, 92, 93
 _TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 _PATCHED = {**_TOWER, "image_size": 28, "patch_size": 14}
 _QWEN_TOWER = {
-    **{
-        "depth": 2,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "intermediate_size": 48,
-        "out_hidden_size": 32,
-        "patch_size": 14,
-    },
-    **{"temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 64},
+    **{"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32},
+    **{"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 64},
 }
+_QWEN_IDS = {"vision_start_token_id": _BEGIN, "vision_end_token_id": _END, "video_token_id": _VIDEO}
 _GEMMA4_TOWER = {
     **_TOWER,
     **{"model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 64},
@@ -42,15 +36,7 @@ _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "llava": ({**_PATCHED, "projection_dim": 32}, {"image_token_index": _PICTURE}),
     "mistral3": ({**_PATCHED, "image_size": 56, "head_dim": 8}, {"image_token_index": _PICTURE}),
-    "qwen3_5": (
-        _QWEN_TOWER,
-        {
-            "image_token_id": _PICTURE,
-            "vision_start_token_id": _BEGIN,
-            "vision_end_token_id": _END,
-            "video_token_id": _VIDEO,
-        },
-    ),
+    "qwen3_5": (_QWEN_TOWER, {"image_token_id": _PICTURE, **_QWEN_IDS}),
 }
 
 # In 5.24.0 the forward of llama4 itself raises, with and without pictures: its output asks the language model's for `image_outputs`.
@@ -58,13 +44,7 @@ TYPES = tuple(name for name in _SIZES if name != "llama4" or not transformers.__
 
 
 def composite_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a tiny random model that reads pictures, in eval mode.
-
-    Args:
-        model_type: One of `TYPES`.
-        dtype: Dtype of the weights. Default: float32.
-        changes: Values of the language model's config that replace the small ones.
-    """
+    """Return a tiny random model that reads pictures, in eval mode; `changes` are values of the language model's config."""
     tower, own = _SIZES[model_type]
     config_class = CONFIG_MAPPING[model_type]
     language = tiny_config(config_class().get_text_config().model_type, **changes).to_dict()
@@ -96,14 +76,11 @@ def picture_with_text(model_type: str) -> dict[str, torch.Tensor]:
         places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1).reshape(1, 36, 2)
         pixels = torch.rand(1, 36, 3 * 4 * 4, generator=generator)
         of_picture = {"pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": kinds}
-    elif model_type == "mistral3":
-        of_picture = {
-            "pixel_values": torch.randn(1, 3, 56, 56, generator=generator),
-            "image_sizes": torch.tensor([[56, 56]]),
-        }
     else:
-        size = 56 if model_type == "llama4" else 28
+        size = 56 if model_type in ("llama4", "mistral3") else 28
         of_picture = {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}
+        if model_type == "mistral3":
+            of_picture["image_sizes"] = torch.tensor([[size, size]])
         if model_type == "gemma3":
             of_picture["token_type_ids"] = kinds
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **of_picture}

@@ -147,11 +147,7 @@ def one_environment():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_modules():
-    """The garbage collector need not look again at what lives as long as the tests do, such as all that was imported.
-
-    Every training run collects garbage, which takes a quarter of a second and more where it looks at every module of torch and
-    transformers. What a test makes is collected as ever: what is frozen here was alive after all tests of the file before.
-    """
+    """No collection of garbage, of which every training run makes some, looks at what lives as long as the tests do."""
     gc.collect()
     gc.freeze()
 

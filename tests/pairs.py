@@ -13,8 +13,6 @@ FAMILY_FIXTURES = ("family", "native_family")
 
 
 class Extent(Enum):
-    """Which values of its parameters a test runs with, where they are chosen by `by_default`."""
-
     ALL = "all"
     USUAL = "usual"
     # Where other versions have run the usual ones.
@@ -26,25 +24,24 @@ extent = Extent.USUAL
 
 
 def keep_pairs(items: Iterable[Any]) -> list[Any]:
-    """Thin out tests that run on the product of families and other parameters.
+    """Of each test, keep every family and every combination of the other parameters, with as few tests as that takes.
 
-    Of each test, every family stays, and every combination of the other parameters stays, with as few tests as that takes. What
-    chooses its families itself, by `parametrize`, stays as it is; what is marked `product` does not stay.
+    What chooses its families itself, by `parametrize`, stays as it is; what is marked `product` does not stay.
     """
     items = [item for item in items if not any(item.iter_markers("product"))]
     axes = [_axes(item) for item in items]
-    families: dict[Hashable, list[Hashable]] = {}
-    others: dict[Hashable, list[Hashable]] = {}
-    for axis in filter(None, axes):
-        test, family, other = axis
-        _note(families, test, family)
-        _note(others, test, other)
+    families: dict[Hashable, dict[Hashable, int]] = {}
+    others: dict[Hashable, dict[Hashable, int]] = {}
+    for test, family, other in filter(None, axes):
+        for table, value in ((families, family), (others, other)):
+            numbers = table.setdefault(test, {})
+            numbers.setdefault(value, len(numbers))
 
     def stays(axis: tuple[Hashable, Hashable, Hashable] | None) -> bool:
         if axis is None:
             return True
         test, family, other = axis
-        row, column = families[test].index(family), others[test].index(other)
+        row, column = families[test][family], others[test][other]
         num_rows, num_columns = len(families[test]), len(others[test])
         return row == column % num_rows if num_columns >= num_rows else column == row % num_columns
 
@@ -52,10 +49,7 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
 
 
 def keep_each_value(items: Iterable[Any]) -> list[Any]:
-    """Thin out tests that other versions have run in pairs: of each test, every value of every parameter stays with some test.
-
-    Families are not counted: a test runs on those that values come with, beginning with another one than the test before.
-    """
+    """Of each test, keep every value of every parameter but the family, beginning with another family than the test before."""
     items = list(items)
     by_test: dict[str, list[int]] = {}
     for number, item in enumerate(items):
@@ -75,14 +69,9 @@ def keep_each_value(items: Iterable[Any]) -> list[Any]:
 
 
 def by_default(kept: Iterable[Any], values: Iterable[Any], *, fewest: Iterable[Any] | None = None) -> list[Any]:
-    """Parameters of a test that takes long: those that are kept run by default, and the others with the product.
+    """Parameters of a test that takes long: the kept ones run by default, and all with the product.
 
-    What does not run is not collected either.
-
-    Args:
-        kept: Some of the values.
-        values: All of them, in their order.
-        fewest: Those that run where other versions have run the ones that are kept. Default: those that are kept.
+    `fewest` run where other versions have run the kept ones; by default all of these.
     """
     kept, values = list(kept), list(values)
     fewest = kept if fewest is None else list(fewest)
@@ -105,14 +94,7 @@ def in_turn(
     kept: Iterable[Any] | None = None,
     fewest: Iterable[Any] | None = None,
 ) -> list[Any]:
-    """Parameters of a test: by default every row with one column, the columns in turn, and with the product each with each.
-
-    Args:
-        rows: As many as there are columns, or more.
-        columns: What rows are paired with.
-        kept: Rows that run by default. Default: all.
-        fewest: Rows that run where other versions have run those. Default: those.
-    """
+    """Parameters of a test: by default every kept row with one column, the columns in turn, and with the product each with each."""
     rows, columns = list(rows), list(columns)
     usual = taking_turns(rows if kept is None else kept, columns)
     few = None if fewest is None else taking_turns(fewest, columns)
@@ -120,24 +102,16 @@ def in_turn(
 
 
 def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
-    """The values of these parameters that tests of a fixture's file run with, where they have all of them and the fixture.
-
-    What a fixture of module scope computes for many tests at once, it computes for those that run.
-    """
-    users = [
-        item
-        for item in request.session.items
-        if item.path == request.path and request.fixturename in item.fixturenames
-    ]
-    arguments = [item.callspec.params for item in users if hasattr(item, "callspec")]
-    return list(
-        dict.fromkeys(tuple(params[name] for name in names) for params in arguments if {*names} <= params.keys())
-    )
+    """The values of these parameters that tests of a fixture's file run with, where they have all of them and the fixture."""
+    users = [item for item in request.session.items if item.path == request.path]
+    users = [item for item in users if request.fixturename in item.fixturenames and hasattr(item, "callspec")]
+    arguments = [item.callspec.params for item in users if {*names} <= item.callspec.params.keys()]
+    return list(dict.fromkeys(tuple(params[name] for name in names) for params in arguments))
 
 
 def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
     """The test, its family and its other parameters; None where it does not run on a family that a fixture gives."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    parameters = _parameters(item)
     fixture = next((name for name in FAMILY_FIXTURES if name in parameters), None)
     chosen = {name for mark in item.iter_markers("parametrize") for name in _names(mark.args[0])}
     if fixture is None or fixture in chosen:
@@ -148,15 +122,12 @@ def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
 
 def _values(item: Any) -> set[Hashable]:
     """Each value of the parameters of a test, families aside; one that stands for the test where it has none."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return {(name, str(value)) for name, value in parameters.items() if name not in FAMILY_FIXTURES} or {""}
+    return {(name, str(value)) for name, value in _parameters(item).items() if name not in FAMILY_FIXTURES} or {""}
+
+
+def _parameters(item: Any) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 def _names(argnames: str | Iterable[str]) -> list[str]:
     return [name.strip() for name in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
-
-
-def _note(table: dict[Hashable, list[Hashable]], key: Hashable, value: Hashable) -> None:
-    known = table.setdefault(key, [])
-    if value not in known:
-        known.append(value)

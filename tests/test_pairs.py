@@ -1,7 +1,6 @@
 """What the default run leaves out, and that it leaves out nothing else."""
 
 import itertools
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,65 +10,48 @@ import pytest
 from pairs import Extent, by_default, in_turn, keep_each_value, keep_pairs, taking_turns
 
 
-@dataclass
-class Item:
-    """A test as pytest collects it."""
-
-    test: str
-    params: dict[str, Any]
-    chosen: list[str] = field(default_factory=list)
-    is_marked: bool = False
-
-    @property
-    def nodeid(self) -> str:
-        return f"{self.test}[{'-'.join(map(str, self.params.values()))}]"
-
-    @property
-    def callspec(self) -> SimpleNamespace:
-        return SimpleNamespace(params=self.params)
-
-    def iter_markers(self, name: str) -> list[SimpleNamespace]:
-        if name == "product":
-            return [SimpleNamespace(args=())] * self.is_marked
-        return [SimpleNamespace(args=(names,)) for names in self.chosen]
+def item(test: str, *, marks: dict[str, Any] | None = None, **params: Any) -> SimpleNamespace:
+    """A test as pytest collects it, with marks that have one argument each."""
+    found = {name: [SimpleNamespace(args=(argument,))] for name, argument in (marks or {}).items()}
+    return SimpleNamespace(
+        nodeid=f"{test}[{'-'.join(map(str, params.values()))}]",
+        callspec=SimpleNamespace(params=params),
+        iter_markers=lambda name: found.get(name, []),
+    )
 
 
-def product(test: str, families: str, sizes: range) -> list[Item]:
-    return [Item(test, {"family": family, "size": size}) for family in families for size in sizes]
+def product(test: str, families: str, sizes: range, **more: Any) -> list[SimpleNamespace]:
+    return [item(test, family=family, size=size, **more) for family in families for size in sizes]
+
+
+def values_of(items: list[SimpleNamespace], name: str) -> set[Any]:
+    return {item.callspec.params[name] for item in items}
 
 
 @pytest.mark.parametrize("num_sizes", [1, 2, 5, 7])
 def test_every_family_and_every_other_parameter_of_each_test_stay(num_sizes):
-    sizes = range(num_sizes)
-    kept = keep_pairs([*product("test", "abcde", sizes), *product("other", "abc", range(1))])
-    of_test, of_other = ([item for item in kept if item.test == test] for test in ("test", "other"))
-    assert {item.params["family"] for item in of_test} == set("abcde")
-    assert {item.params["size"] for item in of_test} == set(sizes)
-    assert len(of_test) == max(5, num_sizes) and len(of_other) == 3
+    kept = keep_pairs([*product("test", "abcde", range(num_sizes)), *product("other", "abc", range(1))])
+    of_test = [item for item in kept if item.nodeid.startswith("test")]
+    assert values_of(of_test, "family") == set("abcde") and values_of(of_test, "size") == set(range(num_sizes))
+    assert len(of_test) == max(5, num_sizes) and len(kept) == len(of_test) + 3
 
 
 def test_what_is_on_no_family_or_chooses_its_own_stays_and_what_is_marked_does_not():
-    plain = [Item("plain", {"size": size}) for size in range(4)]
-    chosen = [
-        Item("chosen", {"family": family, "size": size}, ["size, family"]) for family in "abc" for size in (1, 2)
-    ]
-    assert keep_pairs([*plain, *chosen, Item("plain", {"size": 5}, is_marked=True)]) == [*plain, *chosen]
+    stay = [item("plain", size=size) for size in range(4)]
+    stay += product("chosen", "abc", range(2), marks={"parametrize": "size, family"})
+    assert keep_pairs([*stay, item("plain", size=5, marks={"product": None})]) == stay
 
 
 def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes_and_tests_begin_with_another_family():
-    axes = "abc", range(5)
-    items = [Item("one", dict(zip(("first", "second"), values, strict=True))) for values in itertools.product(*axes)]
-    kept = keep_each_value([*items, Item("plain", {})])
-    assert kept[-1].test == "plain" and len(kept) == 5 + 1
-    for axis, name in zip(axes, ("first", "second"), strict=True):
-        assert {item.params[name] for item in kept[:-1]} == set(axis)
+    kept = keep_each_value([*(item("one", first=a, second=b) for a in "abc" for b in range(5)), item("plain")])
+    assert kept[-1].nodeid == "plain[]" and len(kept) == 5 + 1
+    assert values_of(kept[:-1], "first") == set("abc") and values_of(kept[:-1], "second") == set(range(5))
     kept = keep_each_value(item for number in range(20) for item in product(f"test {number}", "abcdefg", range(2)))
-    assert len(kept) == 20 * 2 and {item.params["family"] for item in kept} == set("abcdefg")
+    assert len(kept) == 20 * 2 and values_of(kept, "family") == set("abcdefg")
 
 
 @pytest.fixture
 def run_with(monkeypatch):
-    """Return a function that lets the values of a run of some extent be chosen."""
     return lambda extent: monkeypatch.setattr(pairs, "extent", extent)
 
 

@@ -18,8 +18,7 @@ ON_UPSCALERS = ("compare", "cli")
 
 
 def module_of(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
@@ -45,13 +44,9 @@ def files_of(package: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_a_folder_has_at_most_eighteen_files_side_by_side(package):
+def test_a_folder_has_at_most_eighteen_files_and_a_room_imports_those_before_it_alone(package):
     for folder in {file.parent for file in files_of(package)}:
         assert len(list(folder.glob("*.py"))) <= 18, folder
-
-
-@pytest.mark.parametrize("package", ROOMS)
-def test_a_room_imports_those_before_it_alone(package):
     rooms = ROOMS[package]
     assert {file.parent.name for file in (ROOT / package).glob("*/__init__.py")} == set(rooms)
     for number, room in enumerate(rooms):
@@ -77,23 +72,13 @@ def test_no_modules_import_one_another_in_a_circle(package):
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
 
-def test_topics_import_their_own_room_and_what_reads_and_writes_files_alone():
+def test_topics_import_what_reads_and_writes_files_alone_and_what_finds_a_path_needs_what_the_core_needs():
     rooms = {"topics", "config", "files", "saved_models", "model_names", "library_bars"}
     for file in files_of("midus_hf/topics"):
         assert rooms_imported(file, "midus_hf") <= rooms, file
-
-
-# What finds the path of a text, which a user needs who builds no tree.
-RETRIEVAL = ("embedding", "memory_retriever", "tree")
-
-
-def test_retrieval_needs_what_the_core_needs():
     allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "numpy", "midus_hf"}
-    for name in RETRIEVAL:
+    for name in ("embedding", "memory_retriever", "tree"):  # for a user who builds no tree
         imported = imports_of(ROOT / "midus_hf" / "topics" / f"{name}.py")
         assert {name.split(".")[0] for name in imported} <= allowed, name
-
-
-def test_nobody_but_commands_and_benchmarks_builds_trees():
     for file in (file for package in ("demo", "material", "scripts") for file in files_of(package)):
         assert "midus_hf.topics.building" not in imports_of(file), file

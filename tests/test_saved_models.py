@@ -1,6 +1,7 @@
-"""Models and tokenizers are loaded in one place, and what cannot be loaded is refused in the caller's words."""
+"""Models are loaded in one place, their libraries' bars are for terminals, and what stands for no model is refused in one line."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +9,13 @@ import pytest
 import torch
 from evaluation.byte_models import save_byte_model
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
+from midus_hf.config.wording import first_line
+from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
+from midus_hf.model_names import check_model_name, check_sources, usable_device
 from midus_hf.saved_models import load_model, load_tokenizer, refusing
+from midus_hf.short_names import short_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,11 +52,7 @@ def test_each_load_says_whether_code_of_the_model_is_run_so_that_nobody_is_asked
 @pytest.mark.parametrize(
     ("load", "config", "message"),
     [
-        (
-            load_tokenizer,
-            '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}',
-            "contains custom code which",
-        ),
+        (load_tokenizer, '{"auto_map": {"AutoTokenizer": ["own.Own", null]}}', "contains custom code which"),
         (load_model, '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "trust_remote_code"),
     ],
     ids=["tokenizer", "model"],
@@ -80,9 +82,8 @@ def test_code_that_comes_with_a_model_is_not_run_unless_it_is_trusted(load, conf
 def test_files_that_git_lfs_left_behind_are_named(tmp_path, name, load):
     save_byte_model("llama", tmp_path)
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n")
-    with pytest.raises(
-        ValueError, match=rf"^{name} of {tmp_path} is a Git LFS pointer, not the file; expected .* Run git lfs"
-    ):
+    message = rf"^{name} of {tmp_path} is a Git LFS pointer, not the file; expected .* Run git lfs"
+    with pytest.raises(ValueError, match=message):
         load(str(tmp_path))
 
 
@@ -106,3 +107,154 @@ def test_a_refusal_is_the_callers_words_and_what_the_library_says():
         raise KeyError("a b")
     with pytest.raises(RuntimeError, match=r"^other$"), refusing("no", OSError):
         raise RuntimeError("other")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("one\ntwo", "one"),
+        ("", "ValueError"),
+        (
+            "Couldn't instantiate the backend tokenizer from one of:\n(1) a serialization file, \n(2) a slow one. \n\nYou need more.",
+            "Couldn't instantiate the backend tokenizer from one of: (1) a serialization file, (2) a slow one.",
+        ),
+        ("refused:\n\n  this\nand that", "refused: this and that"),
+        ("refused:", "refused:"),
+        ("many: a\nb", "many: a"),
+        ("many:\n" + "word " * 200, "many: " + "word " * 78 + "..."),
+    ],
+)
+def test_a_first_line_that_ends_at_a_colon_says_what_it_announces(message, expected):
+    assert first_line(ValueError(message)) == expected
+    assert len(expected) <= 400
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("adapter", ["adapter_config.json"], "'adapter', an adapter of PEFT; expected a whole model. Merge the adapter into"),
+        ("folder", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors. Write one first, in"),
+        ("folder/model.gguf", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors."),
+        ("folder", ["notes.txt"], "'folder', a folder without config.json; expected that of a saved model."),
+        (
+            "folder",
+            ["checkpoint-9/config.json", "checkpoint-10/config.json", "checkpoint-11/notes.txt"],
+            "'folder', a folder without config.json; expected that of a saved model, such as checkpoint-10 in it.",
+        ),
+        ("folder/notes.txt", ["notes.txt"], "'folder/notes.txt', a file; expected the folder of a model, or its Hub id."),
+        ("./absent", [], "'./absent', which does not exist; expected the folder of a model, or its Hub id."),
+        ("owner/absent", [], "'owner/absent', which is no folder here, and the Hub cannot be reached (or HF_HUB_OFFLINE is set);"),
+        ("owner--/-x", [], "'owner--/-x', which does not exist; expected the folder of a model, or its Hub id."),
+        ("owner--x/absent", [], "'owner--x/absent', which is no folder here and not on the Hub;"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_is_called_what_it_is(name, files, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        path = tmp_path / name.partition("/")[0] / file
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.touch()
+    with pytest.raises(ValueError) as refusal:
+        check_model_name("model", name)
+    assert str(refusal.value).startswith(f"model is {message}")
+
+
+def test_a_model_of_the_cache_is_asked_for_nowhere(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: str(tmp_path / file))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: calls.append(names))
+    check_model_name("model", "owner/cached")
+    assert not calls
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: None)
+    check_model_name("model", "owner/new")
+    assert calls == [("owner/new",)]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "expected"),
+    [
+        ("corpus", "texts/of/mine", "a file, a folder or a dataset id"),
+        ("corpus", "absent.jsonl", "a file, a folder or a dataset id"),
+        ("dataset_name", "/absent", "a file, a folder or a dataset id"),
+        ("protect", "absent.txt", "a file, a folder or a dataset id"),
+        ("tree", "absent", "a tree of topics"),
+        ("eval_text.wiki", "./absent", "a file, a folder or a dataset id"),
+        ("config_name", "./absent", "a file, a folder or a Hub id"),
+        ("tokenizer_name", "./absent", "a folder or a Hub id"),
+    ],
+)
+def test_a_path_that_is_not_there_is_told_by_its_key(key, name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{key} is '{name}', which does not exist; expected {expected}\.$"):
+        check_sources([(key, name)])
+
+
+def test_what_is_there_or_may_be_on_the_hub_is_taken_and_of_two_mistakes_the_models_is_told_first(tmp_path):
+    for name in ("text.txt", "adapter_config.json", "config.json"):
+        (tmp_path / name).touch()
+    check_model_name("model", str(tmp_path))  # an adapter beside it does not hide the model
+    check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
+    check_sources([("protect", "owner/texts"), ("eval_text.wiki", "owner/texts")])
+    with pytest.raises(ValueError, match=r"^model_name_or_path is"):
+        check_sources([("corpus", "/absent"), ("model_name_or_path", "/absent")])
+
+
+def test_without_a_word_the_device_is_the_first_gpu_or_the_processor():
+    assert usable_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert usable_device("cpu", "float64") == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta", "hpu", "privateuseone"])
+def test_a_device_that_is_not_here_is_refused(device):
+    message = rf"^device is '{device}', which cannot be used here \(.+\); expected one of: cpu(, cuda)?\.$"
+    with pytest.raises(ValueError, match=message):
+        usable_device(device)
+
+
+def test_where_torch_asserts_that_it_was_built_for_a_device_that_is_the_reason(monkeypatch):
+    def lacking(*shape, **options):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "zeros", lacking)
+    message = r"'cuda', which cannot be used here \(Torch not compiled with CUDA enabled\)"
+    with pytest.raises(ValueError, match=message):
+        usable_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (["runs/base", "runs/trained/"], ["base", "trained"]),
+        (["HuggingFaceTB/SmolLM2-135M"], ["SmolLM2-135M"]),
+        (["a/model", "b/model"], ["a/model", "b/model"]),
+        (["."], ["."]),
+        ([], []),
+    ],
+)
+def test_a_model_is_called_by_the_end_of_its_path_where_that_tells_it_apart(models, expected):
+    assert short_names(models) == expected
+
+
+def test_bars_come_back_and_stay_away_where_they_were_hidden_before(library_bars):
+    with pytest.raises(KeyError), without_library_bars():
+        assert not logging.is_progress_bar_enabled()
+        with without_library_bars():
+            pass
+        assert not logging.is_progress_bar_enabled()
+        raise KeyError
+    assert logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_for_terminals_and_those_of_data_stay_hidden_where_they_were(is_terminal, library_bars, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    datasets.enable_progress_bars()
+    with library_bars_on_terminals(), data_bars_on_terminals():
+        assert logging.is_progress_bar_enabled() == is_terminal != datasets.are_progress_bars_disabled()
+    assert logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    with data_bars_on_terminals():
+        pass
+    assert datasets.are_progress_bars_disabled()
+    datasets.enable_progress_bars()

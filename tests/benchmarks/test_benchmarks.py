@@ -3,7 +3,6 @@
 import csv
 import functools
 import itertools
-import json
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ def read_rows(path):
 
 
 OPS_AT_ONCE = ["--device", "cpu", "--shapes", "tiny", "--seconds", "0"]
-
-
 # By default every op with the body that is chosen, and every other body with one op: tests/ops has what bodies compute.
 BODIES, DTYPES = ["auto", "reference", "torch", "compiled"], ["float32", "bfloat16"]
 OTHERS = [("headwise_memory", "reference"), ("product_key_topk", "torch"), ("weighted_gather", "compiled")]
@@ -55,18 +52,17 @@ def test_a_run_appends_a_row_a_body_and_mode(tmp_path, capsys):
     assert capsys.readouterr().out.count("headwise_memory") == len(rows)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda output: 1.001 * output,
-        lambda output: output + (output - output.detach()) * 0.001,
-        lambda output: output * float("nan"),
-    ],
-    ids=["output", "gradient", "not a number"],
-)
+WRONG = {
+    "output": lambda output: 1.001 * output,
+    "gradient": lambda output: output + (output - output.detach()) * 0.001,
+    "not a number": lambda output: output * float("nan"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_body_is_told_and_not_timed(wrong, monkeypatch, tmp_path, capsys):
     right = body_of(OPS["headwise_memory"], SHAPES["tiny"], "auto")
-    monkeypatch.setattr(ops, "body_of", lambda *_: lambda inputs: wrong(right(inputs)))
+    monkeypatch.setattr(ops, "body_of", lambda *_: lambda inputs: WRONG[wrong](right(inputs)))
     words = ["--ops", "headwise_memory", "--bodies", "auto", "--tokens", "70", "--dtype", "float32"]
     assert ops.main([*OPS_AT_ONCE, *words], tmp_path / "ops.csv") == 1
     assert "differs from float64 by" in capsys.readouterr().err
@@ -82,10 +78,9 @@ def test_a_body_that_cannot_run_here_is_no_failure(tmp_path, capsys):
 @pytest.fixture
 def tiny_base(tmp_path):
     """Return the path of the config of a tiny Llama."""
-    config = FAMILIES["llama"].config(tie_word_embeddings=True).to_dict()
-    path = tmp_path / "tiny-llama.json"
-    path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"], "dtype": "float32"}))
-    return str(path)
+    config = FAMILIES["llama"].config(tie_word_embeddings=True, architectures=["LlamaForCausalLM"], dtype="float32")
+    config.to_json_file(tmp_path / "tiny-llama.json", use_diff=False)
+    return str(tmp_path / "tiny-llama.json")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +113,8 @@ def test_methods_are_measured_in_all_phases(methods, tiny_base, tmp_path):
     assert phases == {(method, phase) for method in methods for phase in ("train", "generate", "prefill")}
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
     counts = {row["method"]: row for row in rows}
-    assert counts["midus-hml"]["trained_parameters"] == counts["midus-hml"]["new_parameters"]
-    assert counts["base"]["trained_parameters"] == counts["base"]["total_parameters"]
-    assert counts["solar"]["trained_parameters"] == counts["solar"]["total_parameters"]
+    for method, trained in (("midus-hml", "new"), ("base", "total"), ("solar", "total")):
+        assert counts[method]["trained_parameters"] == counts[method][f"{trained}_parameters"]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +157,7 @@ def test_the_peak_is_what_was_held_at_once_and_both_kinds_of_full_memory_are_kno
     def run():
         first = torch.ones(1 << 20)
         del first
-        second, third = torch.ones(1 << 20), torch.ones(1 << 18)
-        return second.shape, third.shape
+        return [tensor.shape for tensor in (torch.ones(1 << 20), torch.ones(1 << 18))]
 
     assert peak_bytes(run, "cpu") == 4 * ((1 << 20) + (1 << 18))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))

@@ -61,24 +61,16 @@ def test_the_small_models_do_without_the_projection_that_nothing_reads(name, lay
     assert (totals[0] + projection) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_what_reads_and_what_is_read():
+def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_projections():
     options = DepthAttentionOptions(attention_slots="reused")
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
-    assert options.takes(1) == tuple(
-        (0, name) for name in ("attention_key", "attention_value", "ffn_key", "ffn_value")
-    )
+    taken = ("attention_key", "attention_value", "ffn_key", "ffn_value")
+    assert options.takes(1) == tuple((0, name) for name in taken)
     assert options.gives(1, 3) and not options.gives(2, 3)
-
-
-def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():
-    options = DepthAttentionOptions(attention_slots="reused")
-    everywhere = {"depth_gate", "ffn_key.weight", "ffn_value.weight"}
-    assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == [
-        everywhere - {"depth_gate"},
-        everywhere,
-        {"depth_gate"},
-    ]
+    projections = {"ffn_key.weight", "ffn_value.weight"}
+    expected = [projections, {"depth_gate", *projections}, {"depth_gate"}]
+    assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == expected
 
 
 @pytest.mark.parametrize(
@@ -96,30 +88,28 @@ def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, g
     assert not gates or tensors["depth_gate"].initial == ZEROS
 
 
+def entry(**options: Any) -> dict[str, Any]:
+    return {"type": "depth-attention", "layers": [0, 1, 2, 3], **options}
+
+
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("memory", "message"),
     [
-        ({"attention_slots": "none", "ffn_slots": False}, "expected one of them, for there is nothing to read"),
+        ([entry(attention_slots="none", ffn_slots=False)], "expected one of them, for there is nothing to read"),
         (
-            {"layers": [2]},
+            [entry(layers=[2])],
             r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",
         ),
-        ({"layers": [2, 4]}, "names layer 4; expected 0 <= layer < 4"),
-        ({"site": "inside-ffn"}, "has site = 'inside-ffn'; expected one of: inside-attention"),
+        ([entry(layers=[2, 4])], "names layer 4; expected 0 <= layer < 4"),
+        ([entry(site="inside-ffn")], "has site = 'inside-ffn'; expected one of: inside-attention"),
+        (
+            [entry(name="a", layers=[0, 2]), entry(name="b", layers=[2, 3])],
+            "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected",
+        ),
     ],
     ids=str,
 )
-def test_bad_options_are_refused(entry, message):
+def test_bad_options_and_two_memories_that_attend_in_one_layer_are_refused(memory, message):
     with pytest.raises(ValueError, match=message):
-        read_memories([{"type": "depth-attention", "layers": [0, 1, 2, 3], **entry}], SIZES)
-
-
-def test_two_memories_cannot_attend_in_one_layer():
-    first, second = (
-        {"type": "depth-attention", "name": name, "layers": layers} for name, layers in (("a", [0, 2]), ("b", [2, 3]))
-    )
-    with pytest.raises(
-        ValueError, match="memories 'a' and 'b' both attend in the place of layer 2's own attention; expected"
-    ):
-        read_memories([first, second], SIZES)
-    assert len(read_memories([first, {**second, "layers": [1, 3]}], SIZES).entries) == 2
+        read_memories(memory, SIZES)
+    assert len(read_memories([entry(name="a", layers=[0, 2]), entry(name="b", layers=[1, 3])], SIZES).entries) == 2

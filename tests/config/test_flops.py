@@ -28,20 +28,15 @@ BATCH, TOKENS = 2, 24
 ROWS = BATCH * TOKENS
 
 
-def paper_config(name: str = "moc-371m") -> dict[str, Any]:
-    """A model of the paper."""
+def paper_config(name: str) -> dict[str, Any]:
     return json.loads((MODELS / f"{name}.json").read_text())
-
-
-class UncountedOptions(MemoryOptions):
-    type = "uncounted"
 
 
 def of_memory(options: MemoryOptions) -> dict[str, int]:
     return memory_flops(options, SIZES, BATCH, TOKENS, 0, 1)
 
 
-def test_a_layer_has_the_papers_operations():
+def test_layers_and_memories_have_the_papers_operations():
     plain = estimate_flops(paper_config("vanilla-148m"), 1024).layers[0]
     assert sum(plain.values()) == 17_424_982_016
     assert plain == {
@@ -51,10 +46,7 @@ def test_a_layer_has_the_papers_operations():
         "feed-forward": 10_883_432_448,
         "residual adds": 1_572_864,
     }
-
-
-def test_a_memory_adds_the_papers_operations():
-    flops = estimate_flops(paper_config(), 1024)
+    flops = estimate_flops(paper_config("moc-371m"), 1024)
     layers = flops.layers
     added = {name: count for name, count in layers[2].items() if name not in layers[0]}
     assert added == {
@@ -142,27 +134,22 @@ def test_every_type_of_memory_says_what_it_takes_and_more_for_more_tokens(memory
     assert sum(few.values()) < sum(many.values()) <= 2 * sum(few.values())
 
 
-def inserted(options: dict[str, Any], family: str) -> dict[str, int]:
-    """The parts of a layer that was inserted for a memory."""
-    config = NATIVE_FAMILIES[family].config().to_dict()
-    return estimate_flops({**config, "memory": [{**options, "layers": [1]}]}, TOKENS, BATCH).layers[1]
+def second_layer(family: str, *inserted: str) -> dict[str, int]:
+    """The parts of a layer of the family, or of one that was inserted for a memory."""
+    memory = [{"type": memory_type, "n": 4, "k": 2, "layers": [1]} for memory_type in inserted]
+    return estimate_flops(NATIVE_FAMILIES[family].config().to_dict() | {"memory": memory}, TOKENS, BATCH).layers[1]
 
 
 def test_an_inserted_memory_has_attention_and_no_feed_forward_network():
-    plain = {
-        family: estimate_flops(NATIVE_FAMILIES[family].config().to_dict(), TOKENS, BATCH).layers[1]
-        for family in ("llama", "gemma2")
-    }
-    options = HeadwiseOptions(n=4, k=2)
-    block = inserted({"type": "headwise", "n": 4, "k": 2}, "llama")
+    block = second_layer("llama", "headwise")
     assert "feed-forward" not in block and "residual adds" not in block
-    assert plain["llama"]["attention"] - block["attention"] == linear(ROWS, 32, 32)
+    assert second_layer("llama")["attention"] - block["attention"] == linear(ROWS, 32, 32)
     assert block["norms"] == norm(32)
     of_block = sum(count for name, count in block.items() if name.startswith("headwise: "))
-    assert of_block == sum(of_memory(options).values())
-    with_output = inserted({"type": "product-key", "n": 4, "k": 2}, "gemma2")
-    assert (with_output["attention"], with_output["norms"]) == (plain["gemma2"]["attention"], 2 * norm(32))
-    assert inserted({"type": "headwise", "n": 4, "k": 2}, "olmo2")["norms"] == norm(32) + norm(16)
+    assert of_block == sum(of_memory(HeadwiseOptions(n=4, k=2)).values())
+    with_output = second_layer("gemma2", "product-key")
+    assert (with_output["attention"], with_output["norms"]) == (second_layer("gemma2")["attention"], 2 * norm(32))
+    assert second_layer("olmo2", "headwise")["norms"] == norm(32) + norm(16)
 
 
 def test_a_headwise_memory_scores_chooses_weighs_and_sums():
@@ -177,11 +164,8 @@ def test_a_headwise_memory_scores_chooses_weighs_and_sums():
     }
     normed = of_memory(HeadwiseOptions(n=8, k=2, query_norm="layer", inner_residual=True))
     assert (normed["query norm"], normed["residual adds"]) == (queries * (8 * 8 + 8), 2 * ROWS * 32)
-
-
-@pytest.mark.parametrize(("n", "transformed"), [(2, 4), (8, ROWS)])
-def test_values_are_expanded_where_rows_of_the_bank_are_fewer_than_tokens(n, transformed):
-    assert of_memory(HeadwiseOptions(n=n, k=2))["values"] == 2 * ROWS * 4 * 2 * 8 + 4 * 2 * transformed * 8 * 8
+    expanded = of_memory(HeadwiseOptions(n=2, k=2))["values"]  # for 4 rows of the bank, fewer than tokens
+    assert expanded == 2 * queries * 2 * 8 + 4 * 2 * 4 * 8 * 8
 
 
 def test_memories_with_shared_values_project_queries_and_sum_full_rows():
@@ -213,9 +197,6 @@ def test_tucker_retrieval_asks_with_every_rank_keeps_sides_and_scores_their_pair
         "output projection": 2 * ROWS * 10 * 32,
         "residual adds": ROWS * 32,
     }
-
-
-def test_heads_work_as_often_as_there_are_and_tables_have_their_price():
     plain, heads = ultramem(), ultramem(heads=3)
     assert all(heads[part] == 3 * plain[part] for part in ("scores", "choice", "values"))
     assert heads["output projection"] == plain["output projection"]
@@ -273,21 +254,14 @@ def test_weights_of_chapters_norms_of_their_tokens_and_scales_of_integers_cost_w
     [
         ({}, 0, 1, "sequence length is 0; expected 1 or more"),
         ({}, 8, 0, "batch is 0; expected 1 or more"),
-        (
-            {"hidden_act": "laplace"},
-            8,
-            1,
-            "the activation is 'laplace', whose FLOPs are unknown; expected one of: silu, swish",
-        ),
+        ({"hidden_act": "laplace"}, 8, 1, "the activation is 'laplace', whose FLOPs are unknown; expected one of: silu, swish"),
         ({"memory": [{"type": "headwise", "layers": [9]}]}, 8, 1, "names layer 9; expected 0 <= layer < 4"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_counted_is_refused(changes, tokens, batch, message):
     config = {**NATIVE_FAMILIES["llama"].config().to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
         estimate_flops(config, tokens, batch)
-
-
-def test_a_memory_that_does_not_say_what_it_takes_is_refused():
+    uncounted = type("UncountedOptions", (MemoryOptions,), {"type": "uncounted"})()
     with pytest.raises(ValueError, match="the FLOPs of memory type 'uncounted' are unknown; expected a function with"):
-        of_memory(UncountedOptions())
+        of_memory(uncounted)

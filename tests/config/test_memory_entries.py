@@ -19,17 +19,13 @@ def test_an_entry_names_a_type_its_options_a_site_and_layers():
     entry = read_entry({"type": "headwise", "layers": [1, 4], "n": 8, "k": 2})
     assert entry.options == HeadwiseOptions(n=8, k=2)
     assert (entry.options.type, entry.site, entry.layers) == ("headwise", "inserted", (1, 4))
+    assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
 
 
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
     entry = read_entry({"type": memory_type, "layers": [1, 4]})
     assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
-
-
-@pytest.mark.parametrize("memories", [None, []])
-def test_a_model_without_memory_has_no_entries(memories):
-    assert read_memories(memories, SIZES).entries == ()
 
 
 WRONG = [

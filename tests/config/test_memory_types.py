@@ -1,18 +1,23 @@
-"""Declarations of memory types: what is refused where they are registered, and that reading them costs nothing."""
+"""Declarations of memory types: what is refused where they are registered, null controls, and that reading them costs nothing."""
 
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass, replace
 
 import pytest
 import torch
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.controls import Change, controls_of, num_value_rows
+from midus_hf.memories.flops import memory_flops
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, is_name
 from midus_hf.memories.registry import MEMORY_TYPES, check_declaration, register_memory
+
+SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=4)
+TABLES = ("value_table", "pre_value_table")
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +31,30 @@ def table():
 
 @dataclass(kw_only=True)
 class Example(InsertedOptions):
-    """What a type needs at least."""
+    """A type of another package, which declares no control."""
 
     sites = ("inserted",)
     size: int = option(3, "rows")
 
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}; expected one or more.")
+
     def tensors(self, sizes):
-        return {"table": DeclaredTensor((self.size, sizes.hidden_size), "value", ZEROS)}
+        return {
+            "down": DeclaredTensor((self.size, sizes.hidden_size), "key", ONES),
+            "up": DeclaredTensor((self.size, sizes.hidden_size), "value", ZEROS),
+        }
 
 
 def declaring(**tensors):
     """A type with these tensors."""
     return type("Declaring", (Example,), {"tensors": lambda self, sizes: tensors})
+
+
+def controlled(**controls):
+    """A type with these controls."""
+    return type("Controlled", (Example,), {"controls": {name.replace("_", "-"): it for name, it in controls.items()}})
 
 
 def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
@@ -47,13 +64,11 @@ def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
 
 
 def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(table):
-    with pytest.raises(
-        ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions; choose another"
-    ):
-        register_memory("headwise")(Example)
     rival = type("HeadwiseOptions", (Example,), {"__module__": "another_package"})
-    with pytest.raises(ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions"):
-        register_memory("headwise")(rival)
+    for other in (Example, rival):
+        message = "memory type 'headwise' is already registered by HeadwiseOptions; choose another"
+        with pytest.raises(ValueError, match=message):
+            register_memory("headwise")(other)
     names = {"__qualname__": "HeadwiseOptions", "__module__": table["headwise"].__module__}
     again = type("HeadwiseOptions", (table["headwise"],), names)
     assert register_memory("headwise")(again) is again
@@ -65,18 +80,9 @@ def test_a_name_of_another_form_is_refused(name):
         register_memory(name)
 
 
-@dataclass(kw_only=True)
-class Demanding(Example):
-    """An option without a default."""
-
-    width: int
-
-
-@dataclass(kw_only=True)
-class Misnamed(Example):
-    """An option with a name that an entry has for itself."""
-
-    name: str = option("x", "a name")
+def extended(*field):
+    """A type with one more option: its name, its type, and its default if it has one."""
+    return make_dataclass("Extended", [field], bases=(Example,), kw_only=True)
 
 
 ROW = DeclaredTensor((4, 4), "value", ZEROS)
@@ -91,7 +97,7 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
             type("Attached", (MemoryOptions,), {"sites": ("inserted",)}),
             "can be inserted; expected its options to extend InsertedOptions",
         ),
-        (Demanding, r"cannot be built without options \(.*'width'\); give each a default"),
+        (extended("width", int), r"cannot be built without options \(.*'width'\); give each a default"),
         (declaring(**{"a.b": ROW}), r"has a tensor 'a\.b'; expected a name without dots, or NAME\.weight"),
         (declaring(**{"a.b.weight": ROW}), r"has a tensor 'a\.b\.weight'; expected a name without dots"),
         (declaring(values=ROW), "has a tensor 'values', a name that dictionaries have for a method, which PEFT cannot wrap"),
@@ -104,12 +110,17 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
             declaring(codes=DeclaredTensor((4, 4), "value", ZEROS, dtype="int8")),
             "gives codes the role 'value' and the dtype int8; expected the role 'buffer', since integers do not train",
         ),
-        (Misnamed, "has the option 'name', which says what or where a memory is; choose another name"),
+        (extended("name", str, "x"), "has the option 'name', which says what or where a memory is; choose another name"),
         (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
+        (controlled(no_rows={"size": 1}), "declares the control 'no-rows'; expected one of one-row, random-slots"),
+        (controlled(one_row={"rows": 1}), "cannot be built: .* unexpected keyword argument 'rows'"),
+        (controlled(one_row={}), "sets no option; expected options of this type"),
+        (controlled(one_row={"size": 0}), "cannot be built: size is 0; expected one or more"),
     ],
 )  # fmt: skip
 def test_a_declaration_that_cannot_be_built_is_refused(options, message):
-    with pytest.raises(ValueError, match=f"memory type 'example' .*{message}"):
+    of_control = "the control 'one-row' of " if "one-row" in options.controls else ""
+    with pytest.raises(ValueError, match=f"^{of_control}memory type 'example' {message}"):
         register_memory("example")(options)
 
 
@@ -117,7 +128,7 @@ def test_a_type_must_say_which_tensors_it_and_its_blocks_have():
     with pytest.raises(TypeError, match="Silent does not say which tensors it has"):
         register_memory("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
     with pytest.raises(TypeError, match="HierarchicalOptions does not say which tensors a block has"):
-        HierarchicalOptions().fetched(ModelSizes(hidden_size=8, num_heads=2))
+        HierarchicalOptions().fetched(SIZES)
 
 
 def test_every_type_of_the_package_passes_the_check_of_those_of_other_packages_and_has_texts():
@@ -140,3 +151,81 @@ def test_declarations_are_read_and_counted_without_torch_and_transformers():
 def test_words_of_torch_modules_are_those_that_a_container_has():
     names = {name for name in dir(torch.nn.ModuleDict()) if not name.startswith("_") and "_" not in name}
     assert {name for name in names if is_name(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("memory_type", "options", "trained", "shuffled"),
+    [
+        ("headwise", {}, ("value", "transform"), ("value_bank",)),
+        ("product-key", {}, ("value",), ("value_bank",)),
+        ("linear", {}, ("value",), ("value_bank",)),
+        ("ngram", {}, ("value", "transform"), ("value_table",)),
+        ("ultramem", {}, ("value",), TABLES),
+        ("ultramem", {"share": "ring:4"}, ("value",), TABLES),
+        ("ultramem", {"zero": "projection"}, (), TABLES),  # a projection that is frozen at zero
+        ("chapters", {"share": "all"}, ("value", "projection"), ("bank",)),
+        ("chapters", {"share": "none"}, ("value", "projection"), ("bank",)),
+        ("chapters", {"bank_bits": 8}, (), ()),  # no values that train
+    ],
+)
+def test_memories_that_retrieve_rows_have_every_control_that_fits_their_tensors(
+    memory_type, options, trained, shuffled
+):
+    controls = controls_of(MEMORY_TYPES[memory_type](**options), SIZES)
+    assert controls.pop("one-row") and controls.pop("random-slots") == Change(options={"addressing": "random"})
+    of_roles = {"frozen-addresses": Change(trainable=trained), "shuffled-addresses": Change(shuffled=shuffled)}
+    assert controls == {name: change for name, change in of_roles.items() if change != Change()}
+
+
+def test_memories_whose_slots_are_not_chosen_by_content_have_no_control():
+    choosing = {name for name, cls in MEMORY_TYPES.items() if "addressing" in {field.name for field in fields(cls)}}
+    assert {name for name, cls in MEMORY_TYPES.items() if controls_of(cls(), SIZES)} == choosing
+    assert choosing == {"chapters", "headwise", "linear", "ngram", "product-key", "ultramem"}
+
+
+@pytest.mark.parametrize(
+    ("memory_type", "options", "rows"),
+    [
+        ("headwise", {}, {"value_bank": (1, 8)}),
+        ("product-key", {}, {"value_bank": (1, 32)}),
+        ("linear", {}, {"value_bank": (1, 32)}),
+        *(("ultramem", {"share": share}, {"value_table": (1, 6), "pre_value_table": (1, 2)}) for share in ("none", "all", "ring:4")),
+        ("chapters", {}, {"bank": (1, 32)}),
+    ],
+)  # fmt: skip
+def test_a_memory_of_one_row_has_one(memory_type, options, rows):
+    options = MEMORY_TYPES[memory_type](**options)
+    options = replace(options, **controls_of(options, SIZES)["one-row"].options)
+    tables = [shared.tensors for shared in options.tables(SIZES, (0, 1, 2, 3))]
+    for tensors in tables or [options.tensors(SIZES)]:
+        assert {name: tensor.shape for name, tensor in tensors.items() if tensor.role == "value"} == rows
+    assert len(tables) == (memory_type == "chapters") and "shuffled-addresses" not in controls_of(options, SIZES)
+
+
+def test_layers_say_how_tables_are_shared():
+    options = MEMORY_TYPES["ultramem"](share="ring:5")
+    with pytest.raises(ValueError, match="share is 'ring:5', but 4 layers have the memory"):
+        controls_of(options, SIZES)
+    assert len(controls_of(options, SIZES, (0, 1, 2, 3, 4))) == 4
+
+
+@pytest.mark.parametrize("memory_type", ["chapters", "headwise", "linear", "product-key", "ultramem"])
+def test_addressing_changes_no_tensor_and_no_price(memory_type):
+    content, random = (MEMORY_TYPES[memory_type](addressing=addressing) for addressing in ("content", "random"))
+    assert content == MEMORY_TYPES[memory_type]()
+    assert content.tensors(SIZES) == random.tensors(SIZES)
+    assert content.tables(SIZES, (0, 1)) == random.tables(SIZES, (0, 1))
+    assert memory_flops(content, SIZES, 2, 8, 0, 2) == memory_flops(random, SIZES, 2, 8, 0, 2)
+
+
+def test_a_type_of_another_package_has_the_controls_that_follow_from_roles():
+    frozen, shuffled = Change(trainable=("value",)), Change(shuffled=("up",))
+    assert controls_of(Example(), SIZES) == {"frozen-addresses": frozen, "shuffled-addresses": shuffled}
+    declared = register_memory("example")(controlled(one_row={"size": 1}))
+    assert controls_of(declared(), SIZES)["one-row"] == Change(options={"size": 1})
+    alone = declaring(up=DeclaredTensor((3, 32), "value", ZEROS))  # no address that could be frozen
+    for roles in (("value",), ("value", "transform")):
+        alone.value_roles = roles
+        assert controls_of(alone(), SIZES) == {"shuffled-addresses": shuffled}
+    shapes = {((5,), "value"): 0, ((5, 2), "key"): 0, ((3, 5, 2), "value"): 5}
+    assert {key: num_value_rows(DeclaredTensor(*key, ZEROS)) for key in shapes} == shapes

@@ -30,6 +30,12 @@ class Settings:
     table: dict | None = None
 
 
+@dataclasses.dataclass(kw_only=True)
+class Named:
+    texts: dict[str, Text]
+    free: dict[str, Any] | str | None = None
+
+
 NEEDED = {"model": "m", "text": "t"}
 
 
@@ -107,26 +113,24 @@ def test_a_key_without_a_default_is_asked_for(given):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("config", "word", "message"),
     [
-        ("steps", "--set is 'steps'; expected key=value."),
-        ("=3", "--set is '=3'; expected key=value."),
-        ("text.=3", "--set is 'text.=3'; expected key=value."),
-        ("model.path=3", "--set model.path is given, but 'model' is 'm', which has no keys; expected a mapping."),
-        ("nothing.path=3", "config has no option 'nothing'."),
-        ("model=[", "--set 'model=[' is not YAML: "),
-        ("modle=x", "config has no option 'modle'. Expected one of: model, "),
+        (Settings, "steps", "--set is 'steps'; expected key=value."),
+        (Settings, "=3", "--set is '=3'; expected key=value."),
+        (Settings, "text.=3", "--set is 'text.=3'; expected key=value."),
+        (Settings, "model.path=3", "--set model.path is given, but 'model' is 'm', which has no keys; expected a mapping."),
+        (Settings, "nothing.path=3", "config has no option 'nothing'."),
+        (Settings, "model=[", "--set 'model=[' is not YAML: "),
+        (Settings, "modle=x", "config has no option 'modle'. Expected one of: model, "),
+        (Named, "texts.a.column=b", "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping."),
+        (Named, "free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),
+        (Named, "free.z.y=1", "but 'z' is [1], which has no keys"),
     ],
-)
-def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):
+)  # fmt: skip
+def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(tmp_path, config, word, message):
+    text = "model: m\ntext: t" if config is Settings else "texts: {a: a.txt}\nfree: {x: 3, z: [1]}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_config(Settings, [write(tmp_path, "model: m\ntext: t")], [word])
-
-
-@dataclasses.dataclass(kw_only=True)
-class Named:
-    texts: dict[str, Text]
-    free: dict[str, Any] | str | None = None
+        read_config(config, [write(tmp_path, text)], [word])
 
 
 @pytest.mark.parametrize(
@@ -139,22 +143,6 @@ class Named:
 )
 def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, expected):
     assert read_config(Named, [write(tmp_path, "texts: {a: a.txt}")], [word]) == expected
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        (
-            "texts.a.column=b",
-            "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping.",
-        ),
-        ("free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),
-        ("free.z.y=1", "but 'z' is [1], which has no keys"),
-    ],
-)
-def test_a_word_that_reaches_inside_what_has_no_keys_is_refused(tmp_path, word, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_config(Named, [write(tmp_path, "texts: {a: a.txt}\nfree: {x: 3, z: [1]}")], [word])
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path):

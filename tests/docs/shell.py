@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
 
-# Tells this process that the script has ended.
 _LAST = "script-has-ended"
 # Lies in the shell's path in place of each program: hands its words and its folder to this process, and prints the answer.
 _STAND_IN = """#!{python} -IS
@@ -30,22 +29,13 @@ Program = Callable[[list[str]], int | str | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit status of a script, and what the script printed."""
-
     status: int
     out: str
     err: str
 
 
 def run_shell(script: str, folder: Path, programs: dict[str, Program]) -> Outcome:
-    """Run a script with bash until a command fails, and return how it ended.
-
-    Args:
-        script: Lines of shell. An unset variable and a failed part of a pipe are failures too.
-        folder: The folder that the script runs in.
-        programs: Functions that replace the programs of these names. A function takes the words behind the name, runs in this
-            process, gets nothing from standard input, and returns the exit status.
-    """
+    """Run a script with bash in a folder until a command fails; functions of these names replace programs, and take their words."""
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     with tempfile.TemporaryDirectory() as room, Listener(family="AF_UNIX") as listener:
         for name in (*programs, _LAST):

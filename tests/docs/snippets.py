@@ -1,14 +1,5 @@
-"""Blocks of code on the pages, the marks of blocks that no test runs, and which test module runs each other block.
+"""Blocks of code on the pages, their marks, as CONTRIBUTING.md has them, and which test modules run."""
 
-A block is marked by a comment on the line before the block, which the rendered page does not show:
-
-    <!-- not run: needs several GPUs -->
-    <!-- not run, `pip`: needs a network -->
-
-The first mark is for the whole block, the second for the commands of a block that begin with `pip`.
-"""
-
-import inspect
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -22,13 +13,13 @@ SHOWN_LANGUAGES = ("text", "json", "toml", "bibtex", "{eval-rst}")
 _BLOCK = re.compile(r"((?:^<!-- .*-->\n)*)^```(.*)\n((?:.*\n)*?)^```$", flags=re.MULTILINE)
 _MARK = re.compile(r"<!-- not run(?:, `([^`]+)`)?: (.+) -->")
 
-# Which test module has taken a block to run.
-_RUN_BY: dict["Block", str] = {}
+# Blocks that test modules have taken to run.
+TAKEN: set["Block"] = set()
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A reason why a block, or the commands of the block that begin with some words, are not run."""
+    """Why a block, or the commands of the block that begin with some words, are not run."""
 
     beginning: str
     reason: str
@@ -50,7 +41,6 @@ class Block:
 
     @property
     def is_marked(self) -> bool:
-        """True if a mark says that nothing of the block is run."""
         return any(not mark.beginning for mark in self.marks)
 
     @property
@@ -65,13 +55,11 @@ class Block:
 
 @cache
 def pages() -> list[str]:
-    """Return the paths of all pages of the documentation, from the root of the clone."""
     paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")]
     return [str(path.relative_to(ROOT)) for path in [*paths, *sorted((ROOT / "docs").rglob("*.md"))]]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     return blocks_in((ROOT / page).read_text(encoding="utf-8"), page)
 
 
@@ -88,17 +76,7 @@ def blocks_in(text: str, page: str) -> list[Block]:
 
 
 def take(page: str, *languages: str, having: str = "", without: tuple[str, ...] = ()) -> list[Block]:
-    """Return the blocks of a page in some languages, which the calling test module runs, without marked ones.
-
-    Args:
-        page: Path of the page from the root of the clone.
-        languages: Languages of the blocks, by default all that are run.
-        having: A piece of every block that is taken.
-        without: Pieces of the blocks that are left to other test modules.
-    """
-    frame = inspect.currentframe()
-    assert frame and frame.f_back
-    module = frame.f_back.f_globals["__name__"]
+    """Return the blocks of a page, in some languages, with a piece and without others, which the calling test module runs."""
     taken = [
         block
         for block in blocks_of(page)
@@ -108,10 +86,5 @@ def take(page: str, *languages: str, having: str = "", without: tuple[str, ...] 
         and not any(piece in block.text for piece in without)
     ]
     assert taken, f"{page} has no block to run"
-    _RUN_BY.update(dict.fromkeys(taken, module))
+    TAKEN.update(taken)
     return taken
-
-
-def run_by() -> dict[Block, str]:
-    """Return the test module that runs each block, for all blocks that test modules have taken so far."""
-    return dict(_RUN_BY)

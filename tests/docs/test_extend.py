@@ -20,41 +20,30 @@ FILES = {block.name: block.text for block in take("docs/extend.md", "toml", "pyt
 (COMMANDS,) = (block.text for block in take("docs/extend.md", "sh"))
 
 
+def write_distribution(folder: Path, name: str, entry_points: dict[str, dict[str, str]]) -> None:
+    """Write what pip writes of a package beside its modules."""
+    info = folder / f"{name.replace('-', '_')}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    for group, offered in entry_points.items():
+        lines = [f"{name} = {value}" for name, value in offered.items()]
+        with (info / "entry_points.txt").open("a") as file:
+            print(f"[{group}]", *lines, sep="\n", file=file)
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder that holds the package as pip lays it out: its modules, and its entry points."""
-    folder = tmp_path_factory.mktemp("site-packages")
+def work(tmp_path_factory) -> Path:
+    """A folder with a base, where the commands of the page have run, which see the installed package."""
+    folder, installed = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("site-packages")
     for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        (installed / name).write_text(text)
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
-    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        line
-        for group, offered in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in offered.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory, installed) -> Path:
-    """A folder with a base, where the commands of the page have run."""
-    folder = tmp_path_factory.mktemp("work")
+    write_distribution(installed, project["name"], project["entry-points"])
     save_tiny_model("llama", folder / "BASE")
     first, *commands = [shlex.split(command) for command in COMMANDS.strip().splitlines()]
-    assert first == ["pip", "install", "."]  # `installed` has done it
+    assert first == ["pip", "install", "."]
     assert {words[0] for words in commands} == {"upscale"}
-    done = run([words[1:] for words in commands], folder, installed)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def run(commands: list[list[str]], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
-    """Run `upscale` with the words of each command, until one fails, in a process that sees further folders of packages."""
     code = """
 import json, sys
 from midus_hf.cli.upscale import main
@@ -62,15 +51,21 @@ for words in json.loads(sys.argv[1]):
     if status := main(words):
         sys.exit(status)
 """
-    path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
-    return run_warm(code, json.dumps(commands), folder=folder, PYTHONPATH=path)
+    done = run(code, folder, installed, json.dumps([words[1:] for words in commands]))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run(code: str, folder: Path, packages: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run Python in a process that sees a further folder of packages."""
+    return run_warm(
+        code, *words, folder=folder, PYTHONPATH=os.pathsep.join(map(str, (packages, Path(__file__).parents[2])))
+    )
 
 
 def test_the_package_takes_sixty_lines_of_python():
-    python = [
-        line for name, text in FILES.items() if name.endswith(".py") for line in text.splitlines() if line.strip()
-    ]
-    assert len(FILES) == 4 and len(python) <= 60
+    python = "\n".join(text for name, text in FILES.items() if name.endswith(".py"))
+    assert len(FILES) == 4 and len([line for line in python.splitlines() if line.strip()]) <= 60
 
 
 def test_the_commands_give_the_base_back(work):
@@ -104,10 +99,7 @@ with torch.no_grad():
 def test_packages_that_cannot_be_imported_are_warnings_and_take_nothing_along(work, tmp_path):
     broken = {"broken-memory": "upscalers.methods", "broken-family": "midus_hf.families"}
     for name, group in broken.items():
-        info = tmp_path / f"{name.replace('-', '_')}-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\nbroken = no_such_module\n")
+        write_distribution(tmp_path, name, {group: {"broken": "no_such_module"}})
     code = """
 import midus_hf
 from midus_hf.cli.upscale import main
@@ -115,8 +107,7 @@ from transformers import AutoConfig
 print(AutoConfig.for_model("midus_llama").model_type)
 print(main(["methods"]), main(["--base", "BASE", "--method", "broken", "--dry-run"]))
 """
-    path = os.pathsep.join(map(str, (tmp_path, Path(__file__).parents[2])))
-    done = run_warm(code, folder=work, PYTHONPATH=path)
+    done = run(code, work, tmp_path)
     assert done.stdout.startswith("midus_llama\n") and "midus-hml" in done.stdout and done.stdout.endswith("0 2\n")
     for name, group in broken.items():
         assert f"{name} offers no_such_module under {group}, which cannot be imported" in done.stderr

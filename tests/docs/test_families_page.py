@@ -7,21 +7,11 @@ import transformers
 from pairs import by_default
 
 from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of
-from scripts.families import (
-    COMPOSITE_HEADING,
-    HEADING,
-    PAGE,
-    composite_row_of,
-    main,
-    refusal_of,
-    row_of,
-    rows_in,
-    shortened,
-)
+from scripts import families
 
-TEXT = PAGE.read_text(encoding="utf-8")
-ALONE, COMPOSITE = TEXT.partition(HEADING)[2].split(COMPOSITE_HEADING)
-TAKEN, COMPOSITE_TAKEN = rows_in(ALONE), rows_in(COMPOSITE)
+TEXT = families.PAGE.read_text(encoding="utf-8")
+ALONE, COMPOSITE = TEXT.partition(families.HEADING)[2].split(families.COMPOSITE_HEADING)
+TAKEN, COMPOSITE_TAKEN = families.rows_in(ALONE), families.rows_in(COMPOSITE)
 REFUSALS, COMPOSITE_REFUSALS = (
     {why: int(count) for count, why in re.findall(r"^\| (\d+) \| (.+) \|$", part, flags=re.MULTILINE)}
     for part in (ALONE, COMPOSITE)
@@ -38,30 +28,29 @@ pytestmark = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was made w
 
 @pytest.mark.parametrize("model_type", FIRST_OF_ROWS)
 def test_a_type_of_each_row_can_host_memory(model_type):
-    assert not refusal_of(model_type)
+    assert not families.refusal_of(model_type)
 
 
 @pytest.mark.parametrize("model_type", TRIED)
 def test_a_row_says_what_methods_give(model_type):
-    row = row_of(model_type)
-    assert TAKEN.get(model_type, "") == shortened(row.methods)
+    row = families.row_of(model_type)
+    assert TAKEN.get(model_type, "") == families.shortened(row.methods)
     assert row.methods or row.reason in REFUSALS
 
 
 def test_a_type_without_larger_models_is_refused():
-    with pytest.raises(
-        UnknownArchitecture, match="'llama' has no class of models for text and images or sounds in this"
-    ):
+    message = "'llama' has no class of models for text and images or sounds in this"
+    with pytest.raises(UnknownArchitecture, match=message):
         composite_class_of(transformers.LlamaConfig)
 
 
 @pytest.mark.parametrize("model_type", by_default(["mistral3"], ["mistral3", "qwen2_5_vl"]))
 def test_a_row_of_a_composite_type_says_what_methods_give(model_type):
-    row = composite_row_of(model_type)
+    row = families.composite_row_of(model_type)
     assert COMPOSITE_TAKEN.get(model_type, "") == ", ".join(row.methods)
     assert row.methods or row.reason in COMPOSITE_REFUSALS
 
 
 @pytest.mark.product
 def test_the_page_is_what_the_script_writes(capsys):
-    assert main([]) == 0, capsys.readouterr().out
+    assert families.main([]) == 0, capsys.readouterr().out

@@ -1,10 +1,12 @@
-"""Pages of methods have the same sections, and price methods as a dry run does; test_sessions.py runs their commands."""
+"""Pages of methods have the same sections, show the pictures that the script draws, and price methods as a dry run does."""
 
 import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 
+from docs.pictures.__main__ import main
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
@@ -21,15 +23,10 @@ SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
 CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B}  # the columns of the index, in order
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 def index_row(method: str) -> list[str]:
     """Return the cells of a method in one of both tables."""
-    rows = [cells(line) for line in f"{INDEX}{RESEARCH}".splitlines() if line.startswith(f"| [{method}](")]
-    assert len(rows) == 1, f"{method} has {len(rows)} rows in docs/methods/README.md and research.md; expected one"
-    return rows[0]
+    (row,) = [line for line in f"{INDEX}{RESEARCH}".splitlines() if line.startswith(f"| [{method}](")]
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def test_every_page_is_in_the_index():
@@ -46,14 +43,31 @@ def test_every_method_for_work_is_in_the_decision_table_with_its_page(method):
     named = re.compile(rf"(?<![\w-]){method}(?![\w-])")
     (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     decisions = [line for line in CHOOSING.partition("\n## ")[0].splitlines() if named.search(line)]
-    assert any(f"(methods/{page})" in line for line in decisions), (
-        f"no row of docs/choosing.md leads to {page} for {method}"
-    )
+    assert any(f"(methods/{page})" in line for line in decisions)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_have_the_same_sections(page):
-    assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == SECTIONS
+def test_pages_have_the_same_sections_and_describe_their_picture(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == SECTIONS
+    (description,) = re.findall(rf"^!\[(.+)\]\(\.\./images/architecture-{page.stem}\.svg\)$", text, flags=re.MULTILINE)
+    assert len(description.split()) > 5
+
+
+def labels(picture: str) -> list[str]:
+    """Return the texts of a picture; matplotlib writes each as a comment in front of the shapes of its letters."""
+    return re.findall(r"<!-- (.+?) -->", picture, flags=re.DOTALL)
+
+
+def test_tracked_pictures_are_what_the_script_draws(tmp_path):
+    main(["--output", str(tmp_path)])
+    images = FOLDER.parent / "images"
+    assert {file.name for file in images.glob("architecture-*.svg")} == {file.name for file in tmp_path.iterdir()}
+    for file in tmp_path.iterdir():
+        tracked, new = (path.read_text(encoding="utf-8") for path in (images / file.name, file))
+        if f"Matplotlib v{matplotlib.__version__}," not in tracked:  # another version may write other numbers
+            tracked, new = labels(tracked), labels(new)
+        assert tracked == new != [], f"{file.name} is not what the script draws; run make pictures"
 
 
 @pytest.mark.parametrize("method", SHIPPED)

@@ -57,15 +57,9 @@ EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts
 class Session:
     """The models, files and names with which the blocks of a page run.
 
-    Attributes:
-        replace: Pieces of blocks, and what stands there instead, before `SMALLER`. Every piece must occur on the page.
-        models: Folders of models that the page takes as made, and the method that makes each from a base of few layers.
-        files: Names of the files that the page's blocks of YAML are, in order; of a block whose name is
-            empty, the base is upscaled by the block if it names a method, and else the block is read as keys of `midus train`.
-        names: A function of no argument that returns the names which blocks of Python take as defined.
-        languages: Languages of the blocks that run here; other test modules run the rest.
-        elsewhere: Pieces of the blocks of these languages that other test modules run.
-        is_small: Whether `SMALLER` applies.
+    `files` are the names of the page's blocks of YAML, in order; of a block without a name the base is upscaled by the block if it
+    names a method, and else the block is read as keys of `midus train`. `models` have the method that makes each. `names` returns
+    what blocks of Python take as defined. Other test modules run blocks of other languages, and those with a piece of `elsewhere`.
     """
 
     replace: dict[str, str] = field(default_factory=dict)
@@ -78,12 +72,10 @@ class Session:
 
 
 def load(folder: str | Path) -> dict[str, Any]:
-    """Return a model of a folder in the working directory, and some tokens."""
     return {"model": AutoModelForCausalLM.from_pretrained(folder).eval(), "tokens": torch.arange(3, 27)[None]}
 
 
 def trainer_names() -> dict[str, Any]:
-    """Return what a script with a trainer takes as defined."""
     row = list(range(3, 27))
     return {
         "model": AutoModelForCausalLM.from_pretrained("smollm2-135m-hml", dtype="float32"),
@@ -94,22 +86,16 @@ def trainer_names() -> dict[str, Any]:
 
 
 def datatrove_names() -> dict[str, Any]:
-    """Return a reader and a writer of documents."""
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
 
     Path("documents").mkdir()
     shutil.copy("corpus.jsonl", "documents")
-    return {
-        "reader": JsonlReader("documents"),
-        "writer": JsonlWriter("assigned", compression=None, expand_metadata=True),
-    }
+    writer = JsonlWriter("assigned", compression=None, expand_metadata=True)
+    return {"reader": JsonlReader("documents"), "writer": writer}
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
-    "moda": {},
-}
+METHODS: dict[str, Any] = {"midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}}
 SESSIONS = {
     "README.md": Session(),
     "docs/quickstart.md": Session(),
@@ -250,9 +236,7 @@ SESSIONS = {
             "--value_learning_rate 0.1": f"--value_learning_rate 0.1 {SHORT}",
         },
     ),
-    "docs/methods/packs.md": Session(
-        replace={"--base BASE": "--base base", "ARTICLES": "held-out.txt"},
-    ),
+    "docs/methods/packs.md": Session(replace={"--base BASE": "--base base", "ARTICLES": "held-out.txt"}),
     "docs/methods/deus.md": Session(replace={**PLANNED, **LLAMA_CONFIG, "google/gemma-2-2b": "tiny-gemma-2"}),
     "docs/methods/lesa.md": Session(
         replace={**SMALL_LLAMA, "--method lesa --set": "--method lesa --dry-run --set", "device=cuda": "device=cpu"}
@@ -274,7 +258,6 @@ BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for pa
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    """Make a folder with a tiny base, texts, questions and an embedding model."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("llama", folder / "base", num_hidden_layers=10)
     save_byte_model("llama", folder / "small-base", num_hidden_layers=4)
@@ -333,14 +316,6 @@ def python(arguments: list[str]) -> int:
     return 0
 
 
-def python_without_material(arguments: list[str]) -> int:
-    """Run a script or a module; in place of what `python -m material` fetches, print a path of the session's folder."""
-    if arguments[:2] != ["-m", "material"]:
-        return python(arguments)
-    print(MATERIAL[arguments[2]])
-    return 0
-
-
 # What stands in a session's folder in place of what `python -m material` fetches.
 MATERIAL = {
     "smollm2": "base",
@@ -348,10 +323,17 @@ MATERIAL = {
     "addresses/train": "texts",
     "addresses/held_out": "held_out",
     "glosses": "corpus.jsonl",
-    "elements": "questions",
-    "factbook": "questions",
-    "benchmarks": "questions",
+    **dict.fromkeys(("elements", "factbook", "benchmarks"), "questions"),
 }
+
+
+def python_without_material(arguments: list[str]) -> int:
+    if arguments[:2] != ["-m", "material"]:
+        return python(arguments)
+    print(MATERIAL[arguments[2]])
+    return 0
+
+
 PROGRAMS: dict[str, Program] = {
     "upscale": installed("upscale"),
     "midus": installed("midus"),
@@ -360,7 +342,6 @@ PROGRAMS: dict[str, Program] = {
 
 
 def replaced(text: str, session: Session) -> str:
-    """Return a text with the pieces that the session replaces."""
     for piece, instead in session.replace.items():
         text = text.replace(piece, instead)
     for pattern, instead in SMALLER.items() if session.is_small else ():
@@ -369,10 +350,7 @@ def replaced(text: str, session: Session) -> str:
 
 
 def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: dict[str, Program]) -> None:
-    """Run blocks in a folder, in order. The shell keeps the variables of earlier blocks, and Python their names.
-
-    Recipes are written first, since commands above a recipe may read the recipe.
-    """
+    """Run blocks in order, recipes first. The shell keeps the variables of earlier blocks, and Python their names."""
     recipes = [block for block in blocks if block.language == "yaml"]
     assert len(recipes) == len(session.files), "the session names a file for each block of YAML"
     for block, name in zip(recipes, session.files, strict=True):
@@ -415,9 +393,8 @@ def test_blocks_of_a_page_run_in_order(page, room, upscaled, tmp_path, monkeypat
 
 def test_every_replaced_piece_is_on_its_page():
     texts = {page: "".join(block.text for block in blocks) for page, blocks in BLOCKS.items()}
-    assert [
-        (page, piece) for page, text in texts.items() for piece in SESSIONS[page].replace if piece not in text
-    ] == []
+    pieces = [(page, piece) for page in texts for piece in SESSIONS[page].replace]
+    assert [(page, piece) for page, piece in pieces if piece not in texts[page]] == []
 
 
 def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, monkeypatch):

@@ -12,7 +12,6 @@ import pytest
 from processes.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 for _package in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(_package)
 
@@ -21,25 +20,9 @@ def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProc
     """Build the pages below a folder with the project's configuration, in which a warning is an error, as in the Makefile."""
     (options,) = re.findall(r"-m sphinx (.*--write-all)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     code = "import sys; from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))"
-    words = [*options.split(), "--builder", builder, "--conf-dir", DOCS, source, output]
+    words = [*options.split(), "--builder", builder, "--conf-dir", ROOT / "docs", source, output]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return run_warm(code, *words, timeout=900, PYTHONPATH=path)
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory) -> Path:
-    """Build the site; return its folder."""
-    folder = tmp_path_factory.mktemp("site")
-    result = sphinx(ROOT, folder, "html")
-    assert (result.returncode, result.stderr) == (0, "")
-    return folder
-
-
-def documented_names(site: Path) -> set[str]:
-    """Return the Python names of the site's inventory."""
-    *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
-    entries = (line.split(" ") for line in zlib.decompress(names).decode().splitlines())
-    return {name for name, kind, *_ in entries if kind.startswith("py:")}
 
 
 def public_names() -> set[str]:
@@ -55,15 +38,18 @@ def public_names() -> set[str]:
 
 
 @pytest.mark.product
-def test_every_public_name_is_in_the_reference(site):
+def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path):
+    result = sphinx(ROOT, tmp_path, "html")
+    assert (result.returncode, result.stderr) == (0, "")
+    *_, inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)
+    entries = (line.split(" ") for line in zlib.decompress(inventory).decode().splitlines())
+    documented = {name for name, kind, *_ in entries if kind.startswith("py:")}
     names = public_names()
     assert {"upscalers.upscale", "midus_hf.training.set_trainable", "midus_hf.memories"} <= names
-    assert names - documented_names(site) == set(), "name them on a page of docs/reference"
+    assert names - documented == set(), "name them on a page of docs/reference"
 
 
 LISTED = "# Documentation\n\n**Use**\n\n- An [other](other.md) page\n"
-
-
 DEAD_LINKS = {
     "[page](absent.md)": "cross-reference target not found: 'absent.md'",
     "[heading](README.md#absent)": "local id not found in doc 'docs/README': 'absent'",

@@ -7,18 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from material import factbook
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
 from material.elements import fact_texts, question_row
-from material.factbook import (
-    capitals,
-    country_lines,
-    country_name,
-    currency_codes,
-    internet_codes,
-    question_rows,
-    summits,
-    telephone_codes,
-)
 from material.glosses import parse_synset
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
@@ -28,12 +19,9 @@ choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).
 def test_the_gold_index_is_that_of_the_answer(texts, data):
     gold = data.draw(st.integers(0, len(texts) - 1))
     letters = string.ascii_uppercase
-    row = {
-        "question": " What? ",
-        "options": data.draw(st.sampled_from(["", "\n"]))
-        + "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)),
-        "answer": f"{letters[gold]}. {texts[gold]}",
-    }
+    options = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)]
+    options = data.draw(st.sampled_from(["", "\n"])) + "\n".join(options)
+    row = {"question": " What? ", "options": options, "answer": f"{letters[gold]}. {texts[gold]}"}
     assert multiple_choice_row(row, len(texts)) == {"question": "What?", "choices": texts, "gold": gold}
 
 
@@ -80,13 +68,9 @@ def test_a_synset_has_its_words_its_gloss_and_its_topic():
     line = '02087384 05 n 02 dog 0 domestic_dog 0 001 @ 02085998 n 0000 | a member of the genus Canis; "it barked"  \n'
     expected = {"text": 'dog, domestic dog: a member of the genus Canis; "it barked"', "topic": "animal"}
     assert parse_synset(line) == expected
-    ten = (
-        "00000001 28 n 0a "
-        + " ".join(f"w{index} 0" for index in range(10))
-        + " 000 | words are counted in hexadecimal"
-    )
-    assert parse_synset(ten)["text"].startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9: words")
-    assert parse_synset(ten)["topic"] == "time"
+    words = [f"w{index}" for index in range(10)]
+    ten = parse_synset(f"00000001 28 n 0a {' 0 '.join(words)} 0 000 | words are counted in hexadecimal")
+    assert ten["text"].startswith(f"{', '.join(words)}: words") and ten["topic"] == "time"
 
 
 SODIUM = {
@@ -131,7 +115,7 @@ COUNTRY = {
 
 
 def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
-    lines = country_lines("X", COUNTRY)
+    lines = factbook.country_lines("X", COUNTRY)
     assert lines[:2] == [
         "X / Introduction / Background: An old country; it is.",
         "X / Geography / Elevation extremes / highest point: Mount Fogo (Pico) 2,829 m",
@@ -151,12 +135,12 @@ def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
     ],
 )
 def test_a_country_goes_by_its_short_name_if_it_has_one(names, name):
-    assert country_name({"Government": {"Country name": names}}) == name
-    assert country_name({}) is None
+    assert factbook.country_name({"Government": {"Country name": names}}) == name
+    assert factbook.country_name({}) is None
 
 
 def test_a_country_is_asked_for_all_it_has_and_every_spelling_counts():
-    answers = {row["field"]: row["answers"] for row in question_rows("X", COUNTRY)}
+    answers = {row["field"]: row["answers"] for row in factbook.question_rows("X", COUNTRY)}
     assert answers == {
         "capital": ["Kyiv", "Kiev"],
         "internet country code": [".xx"],
@@ -164,25 +148,25 @@ def test_a_country_is_asked_for_all_it_has_and_every_spelling_counts():
         "currency code": ["XXD"],
         "highest point": ["Mount Fogo", "Pico", "Fogo"],
     }
-    assert list(question_rows("X", {})) == []
+    assert list(factbook.question_rows("X", {})) == []
 
 
 @pytest.mark.parametrize(
     ("parse", "text", "answers"),
     [
-        (capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
-        (capitals, "Baku (Baki, Baky)", ["Baku", "Baki", "Baky"]),
-        (capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
-        (capitals, "Suva (on Viti Levu)", []),
-        (capitals, "Washington, DC", []),
-        (capitals, "Amsterdam; note - The Hague is the seat of government", []),
-        (internet_codes, ".fi; note - Aland Islands assigned .ax", []),
-        (telephone_codes, "landing point for a cable", []),
-        (currency_codes, "the US dollar is used", []),
-        (currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
-        (summits, "unnamed elevation 805 m", []),
-        (summits, "sea level 0 m", []),
-        (summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
+        (factbook.capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
+        (factbook.capitals, "Baku (Baki, Baky)", ["Baku", "Baki", "Baky"]),
+        (factbook.capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
+        (factbook.capitals, "Suva (on Viti Levu)", []),
+        (factbook.capitals, "Washington, DC", []),
+        (factbook.capitals, "Amsterdam; note - The Hague is the seat of government", []),
+        (factbook.internet_codes, ".fi; note - Aland Islands assigned .ax", []),
+        (factbook.telephone_codes, "landing point for a cable", []),
+        (factbook.currency_codes, "the US dollar is used", []),
+        (factbook.currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
+        (factbook.summits, "unnamed elevation 805 m", []),
+        (factbook.summits, "sea level 0 m", []),
+        (factbook.summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
     ],
 )
 def test_what_has_no_one_short_answer_is_not_asked(parse, text, answers):

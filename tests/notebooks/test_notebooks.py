@@ -31,8 +31,8 @@ SMALLER = {
     r'"max_new_tokens": 32': '"max_new_tokens": 4',
 }
 
+# Data of an output by their types; of what is printed, the name of the stream is the type.
 Output = dict[str, str]
-"""Data of an output by their types; of what is printed, the name of the stream is the type."""
 
 _PATH_OF_A_MACHINE = re.compile(r"(?<![\w.~*:/])/(root|home|work|tmp|usr|dev|mnt|opt|Users|var)\b")
 _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e-?\d+)?[%kMB]?")
@@ -49,7 +49,6 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kept_outputs(notebook: Any) -> list[list[Output]]:
-    """Return what each cell of code shows."""
     return [
         [{output.name: output.text} if output.output_type == "stream" else output["data"] for output in cell.outputs]
         for cell in code_cells(notebook)
@@ -57,7 +56,7 @@ def kept_outputs(notebook: Any) -> list[list[Output]]:
 
 
 def results_of(notebook: Any) -> list[str]:
-    """Return what the last lines of cells give in this process. Commands are left out: tests/docs/test_commands.py knows them."""
+    """Return what the last lines of cells give in this process. Commands are left out: tests/docs/test_pages.py knows them."""
     names: dict[str, Any] = {}
     results = []
     for cell in code_cells(notebook):
@@ -68,28 +67,20 @@ def results_of(notebook: Any) -> list[str]:
         for pattern, instead in SMALLER.items():
             source = re.sub(pattern, instead, source)
         *statements, last = ast.parse(source).body
-        exec(
-            compile(ast.Module([*statements, *([] if isinstance(last, ast.Expr) else [last])], []), "cell", "exec"),
-            names,
-        )
-        if isinstance(last, ast.Expr):
-            results.append(repr(eval(compile(ast.Expression(last.value), "cell", "eval"), names)))
+        shown = [last] if isinstance(last, ast.Expr) else []
+        exec(compile(ast.Module([*statements, *([] if shown else [last])], []), "cell", "exec"), names)
+        results += [repr(eval(compile(ast.Expression(one.value), "cell", "eval"), names)) for one in shown]
     return results
 
 
 def kind(output: Output) -> str:
     """Return what of an output does not depend on the base: of a table the title and the head, of a text all but its numbers."""
-    if "image/png" in output:
-        return "picture"
+    for type_ in ("image/png", "stdout"):
+        if type_ in output:
+            return type_
     if "text/markdown" in output:
         return _NUMBER.sub("N", re.split(r"\n\| ?---", output["text/markdown"])[0])
-    if "stdout" in output:
-        return "printed"
     return _NUMBER.sub("N", output["text/plain"])
-
-
-def kinds(outputs: list[list[Output]]) -> list[list[str]]:
-    return [list(map(kind, of_cell)) for of_cell in outputs]
 
 
 def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
@@ -117,12 +108,10 @@ def test_kept_outputs_are_of_one_whole_run(name):
     outputs = kept_outputs(notebook)
     assert_claims_hold(name, outputs)
     assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(outputs) + 1))
-    assert any("image/png" in output for of_cell in outputs for output in of_cell)
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    texts = [
-        text for of_cell in outputs for output in of_cell for type_, text in output.items() if type_ != "image/png"
-    ]
-    assert not any("stderr" in output for of_cell in outputs for output in of_cell)
+    data = [item for of_cell in outputs for output in of_cell for item in output.items()]
+    types, texts = {type_ for type_, _ in data}, [text for type_, text in data if type_ != "image/png"]
+    assert "image/png" in types and "stderr" not in types
     assert not any("\x1b" in text or _PATH_OF_A_MACHINE.search(text) for text in texts)
 
 
@@ -146,4 +135,4 @@ def test_it_runs_in_jupyter_on_the_base_that_it_fetches(name, tmp_path, monkeypa
     NotebookClient(notebook, timeout=3600, coalesce_streams=True, resources=position).execute()
     outputs = [[one for one in of_cell if "stderr" not in one] for of_cell in kept_outputs(notebook)]
     assert_claims_hold(name, outputs)
-    assert kinds(outputs) == kinds(kept)
+    assert [[*map(kind, of_cell)] for of_cell in outputs] == [[*map(kind, of_cell)] for of_cell in kept]

@@ -1,6 +1,5 @@
 """A tiny embedding model, its tokenizer, and a corpus of two topics."""
 
-import contextlib
 import json
 
 import pytest
@@ -59,24 +58,3 @@ def built(tree_of_corpus, tmp_path_factory):
     output = tmp_path_factory.mktemp("built") / "tree"
     tree_of_corpus(output)
     return output
-
-
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Return a context in which a function may be called so many times, which gives what it was given; the next is interrupted."""
-
-    @contextlib.contextmanager
-    def after(calls, owner, name):
-        function, done = getattr(owner, name), []
-
-        def called(*arguments):
-            if len(done) == calls:
-                raise KeyboardInterrupt
-            done.append(arguments)
-            return function(*arguments)
-
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(owner, name, called)
-            yield done
-
-    return after

@@ -1,4 +1,4 @@
-"""Embeddings are the means of hidden states, one text at a time, whatever is embedded along."""
+"""Embeddings are the means of hidden states, one text at a time; a retriever gives the paths of those, and takes no others."""
 
 import json
 
@@ -6,16 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 from transformers import AutoModel, AutoTokenizer
 
 from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree import ClusterTree, TreeOrigin, lasting_name
 
 TEXTS = ["w1 w2 w3", "w7", " ".join(f"w{index}" for index in range(50)), "w4 w4", "", "nothing known"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")
 
 
 @pytest.fixture
@@ -33,23 +31,16 @@ def embed_by_hand(folder, text: str, max_tokens: int) -> torch.Tensor:
     return mean / mean.norm()
 
 
-@pytest.mark.parametrize(("batch_size", "told"), [(1, [1] * 6), (4, [4, 2]), (64, [6])])
-def test_each_row_is_that_of_its_text_alone_and_progress_is_told_of_every_text(folder, batch_size, told):
-    embedder, done = TextEmbedder(str(folder), batch_size=batch_size), []
+@pytest.mark.parametrize(("batch_size", "max_tokens", "told"), [(1, 24, [1] * 6), (4, 8, [4, 2]), (64, None, [6])])
+def test_each_row_is_that_of_its_text_alone_and_progress_is_told_of_every_text(bert, batch_size, max_tokens, told):
+    embedder, done = TextEmbedder(bert, batch_size=batch_size, max_tokens=max_tokens), []
     rows = embedder.embed(TEXTS, done.append)
     assert done == told and embedder.embed([]).shape == (0, WIDTH)
-    assert (rows.shape, rows.dtype, embedder.max_tokens, embedder.width) == ((6, WIDTH), torch.float32, 24, WIDTH)
+    read = max_tokens or 24
+    assert (rows.shape, rows.dtype, embedder.max_tokens, embedder.width) == ((6, WIDTH), torch.float32, read, WIDTH)
     for row, text in zip(rows, TEXTS, strict=True):
-        torch.testing.assert_close(row, embed_by_hand(folder, text, 24), atol=1e-5, rtol=0)
+        torch.testing.assert_close(row, embed_by_hand(bert, text, read), atol=1e-5, rtol=0)
     torch.testing.assert_close(rows.norm(dim=-1), torch.ones(6))
-
-
-def test_what_a_text_has_beyond_the_tokens_that_are_read_changes_nothing(folder):
-    long, longer = "w1 w2 w3 w4", "w1 w2 w3 w4 w5 w6"
-    rows = TextEmbedder(str(folder), max_tokens=6).embed([long, longer])
-    torch.testing.assert_close(rows[0], rows[1])
-    rows = TextEmbedder(str(folder), max_tokens=8).embed([long, longer])
-    assert not torch.allclose(rows[0], rows[1])
 
 
 def test_the_fingerprint_is_that_of_weights_and_vocabulary(fresh, tmp_path):
@@ -110,6 +101,67 @@ def test_a_model_that_is_not_whole_is_refused(fresh):
         ({"batch_size": 0}, r"batch_size is 0; expected at least 1 text\."),
     ],
 )
-def test_options_that_do_not_fit_are_refused(folder, options, message):
+def test_options_that_do_not_fit_are_refused(bert, options, message):
     with pytest.raises(ValueError, match=message):
-        TextEmbedder(**{"model": str(folder), **options})
+        TextEmbedder(**{"model": bert, **options})
+
+
+MANY = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
+
+
+def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
+    rows = embedder.embed(MANY)
+    centroids = [rows[:3], rows[3:12]]
+    cosines = torch.nn.functional.normalize(rows, dim=-1) @ torch.nn.functional.normalize(rows[:3], dim=-1).T
+    nearest = cosines.max(dim=-1).values
+    limit = nearest.sort().values[10].item() + 1e-4
+    free, limited = ClusterTree(3, centroids), ClusterTree(3, centroids, min_similarity=limit)
+    torch.testing.assert_close(free.similarity(rows), nearest)
+    paths, is_far = MemoryRetriever(limited, embedder).paths(MANY), nearest < limit
+    assert (paths[is_far] == -1).all() and is_far.sum() == 11
+    assert torch.equal(paths[~is_far], free.paths(rows)[~is_far])
+    for tree in (ClusterTree(3, centroids, min_similarity=-1), free):
+        assert torch.equal(MemoryRetriever(tree, embedder).paths(MANY), free.paths(rows))
+
+
+def test_a_saved_tree_finds_its_model_again_also_from_another_folder(tmp_path, monkeypatch):
+    folder = save_tiny_bert(tmp_path / "near" / "model")
+    monkeypatch.chdir(folder.parent)
+    name, usual = lasting_name("model"), TextEmbedder("model", max_tokens=12)
+    random_tree(width=WIDTH, origin=TreeOrigin(name, usual.fingerprint, embedding_max_tokens=12)).save(
+        tmp_path / "tree"
+    )
+    monkeypatch.chdir(tmp_path)
+    again = MemoryRetriever.load("tree")
+    assert (again.embedder.name, again.embedder.max_tokens) == (str(folder), 12)
+    paths = again.paths([*MANY, "", "  \n"])
+    assert torch.equal(paths[:-2], random_tree(width=WIDTH).paths(usual.embed(MANY)))
+    assert (paths[:-2] >= 0).all() and (paths[-2:] == -1).all(), "a blank text is about nothing"
+
+
+def test_a_model_that_has_moved_is_named_anew_in_the_trees_record_and_another_is_refused(tmp_path):
+    folder = save_tiny_bert(tmp_path / "gone")
+    tree = random_tree(width=WIDTH, origin=TreeOrigin(str(folder), TextEmbedder(str(folder)).fingerprint))
+    tree.save(tmp_path / "tree")
+    file = tmp_path / "tree" / "tree.json"
+
+    def rename(model):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "embedding_model": str(model)}))
+
+    moved = folder.rename(tmp_path / "moved")
+    message = rf"with the embedding model '{folder}', which is not there; .* as embedding_model in {file}\."
+    with pytest.raises(ValueError, match=message):
+        MemoryRetriever.load(tmp_path / "tree")
+    rename(moved)
+    loaded = MemoryRetriever.load(tmp_path / "tree")
+    assert loaded.embedder.name == str(moved) and loaded.tree.fingerprint == tree.fingerprint
+    rename(save_tiny_bert(tmp_path / "other", seed=1))
+    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .*, with which the tree was built"):
+        MemoryRetriever.load(tmp_path / "tree")
+
+
+def test_a_tree_that_names_no_model_needs_one(tmp_path):
+    random_tree(width=WIDTH).save(tmp_path)
+    message = rf"does not say which model embeds its texts; .* hub id as embedding_model in {tmp_path}/tree\.json\."
+    with pytest.raises(ValueError, match=message):
+        MemoryRetriever.load(tmp_path)

@@ -1,15 +1,19 @@
-"""From a corpus to a tree and back to the paths of its documents."""
+"""From a corpus to a tree and back to the paths of its documents, also in a pipeline of datatrove."""
 
 import itertools
+import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pairs import by_default
+from topics.trees import random_tree
 
+from midus_hf.cli.clusters import nodes_with_words
 from midus_hf.config.wording import install_extra
-from midus_hf.topics import building, run
+from midus_hf.topics import run
 from midus_hf.topics import tree as tree_module
 from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
@@ -17,7 +21,7 @@ from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import open_build
-from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.tree import ClusterTree, TreeOrigin
 
 # When a build that writes a tree is killed, and whether a tree is there already.
 MOMENTS = list(itertools.product(("before the first", "between them"), (False, True)))
@@ -27,11 +31,6 @@ MOMENTS = list(itertools.product(("before the first", "between them"), (False, T
 def make(tree_of_corpus, tmp_path):
     """Return a function that builds the corpus into a folder, by default `tree`."""
     return lambda output="tree", **changes: tree_of_corpus(tmp_path / output, **changes)
-
-
-def assert_equal_files(output, expected) -> None:
-    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
-        assert (output / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 def test_a_tree_says_what_it_was_built_with_and_documents_take_the_paths_of_their_windows(
@@ -54,16 +53,6 @@ def test_a_tree_says_what_it_was_built_with_and_documents_take_the_paths_of_thei
         assert tuple(row["memory_ids"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
 
 
-def test_an_interrupted_clustering_embeds_nothing_again(make, built, interrupted, monkeypatch, tmp_path):
-    with interrupted(2, building, "kmeans"):
-        make()
-    embed, kinds = TextEmbedder.embed, []
-    monkeypatch.setattr(TextEmbedder, "embed", lambda self, texts, *_: kinds.append(texts) or embed(self, texts))
-    make()
-    assert all(len(texts) < 5 for texts in kinds), "texts that were held out alone"
-    assert_equal_files(tmp_path / "tree", built)
-
-
 def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
     cluster = run.build_tree
 
@@ -78,16 +67,17 @@ def test_two_runs_do_not_cluster_into_one_folder(make, monkeypatch):
 
 def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(built, make, monkeypatch, tmp_path):
     shutil.copytree(built, tmp_path / "tree")
-    message = "holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match="holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
+    ):
         make()
-    monkeypatch.setattr("midus_hf.topics.embedding.TextEmbedder.embed", None)
+    monkeypatch.setattr(TextEmbedder, "embed", None)
     tree = make(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50))
     assert ClusterTree.load(tmp_path / "tree").fingerprint == tree.fingerprint and tree.branching == 2
 
 
 @pytest.mark.parametrize(("moment", "overwrites"), by_default([("between them", True)], MOMENTS))
-def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
+def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on_and_embeds_nothing_again(
     built, make, monkeypatch, moment, overwrites, tmp_path
 ):
     if overwrites:
@@ -107,9 +97,15 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
     output = tmp_path / "tree"
     assert (output / "tree.safetensors").exists() == (overwrites or moment == "between them")
     assert not (output / "tree.json").exists()
+    embed, texts = TextEmbedder.embed, []
+    monkeypatch.setattr(
+        TextEmbedder, "embed", lambda self, some, *rest: texts.append(some) or embed(self, some, *rest)
+    )
     for again in (make(), make(overwrite=True)):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
-    assert_equal_files(output, built)
+    assert all(len(some) < 5 for some in texts), "texts that were held out alone"
+    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
+        assert (output / name).read_bytes() == (built / name).read_bytes(), name
 
 
 def test_an_output_that_is_something_else_is_refused_and_so_is_a_build_without_scikit_learn(make, without, tmp_path):
@@ -125,3 +121,43 @@ def test_an_output_that_is_something_else_is_refused_and_so_is_a_build_without_s
     without("sklearn")
     with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
         make("new")
+
+
+@pytest.mark.parametrize("at_a_time", [7, 256])
+def test_documents_of_a_pipeline_get_their_paths_in_their_order(built, corpus, tokenizer, monkeypatch, at_a_time):
+    steps, data = pytest.importorskip("midus_hf.topics.datatrove_steps"), pytest.importorskip("datatrove.data")
+    monkeypatch.setattr(steps, "_DOCUMENTS", at_a_time)
+    texts = [json.loads(line)["text"] for line in Path(corpus).read_text().splitlines()]
+    retriever, documents = MemoryRetriever.load(built), read_corpus(corpus)
+    paths = document_paths(retriever, tokenizer, documents["text"], 5)
+    expected = list(rows_with_paths(documents, paths, retriever.tree))
+    step = steps.AssignPaths(str(built))
+    given = (data.Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))
+    actual = list(step.run(given))
+    assert [document.text for document in actual] == texts
+    assert "memory_ids" not in actual[2].metadata, "it is blank"
+    with_path = [document.metadata for document in actual if "memory_ids" in document.metadata]
+    names = ("memory_ids", "memory_tree", "windows")
+    assert with_path == [{"kept": 1, **{name: row[name] for name in names}} for row in expected]
+    assert {row["memory_tree"] for row in expected} == {ClusterTree.load(built).fingerprint}
+    assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
+
+
+def test_a_tree_that_names_no_tokenizer_is_refused(built, bert, tmp_path):
+    assign = pytest.importorskip("midus_hf.topics.datatrove_steps").AssignPaths
+    assert list(assign(str(built)).run([])) == [] and list(assign(str(built)).run(None)) == []
+    ClusterTree(3, ClusterTree.load(built).centroids, TreeOrigin(embedding_model=bert)).save(tmp_path / "bare")
+    message = r"does not say how windows are cut; expected a tree that 'midus cluster build'"
+    with pytest.raises(ValueError, match=message):
+        list(assign(str(tmp_path / "bare")).run([]))
+
+
+def test_nodes_have_their_windows_and_the_words_that_others_have_less_of():
+    tree, leaves = random_tree(3, 2), np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
+    documents = np.array([0, 0, 1, 2, 3, 4, 5, 5, 6, 7])
+    texts = ["", "the salt, an ACID of 3", "the acid and salt", "the ball game", "the ball and salt", "", "", ""]
+    nodes = nodes_with_words(tree, leaves, documents, texts, 1, 16)
+    assert nodes == {0: (4, ["acid", "salt", "the", "and"]), 1: (6, ["ball", "game"])}
+    largest = nodes_with_words(tree, leaves, documents, texts, 2, 2)
+    assert [(node, size) for node, (size, _) in largest.items()] == [(0, 3), (5, 4)], "by rising number"
+    assert largest[5] == (4, [])

@@ -61,10 +61,17 @@ def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokeni
 
 
 @pytest.mark.parametrize(("calls", "is_torn"), [(0, False), (1, True), (3, False)])
-def test_resuming_ends_in_the_same_bytes(
-    whole, tmp_path, corpus, tokenizer, embedder, calls, is_torn, interrupted, monkeypatch
-):
-    with interrupted(calls, embedder, "embed") as passed:
+def test_resuming_ends_in_the_same_bytes(whole, tmp_path, corpus, tokenizer, embedder, calls, is_torn, monkeypatch):
+    embed, done, limit = embedder.embed, [], calls
+
+    def counted(texts, progress):
+        if len(done) == limit:
+            raise KeyboardInterrupt
+        done.append(len(texts))
+        return embed(texts, progress)
+
+    monkeypatch.setattr(embedder, "embed", counted)
+    with pytest.raises(KeyboardInterrupt):
         store(tmp_path / "resumed", corpus, tokenizer, embedder)
     with pytest.raises(ValueError, match="holds no windows, or not all of a corpus"):
         open_windows(tmp_path / "resumed")
@@ -72,8 +79,7 @@ def test_resuming_ends_in_the_same_bytes(
         with (tmp_path / "resumed" / "embeddings.npy").open("r+b") as file:
             file.seek(-50, 2)
             file.write(b"half a row")
-    embed, done = embedder.embed, [len(texts) for texts, _ in passed]
-    monkeypatch.setattr(embedder, "embed", lambda texts, progress: done.append(len(texts)) or embed(texts, progress))
+    limit = None
     stored = store(tmp_path / "resumed", corpus, tokenizer, embedder)
     assert digests(tmp_path / "resumed") == digests(whole)
     store(tmp_path / "resumed", corpus, tokenizer, embedder)

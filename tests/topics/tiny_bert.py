@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 WIDTH = 16
+MODULES = ("Transformer", "Pooling", "Normalize")
 # Words of the vocabulary, `w0` and so on.
 WORDS = 60
 
@@ -33,9 +34,7 @@ def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_tokens}))
-    modules = [
-        {"idx": 0, "type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")
-    ]
+    modules = [{"idx": 0, "type": f"sentence_transformers.models.{name}"} for name in MODULES]
     (folder / "modules.json").write_text(json.dumps(modules))
     return folder
 
@@ -46,10 +45,5 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    special = {
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "pad_token": "[PAD]",
-    }
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad")}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -2,7 +2,7 @@
 
 import torch
 
-from midus_hf.topics.tree import ClusterTree, TreeOrigin
+from midus_hf.topics.tree import ClusterTree
 
 
 def random_tree(branching: int = 3, levels: int = 3, width: int = 5, seed: int = 0, empty: tuple = (), **arguments):
@@ -12,10 +12,3 @@ def random_tree(branching: int = 3, levels: int = 3, width: int = 5, seed: int =
     for level, node in empty:
         centroids[level - 1][node] = torch.nan
     return ClusterTree(branching, centroids, **arguments)
-
-
-def counted_tree() -> ClusterTree:
-    """A tree that knows where it is from and how large its nodes are."""
-    leaves = torch.arange(9)
-    origin = TreeOrigin("model", "ab12", 256, "tokenizer", 2048, 7)
-    return random_tree(3, 2, origin=origin, sizes=[leaves.unflatten(0, (3, 3)).sum(-1), leaves])

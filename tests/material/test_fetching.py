@@ -1,20 +1,26 @@
-"""Fetching out of packages: through the real clients, from a registry on this machine."""
+"""Fetching out of packages, through the real clients from this machine, into a cache whose folders are complete or absent."""
 
 import hashlib
 import http.server
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tarfile
 import threading
+import time
 import zipfile
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from material import __main__ as command
 from material import registry
+from material.cache import cache_root, cached_folder
 from material.registry import MaterialError, Package, extract
 
 
@@ -34,10 +40,6 @@ def tarball(members: dict[str, str]) -> bytes:
             member.size = len(content)
             file.addfile(member, io.BytesIO(content.encode()))
     return archive.getvalue()
-
-
-def package(client: str, name: str, version: str, archive: bytes) -> Package:
-    return Package(client, name, version, hashlib.sha256(archive).hexdigest())
 
 
 WHEEL = wheel(
@@ -68,42 +70,39 @@ SOURCE = tarball(
     }
 )
 MANIFEST = {"name": "@scope/pieces", "version": "1.0.0"}
-MEMBERS = {"package/data/b.txt": "two", "package/data/a.txt": "one"}
-TARBALL = tarball({"package/package.json": json.dumps(MANIFEST), **MEMBERS})
+TARBALL = tarball(
+    {"package/package.json": json.dumps(MANIFEST), "package/data/b.txt": "two", "package/data/a.txt": "one"}
+)
+ARCHIVES = {"pieces-1.0-py3-none-any.whl": WHEEL, "sources-1.0.tar.gz": SOURCE, "pieces.tgz": TARBALL}
 
-OF_PIP = package("pip", "pieces", "1.0", WHEEL)
-OF_SOURCE = package("pip-source", "sources", "1.0", SOURCE)
-OF_NPM = package("npm", "@scope/pieces", "1.0.0", TARBALL)
-
-
-class Registry(http.server.BaseHTTPRequestHandler):
-    """A registry of npm with one package."""
-
-    def do_GET(self):
-        archive = f"http://127.0.0.1:{self.server.server_port}/pieces.tgz"
-        dist = {"tarball": archive, "shasum": hashlib.sha1(TARBALL).hexdigest()}
-        versions = {"1.0.0": {**MANIFEST, "dist": dist}}
-        listing = {"name": MANIFEST["name"], "dist-tags": {"latest": "1.0.0"}, "versions": versions}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(TARBALL if self.path.endswith(".tgz") else json.dumps(listing).encode())
-
-    def log_message(self, *_):
-        pass
+OF_PIP, OF_SOURCE, OF_NPM = (
+    Package(client, name, version, hashlib.sha256(archive).hexdigest())
+    for client, name, version, archive in (
+        ("pip", "pieces", "1.0", WHEEL),
+        ("pip-source", "sources", "1.0", SOURCE),
+        ("npm", "@scope/pieces", "1.0.0", TARBALL),
+    )
+)
 
 
 @pytest.fixture(autouse=True)
 def registries(tmp_path, monkeypatch):
-    """The packages, which pip finds in a folder and npm on a registry on loopback, and nowhere else."""
-    (tmp_path / "archives").mkdir()
-    (tmp_path / "archives" / "pieces-1.0-py3-none-any.whl").write_bytes(WHEEL)
-    (tmp_path / "archives" / "sources-1.0.tar.gz").write_bytes(SOURCE)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "archives"))
+    """The packages in a folder, which pip reads and npm asks a server on loopback for."""
+    archives = tmp_path / "archives"
+    (archives / "@scope").mkdir(parents=True)
+    for name, content in ARCHIVES.items():
+        (archives / name).write_bytes(content)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(archives))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=archives)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        address = f"http://127.0.0.1:{server.server_port}/"
+        dist = {"tarball": f"{address}pieces.tgz", "shasum": hashlib.sha1(TARBALL).hexdigest()}
+        listing = {"name": MANIFEST["name"], "dist-tags": {}, "versions": {"1.0.0": {**MANIFEST, "dist": dist}}}
+        (archives / "@scope" / "pieces").write_text(json.dumps(listing))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("npm_config_registry", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setenv("npm_config_registry", address)
         monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm-cache"))
         monkeypatch.setenv("npm_config_fetch_retries", "0")
         yield
@@ -192,3 +191,67 @@ def test_the_command_prints_a_path_a_name_and_errors_in_one_line(monkeypatch, ca
     with pytest.raises(SystemExit, match="2"):
         command.main(["three"])
     assert "invalid choice: 'three'" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+BUILD_SLOWLY = """
+import sys, time
+from material.cache import cached_folder
+
+def build(folder):
+    (folder / "half").write_text("1")
+    with open("LOG", "a") as log:
+        log.write("built\\n")
+    time.sleep(SECONDS)
+    (folder / "whole").write_text("2")
+
+print(sorted(path.name for path in cached_folder("thing-1", build).iterdir()))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIDUS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def start(log: Path, seconds: float) -> subprocess.Popen:
+    code = BUILD_SLOWLY.replace("LOG", str(log)).replace("SECONDS", str(seconds))
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_folder_is_built_once_where_the_environment_says_or_at_home_and_a_failed_build_leaves_nothing(
+    cache, monkeypatch
+):
+    def fail(folder):
+        (folder / "half").write_text("1")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        cached_folder("thing-1", fail)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+    calls = []
+    for _ in range(2):
+        folder = cached_folder("thing-1", lambda folder: calls.append((folder / "a").write_text("x")))
+        assert folder == cache / "thing-1" and [path.name for path in folder.iterdir()] == ["a"]
+    assert len(calls) == 1
+    monkeypatch.delenv("MIDUS_CACHE")
+    assert cache_root() == Path.home() / ".cache" / "midus_hf"
+
+
+def test_a_killed_process_leaves_nothing_that_looks_complete_and_of_those_that_race_one_cleans_up_and_builds(
+    tmp_path, cache
+):
+    log = tmp_path / "log"
+    killed = start(log, seconds=600)
+    deadline = time.monotonic() + 60
+    while not log.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert not (cache / "thing-1").exists()
+    racers = [start(log, seconds=0.5) for _ in range(4)]
+    assert [racer.communicate(timeout=60)[0] for racer in racers] == ["['half', 'whole']\n"] * 4
+    assert log.read_text() == "built\n" * 2
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == ["thing-1"]
