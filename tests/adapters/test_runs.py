@@ -7,10 +7,18 @@ import pytest
 import torch
 from peft import PeftModel
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, bank_of
-from training.outcomes import assert_same_run, moved, weights
-from training.steered_runs import END, AtStep, interrupted
-from training.tiny_run import EOS_ID, best_at, give_held_out_losses, refused, tiny_tokenizer
+from training.outcomes import assert_same_run, bank_of, moved, weights
+from training.tiny_run import (
+    END,
+    EOS_ID,
+    LEAVES,
+    AtStep,
+    best_at,
+    give_held_out_losses,
+    interrupted,
+    refused,
+    tiny_tokenizer,
+)
 from transformers import AutoModelForCausalLM
 
 from midus_hf.config.wording import install_extra

@@ -11,7 +11,7 @@ import torch
 import yaml
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from tiny import FAMILIES
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
@@ -317,10 +317,9 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(config.recorded()))
     finetune(config)
-    script = Path(__file__).with_name("midus_sft.py")
     # The record leaves out what is false, where a device that computes bfloat16 has it by default.
     words = ["--bf16=false", "--per_device_train_batch_size=2", f"--output_dir={two}"]
-    run = run_ranks(script, recipe, *words)
+    run = run_ranks(MIDUS, "sft", recipe, *words)
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)

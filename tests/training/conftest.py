@@ -6,8 +6,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from training.block_runs import config_of, write_assigned
-from training.tiny_run import save_native, save_upscaled, tiny_config, write_corpus
+from training.tiny_run import (
+    block_config,
+    save_native,
+    save_upscaled,
+    tiny_config,
+    write_assigned,
+    write_corpus,
+    write_recipe,
+)
 
 from midus_hf.training.arguments import TrainArguments
 
@@ -69,7 +76,7 @@ def blocks_for(fetching, assigned, tmp_path):
     def config(
         output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
-        return config_of(model, corpus, tmp_path / output, **changes)
+        return block_config(model, corpus, tmp_path / output, **changes)
 
     return config
 
@@ -77,9 +84,7 @@ def blocks_for(fetching, assigned, tmp_path):
 @pytest.fixture
 def words(upscaled, corpus, tmp_path) -> list[str]:
     """What the command is told of a run that is long enough to be stopped."""
-    given = {"model_name_or_path": upscaled("llama"), "corpus": corpus, "output_dir": tmp_path / "out"}
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "sequence_length: 16\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n"
-    )
-    return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
+    return [
+        str(write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=100_000)),
+        f"--output_dir={tmp_path / 'out'}",
+    ]

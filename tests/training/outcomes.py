@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.checkpoints import checkpoints_in
 from midus_hf.training.run import train
@@ -80,6 +82,16 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
     assert states[0] and states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
+
+
+def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
+    return AutoModelForCausalLM.from_pretrained(folder).banks.bank(method)
+
+
+def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
+    for level in one.layout.levels:
+        assert one.written(level) == other.written(level)
+        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
 
 
 def assert_close_weights(one: Path, other: Path) -> None:

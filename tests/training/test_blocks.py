@@ -7,12 +7,10 @@ import pytest
 import torch
 from pairs import by_default
 from peft import LoraConfig, get_peft_model
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, assert_same_blocks, bank_of
-from training.outcomes import assert_resumes, logged, moved, weights
-from training.parallel.two_processes import SCRIPT, write_recipe
-from training.tiny_run import FETCHING, best_at, document, give_held_out_losses, refused
+from training.outcomes import assert_resumes, assert_same_blocks, bank_of, logged, moved, weights
+from training.tiny_run import FETCHING, LEAVES, best_at, document, give_held_out_losses, refused, write_recipe
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
@@ -111,7 +109,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, as
     train(blocks_for("one", generic_share=0.4))
     output = tmp_path / "two"
     words = {"generic_share": 0.4, "save_steps": 3, "path_column": "memory_ids", "output_dir": output}
-    run = run_ranks(SCRIPT, write_recipe(tmp_path, fetching, assigned, **words))
+    run = run_ranks(MIDUS, "train", write_recipe(tmp_path, fetching, assigned, **words))
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     one, two = bank_of(tmp_path / "one"), bank_of(output)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.outcomes import weights
-from training.steered_runs import AFTER, AtStep
+from training.tiny_run import AFTER, AtStep
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training.run import TrainingRun

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from datasets import Dataset
-from training.steered_runs import NotedRates
 from training.tiny_run import document, is_new, refused, tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
 from midus_hf.training.optim.freezing import set_trainable
@@ -23,6 +22,15 @@ ARGUMENTS = {
     **{"warmup_steps": 1, "lr_scheduler_type": "cosine", "use_cpu": True, "bf16": False, "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True},
 }
+
+
+class NotedRates(TrainerCallback):
+    def __init__(self):
+        self.of_group: dict[str, list[float]] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+        for group in optimizer.param_groups:
+            self.of_group.setdefault(group["name"], []).append(group["lr"])
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
-from training.block_runs import bank_of, config_of
-from training.tiny_run import refused
+from training.outcomes import bank_of
+from training.tiny_run import block_config, refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.evaluate import main as midus_eval
@@ -40,7 +40,7 @@ def made(fetching, assigned, tmp_path_factory):
         named(assigned, folder / f"{name}.jsonl", tree)
     random_tree(2, 2, width=WIDTH).save(folder / "small")
     keys = {"tree": str(folder / "tree"), "save_steps": 3, "max_steps": 3}
-    train(config_of(fetching, folder / "tree.jsonl", folder / "model", **keys))
+    train(block_config(fetching, folder / "tree.jsonl", folder / "model", **keys))
     return folder
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.callbacks import RunInterrupted
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 
@@ -122,21 +125,41 @@ def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, *
     return folder
 
 
+# Sequences of 16 tokens, two a step, and a rate that moves a tiny model.
+TINY: dict[str, Any] = {
+    **{"sequence_length": 16, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
+    **{"bf16": False, "logging_steps": 1},
+}
+
+
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
-    """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
-    options: dict[str, Any] = {
-        "output_dir": str(output),
-        "model_name_or_path": None if model is None else str(model),
-        "corpus": str(corpus),
-        "sequence_length": 16,
-        "per_device_train_batch_size": 2,
-        "max_steps": 20,
-        "learning_rate": 1e-2,
-        "bf16": False,
-        "logging_steps": 1,
-        **changes,
-    }
-    return TrainArguments(**options)
+    options = {"model_name_or_path": None if model is None else str(model), **TINY, "max_steps": 20, **changes}
+    return TrainArguments(output_dir=str(output), corpus=str(corpus), **options)
+
+
+def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Path:
+    """Write the recipe of a tiny run."""
+    options = {"model_name_or_path": model, "corpus": corpus, **TINY, "max_steps": 6, **changes}
+    (folder / "recipe.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
+    return folder / "recipe.yaml"
+
+
+# The leaves of nine that `write_assigned` has texts of.
+LEAVES = [0, 4, 5]
+
+
+def write_assigned(path: Path) -> Path:
+    """Write a corpus whose documents have paths."""
+    leaves = [LEAVES[index % 3] for index in range(18)]
+    rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> TrainArguments:
+    """A run that trains the blocks of a bank."""
+    options = {"generic_share": 0.0, "max_steps": 6, "per_device_train_batch_size": 4, **changes}
+    return tiny_config(model, assigned, output, path_column="memory_ids", **options)
 
 
 def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
@@ -161,3 +184,34 @@ def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int],
 def best_at(step: int) -> Callable[[int], float]:
     """A loss that falls until a step and then rises: for `give_held_out_losses`."""
     return lambda now: 3 + abs(now - step) / 100
+
+
+# Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there.
+BEFORE, AFTER, END, SAVED = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save"
+
+
+class AtStep(TrainerCallback):
+    """Does something at a step, or at every one: `work` is given the model."""
+
+    def __init__(self, step: int | None, work: Callable[[Any], Any], moment: str = BEFORE):
+        self.step, self.work, self.is_done = step, work, moment in (END, SAVED)
+        setattr(self, moment, self._look)
+
+    def _look(self, args, state, control, model=None, **kwargs):
+        if self.step in (None, state.global_step + (not self.is_done)):
+            self.work(model)
+
+
+def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
+    """Signal this process in the middle of a step."""
+    return AtStep(step, lambda model: signal.raise_signal(number))
+
+
+def interrupted(run: TrainingRun, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
+    """Train until a signal ends the run after a step, with a checkpoint; return what is raised."""
+    run.trainer.add_callback(signal_at(step, number))
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RunInterrupted) as raised:
+        run.execute()
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    return raised.value

@@ -7,17 +7,29 @@ import time
 
 import pytest
 from pairs import by_default
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from training.outcomes import assert_same_run
-from training.parallel.two_processes import SCRIPT
-from training.steered_runs import AtStep, interrupted, signal_at
-from training.tiny_run import write_corpus
+from training.tiny_run import AtStep, interrupted, signal_at, write_corpus
 
 from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun, train
 
-INTERRUPTER = SCRIPT.with_name("interrupted_rank.py")
+# Ranks that are named hear SIGINT when they would update parameters for the third time.
+INTERRUPTED = f"""
+import itertools, os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+rank, count = sys.argv.pop(1), itertools.count(1)
+
+def interrupt(*_):
+    if next(count) == 3:
+        signal.raise_signal(signal.SIGINT)
+
+if rank in ("all", os.environ["RANK"]):
+    register_optimizer_step_pre_hook(interrupt)
+{MIDUS}
+"""
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
@@ -96,7 +108,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
 
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
 def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
-    run = run_ranks(INTERRUPTER, rank, "3", SCRIPT, *words)
+    run = run_ranks(INTERRUPTED, rank, "train", *words)
     assert run.returncode == 130 and run.stderr.count(HINT) == hints
     saved = tmp_path / "out" / "checkpoint-3"
     assert last_checkpoint(tmp_path / "out") == saved
