@@ -22,7 +22,6 @@ REFUSED = (
 
 
 def save_adapter(model, config, folder):
-    """Save an adapter that changes what the model computes; return the logits with it."""
     adapted = get_peft_model(model, config)
     let_act(adapted)
     adapted.save_pretrained(folder)

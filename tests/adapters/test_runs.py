@@ -42,7 +42,6 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def copies(base, tmp_path_factory) -> Path:
-    """A model of LLaMA-Pro: its new layers are copies, without memory."""
     folder = tmp_path_factory.mktemp("copies") / "model"
     upscale(base=base, method="llama-pro", output=folder, num_new_layers=2, verify=False)
     return folder

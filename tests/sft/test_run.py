@@ -68,7 +68,6 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
 
 
 def learned(row) -> str:
-    """What has a loss in a sequence."""
     return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
@@ -253,7 +252,6 @@ def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma3"], FAMILIES))
 def test_packed_chats_do_not_see_one_another(config_for, family, base):
-    """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
         options = {"packing": packing, "max_length": length, "max_steps": 1, "per_device_train_batch_size": 16}

@@ -22,7 +22,6 @@ from midus_hf.training.run import TrainingRun, train
 
 
 def without_values(model: Path) -> None:
-    """Take a tensor of a memory out of the weights of a model."""
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -118,7 +117,6 @@ def tokenizer(tmp_path) -> Path:
 
 @pytest.fixture
 def begun(tokenizer, config_for, tmp_path):
-    """Gives the options of a run that begins from a config, by default one of a Llama."""
 
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
         file = tmp_path / "shape.json"
@@ -130,7 +128,6 @@ def begun(tokenizer, config_for, tmp_path):
 
 
 def shape(memory: str | None) -> PreTrainedConfig:
-    """The config of a Llama, with a memory or without."""
     native = FAMILIES["llama"].config()
     if memory is None:
         return native

@@ -35,7 +35,6 @@ class NotedRates(TrainerCallback):
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Gives what a snippet finds: a model, texts, and arguments that move a tiny model in a few steps."""
     monkeypatch.chdir(tmp_path)
 
     def make(checkpoint, arguments_class=TrainingArguments, **options) -> dict:

@@ -28,7 +28,6 @@ EOS_ID = 2
 
 
 def is_new(name: str) -> bool:
-    """Return whether a tensor is of a layer that was inserted."""
     return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
 
 
@@ -61,7 +60,6 @@ def document(length: int, seed: int) -> str:
 
 
 def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
-    """Write a folder of text files."""
     folder.mkdir(parents=True)
     for index in range(documents):
         (folder / f"{index:03}.txt").write_text(document(length, index), encoding="utf-8")
@@ -138,7 +136,6 @@ def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) 
 
 
 def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Path:
-    """Write the recipe of a tiny run."""
     options = {"model_name_or_path": model, "corpus": corpus, **TINY, "max_steps": 6, **changes}
     (folder / "recipe.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
     return folder / "recipe.yaml"
@@ -149,7 +146,6 @@ LEAVES = [0, 4, 5]
 
 
 def write_assigned(path: Path) -> Path:
-    """Write a corpus whose documents have paths."""
     leaves = [LEAVES[index % 3] for index in range(18)]
     rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -157,7 +153,6 @@ def write_assigned(path: Path) -> Path:
 
 
 def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> TrainArguments:
-    """A run that trains the blocks of a bank."""
     options = {"generic_share": 0.0, "max_steps": 6, "per_device_train_batch_size": 4, **changes}
     return tiny_config(model, assigned, output, path_column="memory_ids", **options)
 
@@ -182,7 +177,6 @@ def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int],
 
 
 def best_at(step: int) -> Callable[[int], float]:
-    """A loss that falls until a step and then rises: for `give_held_out_losses`."""
     return lambda now: 3 + abs(now - step) / 100
 
 
@@ -203,7 +197,6 @@ class AtStep(TrainerCallback):
 
 
 def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
-    """Signal this process in the middle of a step."""
     return AtStep(step, lambda model: signal.raise_signal(number))
 
 

@@ -16,7 +16,6 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 @pytest.fixture
 def ultramem(upscaled):
-    """Make a tiny upscaled model with a table that layers share."""
     return upscaled("llama", "ultramem-v2")
 
 
@@ -58,8 +57,6 @@ def test_an_update_of_rows_is_that_of_adamw_however_they_are_named_and_beside_a_
 
 
 class WholeMoments(torch.optim.AdamW):
-    """The same update by moments as large as the table."""
-
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
