@@ -3,9 +3,8 @@
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, logits
-from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from tiny import tiny_model
 from training.tiny_run import refused
 
@@ -76,8 +75,7 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)
-def test_adapters_land_on_the_projections_that_exist(family, targets):
-    """A block has those of attention but for the last."""
+def test_adapters_land_on_the_projections_that_a_block_has(family, targets):
     model = adapted_model(upscaled_model(family), targets)
     of_block = {"q_proj", "k_proj", "v_proj"}
     every = {*of_block, "o_proj", "gate_proj", "up_proj", "down_proj"} if targets == "all-linear" else {*targets}
@@ -85,14 +83,3 @@ def test_adapters_land_on_the_projections_that_exist(family, targets):
     for layer in range(6):
         expected = every & of_block if layer in NEW_LAYERS else every
         assert {parts[-3] for parts in adapted if f"layers.{layer}." in ".".join(parts)} == expected
-
-
-@pytest.mark.parametrize("memory_type", ["product-key", "linear"])
-@pytest.mark.parametrize("whole", [None, ["memory"]], ids=["frozen", "whole"])
-def test_a_memory_with_batch_norm_is_after_saving_what_it_was(memory_type, whole, tmp_path):
-    """Frozen, its statistics stand still; trained whole, they are saved with it."""
-    model, again = (upscaled_model("llama", memory_type=memory_type) for _ in range(2))
-    model = adapted_model(model, ["q_proj", "v_proj"], modules_to_save=whole)
-    train_steps(model, 2)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PeftModel.from_pretrained(again, tmp_path)), logits(model))

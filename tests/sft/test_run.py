@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,18 +122,13 @@ def test_what_cannot_train_is_refused_and_nothing_is_written(
 
 
 def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypatch):
-    """Such as that a model does not fit, which is a RuntimeError as TRL's own are."""
-
-    def fail(*arguments, **options):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr("trl.trainer.sft_trainer.DataCollatorForLanguageModeling", fail)
+    made = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
+    monkeypatch.setattr(made, Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         SftRun(config_for(model=base()))
 
 
 def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
-    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
     calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
     rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
     data, own = write_rows(tmp_path / "x.jsonl", rows), tmp_path / "own.jinja"
@@ -168,7 +164,6 @@ def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tm
 def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refuses(
     ends, config_for, base, tmp_path, capsys
 ):
-    """Here the template needs a system message."""
     system = {"role": "system", "content": "x"}
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
     template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
@@ -228,7 +223,6 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp_path, capsys):
-    """The mean loss over no token is not a number, with which a run ends."""
     long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
     data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}

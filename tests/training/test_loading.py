@@ -162,8 +162,6 @@ def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 2, max_steps=4)
-    with refused(r"seed is 5, but the run to resume has 'its default'; give the same"):
-        train(begun("parts", max_steps=4, save_steps=2, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
 def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(upscaled, begun, tmp_path):

@@ -131,8 +131,8 @@ TINY: dict[str, Any] = {
 
 
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
-    options = {"model_name_or_path": None if model is None else str(model), **TINY, "max_steps": 20, **changes}
-    return TrainArguments(output_dir=str(output), corpus=str(corpus), **options)
+    options = {"model_name_or_path": None if model is None else str(model), "corpus": str(corpus), **TINY}
+    return TrainArguments(**{"output_dir": str(output), **options, "max_steps": 20, **changes})
 
 
 def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Path:
