@@ -24,7 +24,6 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config_for(base, chats, tmp_path):
-
     def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftArguments:
         return sft_config(model or base("llama", True), data, tmp_path / output, **changes)
 

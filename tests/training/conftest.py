@@ -56,7 +56,6 @@ def assigned(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config_for(upscaled, corpus, tmp_path):
-
     def config(
         output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
     ) -> TrainArguments:
@@ -67,7 +66,6 @@ def config_for(upscaled, corpus, tmp_path):
 
 @pytest.fixture
 def blocks_for(fetching, assigned, tmp_path):
-
     def config(
         output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:

@@ -117,7 +117,6 @@ def tokenizer(tmp_path) -> Path:
 
 @pytest.fixture
 def begun(tokenizer, config_for, tmp_path):
-
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)

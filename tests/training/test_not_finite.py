@@ -76,7 +76,6 @@ def of_block(run):
 
 
 def of_weight(value, dtype=None):
-
     def spoil(run):
         run.dtypes |= {} if dtype is None else {Q_PROJ: dtype}
         return lambda model: model.get_parameter(Q_PROJ).data[1].fill_(value)

@@ -13,7 +13,6 @@ EVERY = [0, 1, 2, 3, 4, 5]
 
 @pytest.fixture
 def load(upscaled, native):
-
     def model(kind: str = "upscaled", family: str = "llama", **record):
         loaded = AutoModelForCausalLM.from_pretrained({"upscaled": upscaled, "native": native}[kind](family))
         if record:
