@@ -84,32 +84,21 @@ def test_what_is_said_for_a_trainer_trains_the_new_layers_alone(
     assert is_of_trl or type(settings["trainer"]) is trainer_class
 
 
+OF_A_CLASS = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}
+MADE = {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}
+ROWS = {"sparse_values": True}
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "more", "message"),
     [
         ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
-        *(
-            ("hier-ffn", {"optim": optim}, {}, f"optimizer, which {name} does not give; expected an optimizer such as optim")
-            for optim, name in (("sgd", "SGD"), ("adafactor", "Adafactor"))
-        ),
-        *(
-            ("hier-ffn", {}, more, f"which {given} does not give; expected an optimizer such as optim: adamw_torch")
-            for more, given in (
-                ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "SGD"),
-                ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "a Trainer with an optimizer of its own"),
-            )
-        ),
-        *(
-            ("ultramem-v2", {"optim": optim, "sparse_values": True}, {}, f"optim is '{optim}'; expected adamw_torch or")
-            for optim in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit")
-        ),
-        *(
-            ("ultramem-v2", {"sparse_values": True}, more, "the Trainer was given an optimizer, which would be replaced")
-            for more in (
-                {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-                {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
-            )
-        ),
+        ("hier-ffn", {"optim": "adafactor"}, {}, "which Adafactor does not give; expected an optimizer such as optim: adamw_torch"),
+        ("hier-ffn", {}, OF_A_CLASS, "betas and eps of the run's optimizer, which SGD does not give; expected an optimizer such as"),
+        ("hier-ffn", {}, MADE, "which a Trainer with an optimizer of its own does not give; expected an optimizer such as optim"),
+        ("ultramem-v2", {**ROWS, "optim": "adamw_torch_8bit"}, {}, "optim is 'adamw_torch_8bit'; expected adamw_torch or"),
+        ("ultramem-v2", ROWS, OF_A_CLASS, "the Trainer was given an optimizer, which would be replaced"),
+        ("ultramem-v2", ROWS, MADE, "the Trainer was given an optimizer, which would be replaced"),
         ("moc", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set, with which the Trainer computes the"),
         ("moc", {}, {"compute_loss_func": print}, "compute_loss_func is set, with which the Trainer computes the loss itself"),
     ],
