@@ -8,7 +8,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from adapters.adapted_models import save_adapter
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from tiny import prompt, save_tiny_model
@@ -62,16 +63,6 @@ def load(folder, auto=AutoModelForCausalLM, **settings):
 @torch.no_grad()
 def output_of(model) -> torch.Tensor:
     return model.eval()(prompt().remainder(96), use_cache=False)[0]
-
-
-def save_adapter(model, config, folder) -> None:
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    adapted.save_pretrained(folder)
 
 
 def check_moved(made_of, config, folder, recwarn, auto=AutoModelForCausalLM, **settings) -> Path:

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from processes.warm import MIDUS, run_ranks
 from tiny import save_tiny_model
 from training.outcomes import assert_resumes, assert_same_blocks, bank_of, logged, moved, weights
-from training.tiny_run import FETCHING, LEAVES, best_at, document, give_held_out_losses, refused, write_recipe
+from training.tiny_run import FETCHING, LEAVES, QUIET, best_at, document, give_held_out_losses, refused, write_recipe
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
@@ -172,9 +172,8 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     assert copied == sum("lora_" in name for name, _ in adapted.named_parameters())
     torch.manual_seed(0)
     rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 128, (24, 16))]
-    options = {"per_device_train_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"}
-    options |= {"warmup_steps": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    options |= {"remove_unused_columns": False, "disable_tqdm": True, "max_grad_norm": 1e-2}
+    options = {**QUIET, "max_steps": 12, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    options |= {"remove_unused_columns": False, "max_grad_norm": 1e-2}
     events = []
     for trainer_class, trained, data in (
         (MemoryTrainer, model, [{**row, "memory_ids": torch.tensor([0])} for row in rows]),

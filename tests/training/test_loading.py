@@ -110,13 +110,10 @@ MEMORIES = {
 
 
 @pytest.fixture
-def tokenizer(tmp_path) -> Path:
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
+def begun(config_for, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
 
-
-@pytest.fixture
-def begun(tokenizer, config_for, tmp_path):
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from training.tiny_run import document, is_new, refused, tiny_config, tiny_tokenizer
+from training.tiny_run import QUIET, document, is_new, refused, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
@@ -17,11 +17,7 @@ from tests.docs.snippets import take
     for piece in ("MemoryTrainer, set_trainable\n\n", "group_schedules", "SFTTrainer")
 )
 STEPS = 6
-ARGUMENTS = {
-    **{"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
-    **{"warmup_steps": 1, "lr_scheduler_type": "cosine", "use_cpu": True, "bf16": False, "logging_steps": 1},
-    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True},
-}
+ARGUMENTS = {**QUIET, "max_steps": STEPS, "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine"}
 
 
 class NotedRates(TrainerCallback):

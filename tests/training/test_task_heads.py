@@ -5,7 +5,7 @@ import torch
 from adapters.adapted_models import let_act, logits
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
-from training.tiny_run import refused, tiny_tokenizer
+from training.tiny_run import QUIET, refused, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,11 +17,6 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
-
-QUIET = {
-    **{"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
-    **{"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True},
-}
 
 
 def head_of(auto, folder, **settings):
@@ -96,7 +91,7 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
 
     trainer = WithMemory(
         model,
-        args=arguments_class(output_dir=str(tmp_path), **{**QUIET, **options}),
+        args=arguments_class(output_dir=str(tmp_path), **{**QUIET, "max_steps": 3, **options}),
         train_dataset=preferences() if trainer_class is not GRPOTrainer else preferences().select_columns(["prompt"]),
         processing_class=tiny_tokenizer(),
         **({"reward_funcs": rewards} if trainer_class is GRPOTrainer else {}),

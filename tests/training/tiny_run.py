@@ -1,4 +1,4 @@
-"""What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
+"""What tiny runs need: corpora, tokenizers, upscaled checkpoints of every family, options, and what happens at a step."""
 
 import json
 import math
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -88,11 +87,7 @@ def save_upscaled(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **base_options: Any,
 ) -> Path:
-    """Save a tiny base, upscale it to `folder / "model"`, and give both a tokenizer.
-
-    Only then: for some model types transformers loads a tokenizer of words, which is the default, as the family's own class,
-    which cannot read words, and what is upscaled reads as its base does. `base_options` are those of `save_tiny_model`.
-    """
+    """Save a tiny base and what it is upscaled to, `folder / "model"`, and then give both a tokenizer, by default of words."""
     base = save_tiny_model(family, folder / "base", **base_options)
     request = METHODS[method]
     request = {**request, "options": {**request.get("options", {}), **(options or {})}}
@@ -102,32 +97,24 @@ def save_upscaled(
     return folder / "model"
 
 
-def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, **record: Any) -> Path:
-    """Save a tiny model of six layers of the family's own class, with `record` as `upscale` in its config."""
-    tiny_model(family, dtype, num_hidden_layers=6).save_pretrained(folder)
+def save_native(family: str, folder: Path) -> Path:
+    """Save a tiny model of six layers of the family's own class, whose config says which of them are new."""
+    tiny_model(family, num_hidden_layers=6).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = {
-        **{
-            "method": "llama-pro",
-            "options": {"identity": "auto"},
-            "seed": 0,
-            "trainable": "new",
-            "new_layers": NEW_LAYERS,
-        },
-        "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)],
+    config["upscale"] = {
+        **{"method": "llama-pro", "options": {"identity": "auto"}, "seed": 0, "trainable": "new"},
+        **{"new_layers": NEW_LAYERS, "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)]},
         **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
-        **record,
     }
-    (folder / "config.json").write_text(json.dumps({**config, "upscale": record}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     letter_tokenizer().save_pretrained(folder)
     return folder
 
 
-# Sequences of 16 tokens, two a step, and a rate that moves a tiny model.
-TINY: dict[str, Any] = {
-    **{"sequence_length": 16, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
-    **{"bf16": False, "logging_steps": 1},
-}
+# Two sequences a step, at a rate that moves a tiny model: keys of a run, and of any Trainer.
+_SMALL: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1}
+TINY = {**_SMALL, "sequence_length": 16}
+QUIET = {**_SMALL, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
@@ -157,9 +144,9 @@ def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> T
     return tiny_config(model, assigned, output, path_column="memory_ids", **options)
 
 
-def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
+def refused(message: str) -> AbstractContextManager:
     """Expect that a person is refused what they ask for, in words that a pattern is found in."""
-    return pytest.raises(error, match=message)
+    return pytest.raises(ValueError, match=message)
 
 
 def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int], float]) -> None:
@@ -180,19 +167,17 @@ def best_at(step: int) -> Callable[[int], float]:
     return lambda now: 3 + abs(now - step) / 100
 
 
-# Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there.
-BEFORE, AFTER, END, SAVED = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save"
+# Moments of a step: before and after the parameters move, and when it counts as done.
+BEFORE, AFTER, END = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"
 
 
 class AtStep(TrainerCallback):
-    """Does something at a step, or at every one: `work` is given the model."""
-
-    def __init__(self, step: int | None, work: Callable[[Any], Any], moment: str = BEFORE):
-        self.step, self.work, self.is_done = step, work, moment in (END, SAVED)
+    def __init__(self, step: int, work: Callable[[Any], Any], moment: str = BEFORE):
+        self.step, self.work, self.is_done = step, work, moment == END
         setattr(self, moment, self._look)
 
     def _look(self, args, state, control, model=None, **kwargs):
-        if self.step in (None, state.global_step + (not self.is_done)):
+        if self.step == state.global_step + (not self.is_done):
             self.work(model)
 
 
