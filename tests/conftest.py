@@ -165,14 +165,6 @@ def native_family(request) -> str:
 
 
 @pytest.fixture
-def keyboard() -> Iterator[None]:
-    """SIGINT is taken as from a keyboard, also where the tests run in the background of a shell that has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return what lets a machine lack a package."""
     find = importlib.util.find_spec

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from adapters.adapted_models import let_act, logits
+from adapters.adapted_models import logits, save_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from training.tiny_run import refused
 from transformers import AutoModel, AutoModelForCausalLM
@@ -19,14 +19,6 @@ REFUSED = (
     r"ones\. Expected an adapter that was trained on this model\. Or let 'upscale adapter' write this one for "
     r"this model\."
 )
-
-
-def save_adapter(model, config, folder):
-    """Save an adapter that changes what the model computes; return the logits with it."""
-    adapted = get_peft_model(model, config)
-    let_act(adapted)
-    adapted.save_pretrained(folder)
-    return logits(adapted)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -57,7 +49,7 @@ def test_an_adapter_of_the_upscaled_model_is_loaded_wherever_that_lies(of, upsca
     config = lora_config(model, r=2) if of == "lora_config" else LoraConfig(**TARGETS)
     if of == "last layers":
         config.layers_to_transform = [3, 5]
-    expected = save_adapter(model, config, tmp_path / "adapter")
+    expected = logits(save_adapter(model, config, tmp_path / "adapter"))
     moved = (tmp_path / "model").rename(tmp_path / "moved")
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), tmp_path / "adapter")
     assert torch.equal(logits(loaded), expected)

@@ -8,7 +8,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from adapters.adapted_models import save_adapter
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from tiny import prompt, save_tiny_model
@@ -55,26 +56,13 @@ def made(tmp_path_factory):
 
 
 def load(folder, auto=AutoModelForCausalLM, **settings):
-    """Load a model with the same random head for the same settings."""
     torch.manual_seed(4)
     return auto.from_pretrained(folder, **settings).eval()
 
 
 @torch.no_grad()
 def output_of(model) -> torch.Tensor:
-    """Return what a model computes of token ids that every tiny model knows."""
     return model.eval()(prompt().remainder(96), use_cache=False)[0]
-
-
-def save_adapter(model, config, folder) -> None:
-    """Save an adapter in which every trained tensor is random."""
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    adapted.save_pretrained(folder)
 
 
 def check_moved(made_of, config, folder, recwarn, auto=AutoModelForCausalLM, **settings) -> Path:
@@ -175,7 +163,6 @@ def test_adapters_of_other_tasks_are_moved(auto, task, settings, made, tmp_path,
 
 @pytest.fixture
 def adapter(made, tmp_path):
-    """Save an adapter of LoRA for the tiny Llama."""
     save_adapter(load(made("llama", "midus-hml")[0]), LoraConfig(r=2, target_modules=ALL_LAYERS), tmp_path / "adapter")
     return tmp_path / "adapter"
 

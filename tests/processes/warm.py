@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+# What `accelerate launch -m midus_hf COMMAND ...` runs in each process.
+MIDUS = "import runpy; runpy.run_module('midus_hf', run_name='__main__')"
 _SERVER = Path(__file__).with_name("server.py")
 # Asked through the driver itself, a GPU is lost to all forks.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -26,27 +28,15 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BAS
 def run_warm(
     code: str, *arguments: Any, folder: Path | None = None, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run `code` as `python -c` does, offline and on one thread.
-
-    Args:
-        code: The program.
-        arguments: Its `sys.argv[1:]`.
-        folder: Working directory.
-        timeout: Seconds after which it is killed, and the test fails.
-        environment: Variables to set.
-    """
+    """Run `code` as `python -c` does, offline, on one thread and with these variables; after `timeout` seconds the test fails."""
     (done,) = _run([_process(code, "-c", "", arguments, folder, environment)], timeout)
     return done
 
 
 def run_ranks(
-    script: Path, *arguments: Any, processes: int = 2, timeout: float = 300, **environment: str
+    program: str | Path, *arguments: Any, processes: int = 2, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run a script in several processes that know of each other, as `torch.distributed.run --standalone` starts them.
-
-    Returns:
-        The first exit status that is not 0, and what all of them printed.
-    """
+    """Run code or a file in processes that know of each other: the first exit status that is not 0, and what all printed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -60,10 +50,12 @@ def run_ranks(
         {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", **environment}
         for rank in range(processes)
     ]
-    code = script.read_text(encoding="utf-8")
-    done = _run([_process(code, str(script), str(script.parent), arguments, None, rank) for rank in ranks], timeout)
+    what = (program, "-c", "")
+    if isinstance(program, Path):
+        what = (program.read_text(encoding="utf-8"), str(program), str(program.parent))
+    done = _run([_process(*what, arguments, None, rank) for rank in ranks], timeout)
     return subprocess.CompletedProcess(
-        [str(script), *map(str, arguments)],
+        [what[1], *map(str, arguments)],
         next((each.returncode for each in done if each.returncode), 0),
         "".join(each.stdout for each in done),
         "".join(each.stderr for each in done),

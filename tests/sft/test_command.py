@@ -21,7 +21,6 @@ from midus_hf.training.sft.run import SftRun
 
 @pytest.fixture
 def words(base, chats, tmp_path) -> list[str]:
-    """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
     given = {"model_name_or_path": base("llama", True), "dataset_name": chats, "output_dir": tmp_path / "out"}
@@ -118,40 +117,19 @@ def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, 
     )
 
 
-TRL_RECIPE = """
-model_name_or_path: {model}
-attn_implementation: sdpa
-dataset_name: {chats}
-dataset_train_split: train
-learning_rate: 2.0e-5
-lr_scheduler_type: cosine
-optim: adamw_torch
-max_steps: 2
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 2
-max_length: 96
-packing: false
-assistant_only_loss: true
-bf16: false
-logging_steps: 1
-save_steps: 2
-save_total_limit: 1
-report_to: none
-seed: 42
-"""
-
-
-def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch):
-    """Train with keys that are all of TRL's own dataclasses; the output is where Transformers puts it."""
+def test_a_recipe_in_the_words_of_trl_trains_to_where_transformers_puts_it(base, chats, tmp_path, monkeypatch):
     model = shutil.copytree(base("llama", True), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(model)
     recipe = tmp_path / "sft_config.yaml"
-    recipe.write_text(TRL_RECIPE.format(model=model, chats=chats))
+    keys = {"model_name_or_path": str(model), "attn_implementation": "sdpa", "dataset_name": str(chats)}
+    keys |= {"dataset_train_split": "train", "max_steps": 2, "max_length": 96, "packing": False, "report_to": "none"}
+    keys |= {"assistant_only_loss": True, "lr_scheduler_type": "cosine", "optim": "adamw_torch", "bf16": False}
+    recipe.write_text(yaml.safe_dump(keys))
     of_trl = map(dataclasses.fields, (ScriptArguments, SFTConfig, ModelConfig))
     names = {field.name for fields in of_trl for field in fields}
-    assert set(yaml.safe_load(recipe.read_text())) <= names
+    assert keys.keys() <= names
     monkeypatch.chdir(tmp_path)
     assert main([str(recipe)]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "trainer_output")

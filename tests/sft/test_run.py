@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 import yaml
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from tiny import FAMILIES
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
@@ -68,7 +69,6 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
 
 
 def learned(row) -> str:
-    """What has a loss in a sequence."""
     return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
@@ -122,18 +122,13 @@ def test_what_cannot_train_is_refused_and_nothing_is_written(
 
 
 def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypatch):
-    """Such as that a model does not fit, which is a RuntimeError as TRL's own are."""
-
-    def fail(*arguments, **options):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr("trl.trainer.sft_trainer.DataCollatorForLanguageModeling", fail)
+    made = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
+    monkeypatch.setattr(made, Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         SftRun(config_for(model=base()))
 
 
 def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
-    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
     calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
     rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
     data, own = write_rows(tmp_path / "x.jsonl", rows), tmp_path / "own.jinja"
@@ -169,7 +164,6 @@ def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tm
 def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refuses(
     ends, config_for, base, tmp_path, capsys
 ):
-    """Here the template needs a system message."""
     system = {"role": "system", "content": "x"}
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
     template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
@@ -229,7 +223,6 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp_path, capsys):
-    """The mean loss over no token is not a number, with which a run ends."""
     long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
     data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
@@ -253,7 +246,6 @@ def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma3"], FAMILIES))
 def test_packed_chats_do_not_see_one_another(config_for, family, base):
-    """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
         options = {"packing": packing, "max_length": length, "max_steps": 1, "per_device_train_batch_size": 16}
@@ -264,17 +256,16 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-RESUMED = {
-    "plain": {},
-    "packing": {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
-    "lora": {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
-    "frozen": {"frozen": ["value"]},
-}
-
-
-@pytest.mark.parametrize("case", by_default(["packing", "lora"], RESUMED))
-def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, case):
-    assert_resumes(config_for, 2, finetune, max_steps=4, **RESUMED[case])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
+        {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
+    ],
+    ids=["packing", "lora"],
+)
+def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, options):
+    assert_resumes(config_for, 2, finetune, max_steps=4, **options)
 
 
 def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(config_for, base, tmp_path):
@@ -317,10 +308,9 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(config.recorded()))
     finetune(config)
-    script = Path(__file__).with_name("midus_sft.py")
     # The record leaves out what is false, where a device that computes bfloat16 has it by default.
     words = ["--bf16=false", "--per_device_train_batch_size=2", f"--output_dir={two}"]
-    run = run_ranks(script, recipe, *words)
+    run = run_ranks(MIDUS, "sft", recipe, *words)
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)

@@ -6,8 +6,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from training.block_runs import config_of, write_assigned
-from training.tiny_run import save_native, save_upscaled, tiny_config, write_corpus
+from training.tiny_run import (
+    block_config,
+    save_native,
+    save_upscaled,
+    tiny_config,
+    write_assigned,
+    write_corpus,
+    write_recipe,
+)
 
 from midus_hf.training.arguments import TrainArguments
 
@@ -17,7 +24,6 @@ collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["parallel/tes
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of twenty texts."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
@@ -40,20 +46,16 @@ def native(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fetching(upscaled) -> Path:
-    """Return the folder of a tiny model whose texts fetch blocks; nobody may change it."""
     return upscaled("llama", "hier-ffn")
 
 
 @pytest.fixture(scope="session")
 def assigned(tmp_path_factory) -> Path:
-    """A corpus whose documents have paths."""
     return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")
 
 
 @pytest.fixture
 def config_for(upscaled, corpus, tmp_path):
-    """Return what gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
-
     def config(
         output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
     ) -> TrainArguments:
@@ -64,22 +66,17 @@ def config_for(upscaled, corpus, tmp_path):
 
 @pytest.fixture
 def blocks_for(fetching, assigned, tmp_path):
-    """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
-
     def config(
         output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
-        return config_of(model, corpus, tmp_path / output, **changes)
+        return block_config(model, corpus, tmp_path / output, **changes)
 
     return config
 
 
 @pytest.fixture
 def words(upscaled, corpus, tmp_path) -> list[str]:
-    """What the command is told of a run that is long enough to be stopped."""
-    given = {"model_name_or_path": upscaled("llama"), "corpus": corpus, "output_dir": tmp_path / "out"}
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "sequence_length: 16\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n"
-    )
-    return [str(recipe), *(f"--{key}={value}" for key, value in given.items())]
+    return [
+        str(write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=100_000)),
+        f"--output_dir={tmp_path / 'out'}",
+    ]

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.checkpoints import checkpoints_in
 from midus_hf.training.run import train
@@ -28,12 +30,10 @@ def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
 
 
 def logged(output: Path, name: str = "loss") -> list[Any]:
-    """Return what a log says under a name, in its order."""
     return [event[name] for event in events(output, name)]
 
 
 def by_step(output: Path, name: str) -> dict[int, Any]:
-    """Return what a log says under a name, by step."""
     return {event["step"]: event[name] for event in events(output, name)}
 
 
@@ -44,7 +44,6 @@ def exact_log(output: Path, name: str = "epoch") -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a saved model."""
     return load_file(Path(folder) / "model.safetensors")
 
 
@@ -58,14 +57,12 @@ def moved(before: Path, after: Path) -> set[str]:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Return the largest difference of two numbers of two saved models."""
     of_one, of_other = weights(one), weights(other)
     assert of_one.keys() == of_other.keys()
     return max((of_one[name] - tensor).abs().max().item() for name, tensor in of_other.items())
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Compare what two runs logged and the models they ended with, bit by bit."""
     assert exact_log(one) == exact_log(other) and logged(one)
     assert moved(one, other) == set()
 
@@ -82,8 +79,17 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
 
 
+def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
+    return AutoModelForCausalLM.from_pretrained(folder).banks.bank(method)
+
+
+def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
+    for level in one.layout.levels:
+        assert one.written(level) == other.written(level)
+        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+
+
 def assert_close_weights(one: Path, other: Path) -> None:
-    """Compare two models of runs that add the same numbers in another order."""
     of_one, of_other = weights(one), weights(other)
     assert of_one.keys() == of_other.keys()
     for name, tensor in of_one.items():
@@ -92,7 +98,6 @@ def assert_close_weights(one: Path, other: Path) -> None:
 
 
 def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
-    """Copy a run as one that was killed behind the checkpoint of a step."""
     shutil.copytree(whole, output, ignore=shutil.ignore_patterns("model.safetensors", "memory_bank"))
     (output / "config.json").unlink()
     for number, folder in checkpoints_in(output).items():
@@ -115,7 +120,6 @@ def assert_resumes(
 
 
 def flip(path: Path, byte: int = -100) -> None:
-    """Change one bit of a byte of a file, counted from its end where the number is negative."""
     content = bytearray(path.read_bytes())
     content[byte] ^= 1
     path.write_bytes(content)

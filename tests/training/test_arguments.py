@@ -21,11 +21,8 @@ NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": F
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    """Write a file with what a run cannot do without."""
     path = tmp_path / "train.yaml"
-    path.write_text(
-        "model_name_or_path: m\noutput_dir: o\ncorpus: c\nlearning_rate: 1e-4\nmax_steps: 7\nbf16: false\n"
-    )
+    path.write_text("".join(f"{key}: {value}\n" for key, value in NEEDED.items()))
     return path
 
 
@@ -53,14 +50,8 @@ def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatc
 def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     read = from_mapping(TrainArguments, {**NEEDED, "hub_token": "opensesame", "run_name": "hf_Planted0Planted1"})
     read.fsdp_config = {"api_key": "opensesame"}
-    shapes = [
-        str(read),
-        repr(read),
-        repr(read.recorded()),
-        read.to_json_string(),
-        repr(pickle.loads(pickle.dumps(read))),
-    ]
-    for shown in shapes:
+    copied = pickle.loads(pickle.dumps(read))
+    for shown in (str(read), repr(read), repr(read.recorded()), read.to_json_string(), repr(copied)):
         assert "<hidden>" in shown and "opensesame" not in shown and "Planted" not in shown
     assert copy.copy(read).hub_token == "opensesame"
 
@@ -103,10 +94,8 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'."),
         (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
-        (["--trainable", "[buffer]"], "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
-        (["--max_step", "9"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
-        (["--lr", "null"], "'--lr' is no key"),
+        (["--lr", "null"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
         (["--seed", "null"], "seed is None; expected a whole number."),
         (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
         (["more.yaml"], "'more.yaml' is no key"),
@@ -163,7 +152,6 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"frozen": ["vale"]}, "frozen is ['vale']; expected roles of memory tensors: key, value, "),
         ({"adapters": "lora"}, "adapters is 'lora'; expected a mapping, such as"),
         ({"corpus": []}, "config has no 'corpus'; set it in the recipe, or by --corpus."),
-        ({"corpus": None}, "config has no 'corpus'; set it in the recipe, or by --corpus."),
         ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size is -1; expected at least 1."),

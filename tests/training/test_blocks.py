@@ -7,12 +7,10 @@ import pytest
 import torch
 from pairs import by_default
 from peft import LoraConfig, get_peft_model
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, assert_same_blocks, bank_of
-from training.outcomes import assert_resumes, logged, moved, weights
-from training.parallel.two_processes import SCRIPT, write_recipe
-from training.tiny_run import FETCHING, best_at, document, give_held_out_losses, refused
+from training.outcomes import assert_resumes, assert_same_blocks, bank_of, logged, moved, weights
+from training.tiny_run import FETCHING, LEAVES, QUIET, best_at, document, give_held_out_losses, refused, write_recipe
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
@@ -48,7 +46,6 @@ def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tm
 
 
 def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
-    """Every sequence of a run, in order, and whether it fetched the generic memory."""
     run, seen = TrainingRun(config), []
 
     def look(module, args, kwargs):
@@ -111,7 +108,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, as
     train(blocks_for("one", generic_share=0.4))
     output = tmp_path / "two"
     words = {"generic_share": 0.4, "save_steps": 3, "path_column": "memory_ids", "output_dir": output}
-    run = run_ranks(SCRIPT, write_recipe(tmp_path, fetching, assigned, **words))
+    run = run_ranks(MIDUS, "train", write_recipe(tmp_path, fetching, assigned, **words))
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     one, two = bank_of(tmp_path / "one"), bank_of(output)
@@ -143,14 +140,9 @@ def test_held_out_text_fetches_the_blocks_of_its_paths_if_any_and_changes_nothin
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
 
 
-@pytest.mark.parametrize(
-    ("leaves", "message"),
-    [([4, None], "memory_ids"), ([4, 9], r"has 3 for level 1 in row 1; expected 0 to 2, or a row of -1")],
-    ids=["some", "another-tree"],
-)
-def test_held_out_text_of_other_paths_is_refused(blocks_for, tmp_path, leaves, message):
-    texts = held_out_rows(tmp_path / "held_out.jsonl", leaves)
-    with refused(message):
+def test_held_out_text_of_another_tree_is_refused(blocks_for, tmp_path):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 9])
+    with refused(r"has 3 for level 1 in row 1; expected 0 to 2, or a row of -1"):
         train(blocks_for(eval_text=str(texts)))
     assert not (tmp_path / "out").exists()
 
@@ -180,9 +172,8 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     assert copied == sum("lora_" in name for name, _ in adapted.named_parameters())
     torch.manual_seed(0)
     rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 128, (24, 16))]
-    options = {"per_device_train_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"}
-    options |= {"warmup_steps": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    options |= {"remove_unused_columns": False, "disable_tqdm": True, "max_grad_norm": 1e-2}
+    options = {**QUIET, "max_steps": 12, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    options |= {"remove_unused_columns": False, "max_grad_norm": 1e-2}
     events = []
     for trainer_class, trained, data in (
         (MemoryTrainer, model, [{**row, "memory_ids": torch.tensor([0])} for row in rows]),

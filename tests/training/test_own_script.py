@@ -3,9 +3,8 @@
 import pytest
 import torch
 from datasets import Dataset
-from training.steered_runs import NotedRates
-from training.tiny_run import document, is_new, refused, tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from training.tiny_run import QUIET, document, is_new, refused, tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
 from midus_hf.training.optim.freezing import set_trainable
@@ -18,16 +17,20 @@ from tests.docs.snippets import take
     for piece in ("MemoryTrainer, set_trainable\n\n", "group_schedules", "SFTTrainer")
 )
 STEPS = 6
-ARGUMENTS = {
-    **{"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
-    **{"warmup_steps": 1, "lr_scheduler_type": "cosine", "use_cpu": True, "bf16": False, "logging_steps": 1},
-    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True},
-}
+ARGUMENTS = {**QUIET, "max_steps": STEPS, "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine"}
+
+
+class NotedRates(TrainerCallback):
+    def __init__(self):
+        self.of_group: dict[str, list[float]] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+        for group in optimizer.param_groups:
+            self.of_group.setdefault(group["name"], []).append(group["lr"])
 
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
-    """Gives what a snippet finds: a model, texts, and arguments that move a tiny model in a few steps."""
     monkeypatch.chdir(tmp_path)
 
     def make(checkpoint, arguments_class=TrainingArguments, **options) -> dict:
@@ -77,32 +80,21 @@ def test_what_is_said_for_a_trainer_trains_the_new_layers_alone(
     assert is_of_trl or type(settings["trainer"]) is trainer_class
 
 
+OF_A_CLASS = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}
+MADE = {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}
+ROWS = {"sparse_values": True}
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "more", "message"),
     [
         ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
-        *(
-            ("hier-ffn", {"optim": optim}, {}, f"optimizer, which {name} does not give; expected an optimizer such as optim")
-            for optim, name in (("sgd", "SGD"), ("adafactor", "Adafactor"))
-        ),
-        *(
-            ("hier-ffn", {}, more, f"which {given} does not give; expected an optimizer such as optim: adamw_torch")
-            for more, given in (
-                ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "SGD"),
-                ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "a Trainer with an optimizer of its own"),
-            )
-        ),
-        *(
-            ("ultramem-v2", {"optim": optim, "sparse_values": True}, {}, f"optim is '{optim}'; expected adamw_torch or")
-            for optim in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit")
-        ),
-        *(
-            ("ultramem-v2", {"sparse_values": True}, more, "the Trainer was given an optimizer, which would be replaced")
-            for more in (
-                {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-                {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
-            )
-        ),
+        ("hier-ffn", {"optim": "adafactor"}, {}, "which Adafactor does not give; expected an optimizer such as optim: adamw_torch"),
+        ("hier-ffn", {}, OF_A_CLASS, "betas and eps of the run's optimizer, which SGD does not give; expected an optimizer such as"),
+        ("hier-ffn", {}, MADE, "which a Trainer with an optimizer of its own does not give; expected an optimizer such as optim"),
+        ("ultramem-v2", {**ROWS, "optim": "adamw_torch_8bit"}, {}, "optim is 'adamw_torch_8bit'; expected adamw_torch or"),
+        ("ultramem-v2", ROWS, OF_A_CLASS, "the Trainer was given an optimizer, which would be replaced"),
+        ("ultramem-v2", ROWS, MADE, "the Trainer was given an optimizer, which would be replaced"),
         ("moc", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set, with which the Trainer computes the"),
         ("moc", {}, {"compute_loss_func": print}, "compute_loss_func is set, with which the Trainer computes the loss itself"),
     ],

@@ -23,7 +23,6 @@ TABLE = "model.memory_tables.ngram.0.ngrams"
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Return a folder with a corpus, texts to protect that share n-grams with it, and a text that shares none."""
     folder = tmp_path_factory.mktemp("texts")
     write_corpus(folder / "corpus", documents=6, length=40)
     write_corpus(folder / "protected", documents=2, length=30)
@@ -32,7 +31,6 @@ def texts(tmp_path_factory):
 
 
 def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
-    """Return a tiny model with rows for the n-grams of the corpus."""
     if base is None:
         base = save_tiny_model(family, folder / "base")
         (tokenizer or tiny_tokenizer()).save_pretrained(base)
@@ -43,7 +41,6 @@ def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
 
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
-    """Return the folder of a model that was trained while texts were protected, beside its base and the model before."""
     folder = tmp_path_factory.mktemp("trained")
     model = engram(texts, folder)
     train(run_of(texts, model, folder / "trained"))
@@ -208,7 +205,7 @@ def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
     ("change", "message"),
     [
         (lambda folder: retrained(folder, TABLE), "does not fit the folder: the table of memory 'ngram' changed"),
-        (lambda folder: (beside(folder), retrained(folder, TABLE)), "the table of memory 'ngram' changed"),
+        (lambda folder: retrained(folder, TABLE, beside="zz.safetensors"), "the table of memory 'ngram' changed"),
         (lambda folder: retrained(folder, "model.norm.weight"), "does not fit the folder: a tensor beside the memory changed"),
         (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
         (lambda folder: edited(folder, rms_norm_eps=0.5), "does not fit the folder: the config changed"),
@@ -225,20 +222,15 @@ def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, te
     assert message in capsys.readouterr().err
 
 
-def beside(folder):
-    """Leave a file of the weights as they were beside a model's own."""
-    shutil.copy(folder / "model.safetensors", folder / "zz.safetensors")
-
-
 def edited(folder, **changes):
-    """Change the config of a saved model."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def retrained(folder, name):
-    """Change a tensor of a saved model."""
+def retrained(folder, name, beside=None):
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if beside is not None:  # stays a file of the weights as they were
+        shutil.copy(folder / "model.safetensors", folder / beside)
     dict((*model.named_parameters(), *model.named_buffers()))[name].data[0] += 1
     model.save_pretrained(folder)
 

@@ -16,14 +16,10 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
 from midus_hf.memories.entries import read_memories
 from midus_hf.training.arguments import TrainArguments
-from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.plan.placements import place
-from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES, OF_CHATS, UPSCALING, CONFIGS = (
-    REPOSITORY / "configs" / name for name in ("train", "sft", "upscale", "models")
-)
+RECIPES, OF_CHATS, CONFIGS = (REPOSITORY / "configs" / name for name in ("train", "sft", "models"))
 FILES = [*sorted(RECIPES.glob("*.yaml")), *sorted(OF_CHATS.glob("*.yaml"))]
 MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 # What a recipe may leave to the command line.
@@ -95,35 +91,27 @@ def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
         assert file != "moc-371m" or loaded.rope_parameters["rope_theta"] == 100_000
 
 
-def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies():
-    """And so as many parameters."""
-    new_layers = place("llama-pro", LLAMA_3_2_1B["num_hidden_layers"], 8)
-    # In the numbering of the base: each new layer follows the one that it is a copy of.
-    matched = [index - 1 - earlier for earlier, index in enumerate(new_layers)]
+def test_the_matched_baseline_trains_the_layers_of_the_base_that_llama_pro_copies():
+    matched = [index - 1 - earlier for earlier, index in enumerate(place("llama-pro", 16, 8))]
     assert f"--trainable {str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_commands_in_a_recipe_make_its_model_and_run_it(path):
-    text, config, command = path.read_text(encoding="utf-8"), read(path), path.parent.name
-    named = re.findall(rf"^#   midus {command} (\S+)", text, flags=re.MULTILINE)
-    assert named == [f"configs/{command}/{path.name}"]
+    text, model, command = path.read_text(encoding="utf-8"), read(path).model_name_or_path, path.parent.name
+    assert re.findall(rf"^#   midus {command} (\S+)", text, re.MULTILINE) == [f"configs/{command}/{path.name}"]
+    made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, re.MULTILINE)
     if command == "sft":  # which starts from what its pretraining makes
-        model = config.model_name_or_path
         assert path.stem != "midus-hml" or f"output_dir: {model}\n" in (RECIPES / path.name).read_text(
             encoding="utf-8"
         )
         return
-    made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
-    assert [output for _, output in made] == (
-        [] if config.model_name_or_path in ("m", None) else [config.model_name_or_path]
-    )
+    assert [output for _, output in made] == ([] if model in ("m", None) else [model])
     for arguments, _ in made:
         stated = dict(zip(*[iter(arguments.split())] * 2, strict=True))
         if "--config" in stated:
-            upscaling = read_mapping(REPOSITORY / stated["--config"])
-            stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
-        assert stated == {"--base": "meta-llama/Llama-3.2-1B", "--method": path.stem}
+            stated = {f"--{key}": value for key, value in read_mapping(REPOSITORY / stated["--config"]).items()}
+        assert (stated["--base"], stated["--method"]) == ("meta-llama/Llama-3.2-1B", path.stem)
 
 
 @pytest.mark.parametrize(
@@ -168,46 +156,3 @@ def test_a_model_has_the_parameters_of_table_7(name, memory, used, used_without,
     assert used is None or abs(counts["activated"] / 1e6 - used) < 1
     assert used_without is None or round(counts["activated_without_embeddings"] / 1e6) == used_without
     assert round(counts["total_without_embeddings"] / 1e9, 2) == total
-
-
-QWEN2_5_0_5B = {
-    **{
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "vocab_size": 151936,
-    },
-    **{"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
-}
-GEMMA_3_270M = {
-    **{"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
-    **{
-        "vocab_size": 262144,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "torch_dtype": "bfloat16",
-    },
-}
-# Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank.
-FETCHING_BASES = {
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", LLAMA_3_2_1B, (102.2, 14.1)),
-    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B", QWEN2_5_0_5B, (43.4, 11.1)),
-    "gemma-3-270m": ("google/gemma-3-270m", GEMMA_3_270M, (23.2, 5.9)),
-}
-
-
-@pytest.mark.parametrize("name", FETCHING_BASES)
-def test_a_model_has_the_sizes_of_table_2(name, tmp_path):
-    base, config, (fetched, bank) = FETCHING_BASES[name]
-    path = UPSCALING / "hier-ffn.yaml"
-    recipe, text = read_mapping(path), path.read_text(encoding="utf-8")
-    options = recipe["options"]
-    if base != recipe["base"]:
-        assert base in text and "--set sizes=[512,128,32,0]" in text
-        options = {**options, "sizes": [512, 128, 32, 0]}
-    folder = write_config(tmp_path / "base", config)
-    counts = upscale(base=folder, method=recipe["method"], options=options, dry_run=True).parameters
-    assert counts.new == 0 and counts.trainable == counts.bank
-    assert (round(counts.fetched / 1e6, 1), round(counts.bank / 1e9, 1)) == (fetched, bank)

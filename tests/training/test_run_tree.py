@@ -7,8 +7,8 @@ import pytest
 import torch
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
-from training.block_runs import bank_of, config_of
-from training.tiny_run import refused
+from training.outcomes import bank_of
+from training.tiny_run import block_config, refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.evaluate import main as midus_eval
@@ -25,7 +25,6 @@ TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
 
 
 def named(assigned, path, tree):
-    """The same corpus, whose documents say which tree their paths are of."""
     rows = [json.loads(line) for line in assigned.read_text().splitlines()]
     path.write_text("".join(json.dumps({**row, "memory_tree": tree.fingerprint}) + "\n" for row in rows))
     return path
@@ -33,19 +32,17 @@ def named(assigned, path, tree):
 
 @pytest.fixture(scope="module")
 def made(fetching, assigned, tmp_path_factory):
-    """Both trees, a smaller one, a corpus assigned by each, and a model trained with the first; nobody may change them."""
     folder = tmp_path_factory.mktemp("trees")
     for name, tree in (("tree", TREE), ("other", OTHER)):
         tree.save(folder / name)
         named(assigned, folder / f"{name}.jsonl", tree)
     random_tree(2, 2, width=WIDTH).save(folder / "small")
     keys = {"tree": str(folder / "tree"), "save_steps": 3, "max_steps": 3}
-    train(config_of(fetching, folder / "tree.jsonl", folder / "model", **keys))
+    train(block_config(fetching, folder / "tree.jsonl", folder / "model", **keys))
     return folder
 
 
 def fingerprints(folder) -> tuple[str | None, str | None]:
-    """What the bank says, and the tree beside it is; None where there is none."""
     bank = folder / "memory_bank" / "hier-ffn"
     beside = ClusterTree.load(bank).fingerprint if (bank / "tree.json").exists() else None
     return json.loads((bank / "bank.json").read_text())["tree"], beside

@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -20,7 +21,6 @@ CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
 @pytest.fixture
 def model(upscaled, tmp_path) -> Path:
-    """An upscaled model with a card and terms."""
     folder = tmp_path / "model"
     shutil.copytree(upscaled("llama"), folder)
     (folder / "README.md").write_text(CARD, encoding="utf-8")
@@ -94,17 +94,12 @@ def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled,
 
 
 def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
-    calls = []
-
-    def snapshot_download(repo, allow_patterns):
-        calls.append((repo, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    download = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(loading, "snapshot_download", download)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
     assert loading._accompanying_files("owner/name") == accompanying
-    assert calls == [("owner/name", ["upscale.json", "README.md", *TERMS])]
+    download.assert_called_once_with("owner/name", allow_patterns=["upscale.json", "README.md", *TERMS])
     monkeypatch.undo()
     assert loading._accompanying_files("no-such-owner/no-such-model") == {}, "it cannot be reached"

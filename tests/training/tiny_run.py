@@ -1,20 +1,22 @@
-"""What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
+"""What tiny runs need: corpora, tokenizers, upscaled checkpoints of every family, options, and what happens at a step."""
 
 import json
 import math
 import random
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.callbacks import RunInterrupted
+from midus_hf.training.run import TrainingRun
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 
@@ -25,7 +27,6 @@ EOS_ID = 2
 
 
 def is_new(name: str) -> bool:
-    """Return whether a tensor is of a layer that was inserted."""
     return any(name.startswith(f"model.layers.{layer}.") for layer in NEW_LAYERS)
 
 
@@ -58,7 +59,6 @@ def document(length: int, seed: int) -> str:
 
 
 def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
-    """Write a folder of text files."""
     folder.mkdir(parents=True)
     for index in range(documents):
         (folder / f"{index:03}.txt").write_text(document(length, index), encoding="utf-8")
@@ -87,11 +87,7 @@ def save_upscaled(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **base_options: Any,
 ) -> Path:
-    """Save a tiny base, upscale it to `folder / "model"`, and give both a tokenizer.
-
-    Only then: for some model types transformers loads a tokenizer of words, which is the default, as the family's own class,
-    which cannot read words, and what is upscaled reads as its base does. `base_options` are those of `save_tiny_model`.
-    """
+    """Save a tiny base and what it is upscaled to, `folder / "model"`, and then give both a tokenizer, by default of words."""
     base = save_tiny_model(family, folder / "base", **base_options)
     request = METHODS[method]
     request = {**request, "options": {**request.get("options", {}), **(options or {})}}
@@ -101,47 +97,56 @@ def save_upscaled(
     return folder / "model"
 
 
-def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, **record: Any) -> Path:
-    """Save a tiny model of six layers of the family's own class, with `record` as `upscale` in its config."""
-    tiny_model(family, dtype, num_hidden_layers=6).save_pretrained(folder)
+def save_native(family: str, folder: Path) -> Path:
+    """Save a tiny model of six layers of the family's own class, whose config says which of them are new."""
+    tiny_model(family, num_hidden_layers=6).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    record = {
-        **{
-            "method": "llama-pro",
-            "options": {"identity": "auto"},
-            "seed": 0,
-            "trainable": "new",
-            "new_layers": NEW_LAYERS,
-        },
-        "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)],
+    config["upscale"] = {
+        **{"method": "llama-pro", "options": {"identity": "auto"}, "seed": 0, "trainable": "new"},
+        **{"new_layers": NEW_LAYERS, "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)]},
         **{"base_dtype": "float32", "base_config": {**config, "num_hidden_layers": 4}},
-        **record,
     }
-    (folder / "config.json").write_text(json.dumps({**config, "upscale": record}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     letter_tokenizer().save_pretrained(folder)
     return folder
 
 
+# Two sequences a step, at a rate that moves a tiny model: keys of a run, and of any Trainer.
+_SMALL: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1}
+TINY = {**_SMALL, "sequence_length": 16}
+QUIET = {**_SMALL, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+
+
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
-    """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
-    options: dict[str, Any] = {
-        "output_dir": str(output),
-        "model_name_or_path": None if model is None else str(model),
-        "corpus": str(corpus),
-        "sequence_length": 16,
-        "per_device_train_batch_size": 2,
-        "max_steps": 20,
-        "learning_rate": 1e-2,
-        "bf16": False,
-        "logging_steps": 1,
-        **changes,
-    }
-    return TrainArguments(**options)
+    options = {"model_name_or_path": None if model is None else str(model), "corpus": str(corpus), **TINY}
+    return TrainArguments(**{"output_dir": str(output), **options, "max_steps": 20, **changes})
 
 
-def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
+def write_recipe(folder: Path, model: Path, corpus: Path, **changes: Any) -> Path:
+    options = {"model_name_or_path": model, "corpus": corpus, **TINY, "max_steps": 6, **changes}
+    (folder / "recipe.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
+    return folder / "recipe.yaml"
+
+
+# The leaves of nine that `write_assigned` has texts of.
+LEAVES = [0, 4, 5]
+
+
+def write_assigned(path: Path) -> Path:
+    leaves = [LEAVES[index % 3] for index in range(18)]
+    rows = [{"text": document(30, leaf), "memory_ids": [leaf // 3, leaf]} for leaf in leaves]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def block_config(model: Path, assigned: Path, output: Path, **changes: Any) -> TrainArguments:
+    options = {"generic_share": 0.0, "max_steps": 6, "per_device_train_batch_size": 4, **changes}
+    return tiny_config(model, assigned, output, path_column="memory_ids", **options)
+
+
+def refused(message: str) -> AbstractContextManager:
     """Expect that a person is refused what they ask for, in words that a pattern is found in."""
-    return pytest.raises(error, match=message)
+    return pytest.raises(ValueError, match=message)
 
 
 def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int], float]) -> None:
@@ -159,5 +164,32 @@ def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int],
 
 
 def best_at(step: int) -> Callable[[int], float]:
-    """A loss that falls until a step and then rises: for `give_held_out_losses`."""
     return lambda now: 3 + abs(now - step) / 100
+
+
+# Moments of a step: before and after the parameters move, and when it counts as done.
+BEFORE, AFTER, END = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"
+
+
+class AtStep(TrainerCallback):
+    def __init__(self, step: int, work: Callable[[Any], Any], moment: str = BEFORE):
+        self.step, self.work, self.is_done = step, work, moment == END
+        setattr(self, moment, self._look)
+
+    def _look(self, args, state, control, model=None, **kwargs):
+        if self.step == state.global_step + (not self.is_done):
+            self.work(model)
+
+
+def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
+    return AtStep(step, lambda model: signal.raise_signal(number))
+
+
+def interrupted(run: TrainingRun, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
+    """Train until a signal ends the run after a step, with a checkpoint; return what is raised."""
+    run.trainer.add_callback(signal_at(step, number))
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RunInterrupted) as raised:
+        run.execute()
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    return raised.value

@@ -1,28 +1,38 @@
 """Ctrl-C and SIGTERM end a run in order, and what is resumed goes on as if nothing had happened."""
 
-import os
 import signal
-import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from pairs import by_default
-from processes.warm import run_ranks
+from processes.warm import MIDUS, run_ranks
 from training.outcomes import assert_same_run
-from training.parallel.two_processes import SCRIPT
-from training.steered_runs import AtStep, interrupted, signal_at
-from training.tiny_run import write_corpus
+from training.tiny_run import AtStep, interrupted, signal_at, write_corpus
 
 from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.run import TrainingRun, train
 
-INTERRUPTER = SCRIPT.with_name("interrupted_rank.py")
+# Ranks that are named hear SIGINT when they would update parameters for the third time.
+INTERRUPTED = f"""
+import itertools, os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+rank, count = sys.argv.pop(1), itertools.count(1)
+
+def interrupt(*_):
+    if next(count) == 3:
+        signal.raise_signal(signal.SIGINT)
+
+if rank in ("all", os.environ["RANK"]):
+    register_optimizer_step_pre_hook(interrupt)
+{MIDUS}
+"""
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
-def test_an_interrupted_run_resumes_exactly(config_for, tmp_path):
-    """It measures no text before it ends."""
+def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(config_for, tmp_path):
     held_out = write_corpus(tmp_path / "held-out", 2)
     options = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_text": str(held_out)}
     train(config_for("whole", **options))
@@ -46,27 +56,18 @@ def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, capfd, keyboard):
-    ended = threading.Event()
+def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, monkeypatch, capfd):
+    execute = TrainingRun.execute
 
-    def signal_in_training() -> None:
-        while not ended.wait(0.02):
-            if list(tmp_path.glob("out/checkpoint-*/manifest.json")):
-                os.kill(os.getpid(), number)
-                return
+    def signalled(run):
+        run.trainer.add_callback(signal_at(3, number))
+        return execute(run)
 
-    sender = threading.Thread(target=signal_in_training)
-    sender.start()
-    try:
-        assert main([*words, "--save_steps=1"]) == status
-    finally:
-        ended.set()
-        sender.join()
-    saved = last_checkpoint(tmp_path / "out")
-    step = int(saved.name.rpartition("-")[2])
-    err = capfd.readouterr().err
-    line = f"midus train: interrupted after step {step:,}; --resume_from_checkpoint true goes on from {saved}"
-    assert err.splitlines()[-1] == line
+    monkeypatch.setattr(TrainingRun, "execute", signalled)
+    assert main(words) == status
+    saved, err = last_checkpoint(tmp_path / "out"), capfd.readouterr().err
+    line = f"midus train: interrupted after step 3; --resume_from_checkpoint true goes on from {saved}"
+    assert saved.name == "checkpoint-3" and err.splitlines()[-1] == line
     assert HINT in err and "Traceback" not in err
 
 
@@ -85,18 +86,14 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
     assert raised.type is KeyboardInterrupt and last_checkpoint(tmp_path / "out") is None
 
 
-def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("midus_hf.training.run.load_model", interrupt)
-    assert main(words) == 130
-    assert capsys.readouterr().err == "midus train: interrupted\n" and not (tmp_path / "out").exists()
+def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("midus_hf.training.run.load_model", Mock(side_effect=KeyboardInterrupt))
+    assert main(words) == 130 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
 def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
-    run = run_ranks(INTERRUPTER, rank, "3", SCRIPT, *words)
+    run = run_ranks(INTERRUPTED, rank, "train", *words)
     assert run.returncode == 130 and run.stderr.count(HINT) == hints
     saved = tmp_path / "out" / "checkpoint-3"
     assert last_checkpoint(tmp_path / "out") == saved

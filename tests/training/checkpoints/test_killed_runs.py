@@ -1,64 +1,85 @@
 """Runs that train blocks are killed between two steps and in the middle of saving: nothing that was saved is lost or altered."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
-from pairs import by_default
 from processes.warm import run_warm
-from training.block_runs import assert_same_blocks, bank_of
-from training.outcomes import assert_same_checkpoint, by_step, moved
+from training.outcomes import assert_same_blocks, assert_same_checkpoint, bank_of, by_step, moved
+from training.tiny_run import write_recipe
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.checkpoints import checkpoints_in, damage_of
 
-HELPER = Path(__file__).with_name("killed_runs.py")
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
-# Where runs are killed, each a resumption of the one before it; those of a checkpoint are of the run that goes on from checkpoint 2.
-STEP, MANIFEST = ("step", "", 3), ("os.rename", "checkpoint-4/.manifest.json.midus-partial", 1)
-IN_A_CHECKPOINT = [
-    *(("os.mkdir", "checkpoint-4", 1), ("os.mkdir", f"checkpoint-4/{STATE}", 1)),
-    ("open", "checkpoint-4/trainer_state.json", 1),
-]
-REMOVAL = ("shutil.rmtree", "checkpoint-2", 1)
-OF_THE_MODEL = [
-    ("os.rename", f".partial_model/{BANK}/.level-1.safetensors.midus-partial", 1),
-    ("os.rename", ".partial_model/memory_bank", 1),
-]
+# Where runs are killed, each a resumption of the one before it: behind the third update of blocks, or before a file is renamed.
 KILLS = {
-    "steps-and-checkpoints": by_default([STEP, MANIFEST], [STEP, *IN_A_CHECKPOINT, MANIFEST]),
-    "the-end": by_default(OF_THE_MODEL, [REMOVAL, *OF_THE_MODEL]),
+    "steps-and-checkpoints": ["step", "checkpoint-4/.manifest.json.midus-partial"],
+    "the-end": [f".partial_model/{BANK}/.level-1.safetensors.midus-partial", ".partial_model/memory_bank"],
 }
+# A process of its own, which imports everything once and computes nothing: each run is a fork of it that begins at once.
+PROGRAM = """
+import itertools, json, os, shutil, signal, sys, traceback
+import midus_hf.training.run
+from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.cli.train import main
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at(kill, output):
+    step, updates = TrainedBank.step, itertools.count(1)
+
+    def stepped(*arguments):
+        step(*arguments)
+        if kill == "step" and next(updates) == 3:
+            die()
+
+    TrainedBank.step = stepped
+    sys.addaudithook(lambda event, told: event == "os.rename" and str(told[0]) == f"{output}/{kill}" and die())
+
+endings = []
+for words, output, kill, copy in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            die_at(kill, output)
+            status = main(words)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    endings.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if copy:
+        shutil.copytree(output, copy)
+print(json.dumps(endings))
+"""
 
 
 @pytest.fixture(scope="module")
 def runs(fetching, assigned, tmp_path_factory):
     """A run that nobody disturbed, with all of its checkpoints, and those that were killed, each with what it left."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "recipe.yaml").write_text(
-        f"corpus: {assigned}\npath_column: memory_ids\n"
-        f"model_name_or_path: {fetching}\ntrainable: all\ngeneric_share: 0.3\n"
-        "learning_rate: 1e-2\nsequence_length: 16\nper_device_train_batch_size: 4\nmax_steps: 6\n"
-        "save_steps: 2\nbf16: false\nlogging_steps: 1\n"
-    )
+    options = {"trainable": "all", "generic_share": 0.3, "per_device_train_batch_size": 4, "save_steps": 2}
+    recipe = write_recipe(folder, fetching, assigned, path_column="memory_ids", **options)
 
-    def asked(output, *words, kill=None, copy=None):
-        words = [str(folder / "recipe.yaml"), f"--output_dir={folder / output}", *words]
-        return {"words": words, "output": str(folder / output), "kill": kill, "copy": copy and str(folder / copy)}
+    def asked(output, resumes, kill=None, copy=None):
+        words = [str(recipe), f"--output_dir={folder / output}", f"--resume_from_checkpoint={resumes}"]
+        return words, str(folder / output), kill, copy and str(folder / copy)
 
-    list_ = [asked("whole", "--save_total_limit=null")]
+    whole = asked("whole", "false")
+    list_ = [([*whole[0], "--save_total_limit=null"], *whole[1:])]
     for name, kills in KILLS.items():
-        for number, kill in enumerate(kills):
-            resumes = f"--resume_from_checkpoint={'true' if number else 'false'}"
-            list_.append(asked(name, resumes, kill=kill, copy=f"{name}-{number}"))
-        list_.append(asked(name, "--resume_from_checkpoint=true"))
-    roots = os.pathsep.join(map(str, HELPER.parents[2:4]))
-    process = run_warm(HELPER.read_text(encoding="utf-8"), json.dumps(list_), PYTHONPATH=roots)
+        list_ += [
+            asked(name, "true" if number else "false", kill, f"{name}-{number}") for number, kill in enumerate(kills)
+        ]
+        list_.append(asked(name, "true"))
+    process = run_warm(PROGRAM, json.dumps(list_))
     assert process.returncode == 0, process.stderr
-    expected = [-signal.SIGKILL if asked["kill"] else 0 for asked in list_]
-    assert json.loads(process.stdout) == expected, process.stderr
+    assert json.loads(process.stdout) == [-signal.SIGKILL if kill else 0 for _, _, kill, _ in list_], process.stderr
     return folder
 
 

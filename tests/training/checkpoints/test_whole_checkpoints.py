@@ -1,16 +1,17 @@
-"""A checkpoint is believed by its manifest: what is damaged is passed over, said, and never costs the one that is whole."""
+"""A checkpoint is believed by its manifest: what is damaged costs none that is whole; and a run writes no folder but its own."""
 
-import errno
 import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
+from midus_hf.files.outputs import alone_in
 from midus_hf.training import checkpoints
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
@@ -20,7 +21,6 @@ OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
 @pytest.fixture(scope="module")
 def whole(upscaled, corpus, tmp_path_factory) -> Path:
-    """The output of a run that nobody disturbed, with all of its checkpoints."""
     output = tmp_path_factory.mktemp("whole") / "out"
     train(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
     return output
@@ -34,7 +34,6 @@ def output(whole, tmp_path) -> Path:
 
 @pytest.fixture
 def resumed(config_for):
-    """Return what gives the arguments of the same run, to be gone on with."""
     return lambda **changes: config_for(**{**OPTIONS, "resume_from_checkpoint": "auto", **changes})
 
 
@@ -52,11 +51,8 @@ ENTRIES = [f'{{"trainer_state.json": {entry}}}' for entry in ("3", "null", "{}")
 CONTENTS = "{} does not have the contents that were written"
 WEIGHTS = "trained.safetensors"
 DAMAGES = {
-    **{
-        f"no-{name}": (Path.unlink, name, "{} is missing")
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", WEIGHTS)
-    },
-    **{f"flipped-{name}": (flip, name, CONTENTS) for name in (WEIGHTS, "optimizer.pt", "scheduler.pt")},
+    "absent": (Path.unlink, "rng_state.pth", "{} is missing"),
+    "flipped": (flip, "scheduler.pt", CONTENTS),
     **{f"cut-{name}": (cut, name, "{} has ") for name in (WEIGHTS, "optimizer.pt", "trainer_state.json")},
     "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
     "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
@@ -104,7 +100,6 @@ def test_all_that_are_passed_over_stand_in_one_line(output, capsys):
 
 
 def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, whole, tmp_path):
-    """By `auto`, which never starts over a trained model."""
     shutil.rmtree(output / "checkpoint-4")
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()
@@ -152,11 +147,10 @@ def test_what_cannot_be_gone_on_with_is_refused(resumed, output, changes, messag
 
 
 def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed(output, monkeypatch):
-    def die(path):
-        raise KeyboardInterrupt  # which nothing catches, as little as SIGKILL
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "rmtree", die)
+        patch.setattr(
+            shutil, "rmtree", Mock(side_effect=KeyboardInterrupt)
+        )  # which nothing catches, as little as SIGKILL
         remove_checkpoint(output / "checkpoint-4")
     assert damage_of(output / "checkpoint-4") == "it was not written to its end"
 
@@ -178,10 +172,7 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
 
 
 def test_a_checkpoint_that_a_full_disk_ended_is_not_whole(resumed, output, monkeypatch):
-    def full(value, path, *args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device"):
         train(resumed())
     assert damage_of(output / "checkpoint-6") == "it was not written to its end"
@@ -204,3 +195,44 @@ def test_a_run_that_is_over_completes_a_killed_publication_in_no_further_step(re
     assert train(resumed()).steps == 6
     assert_same_run(output, whole)
     assert not (output / ".partial_model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({"output": "full", **more}, r"'.*full', which holds thesis\.txt; choose another folder, remove it, or set resume_from")
+            for more in ({}, {"resume_from_checkpoint": "auto"})
+        ),
+        ({"output": "file"}, "output_dir is '.*file', a file; expected a folder"),
+        ({"output": "file/out"}, "but '.*file' is no folder to write in; choose another"),
+        ({"output": "texts", "corpus": "texts/000.txt"}, "which holds the corpus '.*000.txt'; choose another folder"),
+        ({"output": "texts/out"}, "which lies in the corpus '.*texts'; choose another folder"),
+        ({"output": "deep/out", "sequence_length": 128}, "the corpus|sequence"),
+    ],
+)  # fmt: skip
+def test_a_place_that_is_none_for_a_run_is_refused_and_left_alone(changes, message, config_for, tmp_path):
+    for name in ("file", "texts/000.txt", "full/thesis.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("w3 w4 " * 20)
+    corpus = str(tmp_path / changes.get("corpus", "texts"))
+    with refused(message):
+        TrainingRun(config_for(**{**changes, "corpus": corpus}))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "texts" / "out").exists() and not (tmp_path / "deep" / "out").exists()
+
+
+def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
+    busy = ValueError("busy")
+    with (
+        alone_in(tmp_path / "out", busy),
+        refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."),
+    ):
+        TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
+    assert not list((tmp_path / "out").iterdir())
+    run = TrainingRun(config_for(max_steps=1))
+    with refused("busy"), alone_in(tmp_path / "out", busy):
+        pass
+    run.execute()
+    with alone_in(tmp_path / "out", busy):
+        pass

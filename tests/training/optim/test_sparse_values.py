@@ -3,7 +3,7 @@
 import pytest
 import torch
 from training.outcomes import assert_resumes, logged, moved, weights
-from training.tiny_run import tiny_config, tiny_tokenizer
+from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM, default_data_collator
 
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
@@ -12,12 +12,6 @@ from midus_hf.training.trainer import MemoryTrainer
 from tests.upscalers.checkpoints import load
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
-
-@pytest.fixture
-def ultramem(upscaled):
-    """Make a tiny upscaled model with a table that layers share."""
-    return upscaled("llama", "ultramem-v2")
 
 
 def sparse(gradient: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -58,8 +52,6 @@ def test_an_update_of_rows_is_that_of_adamw_however_they_are_named_and_beside_a_
 
 
 class WholeMoments(torch.optim.AdamW):
-    """The same update by moments as large as the table."""
-
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -159,13 +151,13 @@ def test_a_run_with_gradients_of_rows_moves_those_that_are_read_as_a_dense_one_d
             assert moved.any() and not moved.all()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(ultramem, config_for):
-    assert_resumes(config_for, 2, model=ultramem, max_steps=4, sparse_values=True)
+def test_a_resumed_run_is_the_uninterrupted_one(upscaled, config_for):
+    assert_resumes(config_for, 2, model=upscaled("llama", "ultramem-v2"), max_steps=4, sparse_values=True)
 
 
-def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(ultramem)
-    arguments = tiny_config(ultramem, corpus, tmp_path, max_steps=1, sparse_values=True)
+def test_gradients_are_dense_again_once_the_run_is_over(upscaled, config_for):
+    arguments = config_for(model=upscaled("llama", "ultramem-v2"), max_steps=1, sparse_values=True)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
     rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)} for _ in range(8)]
     MemoryTrainer(model, arguments, train_dataset=rows, data_collator=default_data_collator).train()
     model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()

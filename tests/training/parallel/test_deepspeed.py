@@ -12,22 +12,20 @@ from sft.tiny_chats import chat, save_base, write_rows
 from training.outcomes import largest_difference, logged
 from training.parallel.two_processes import (
     METHODS,
-    SCRIPT,
     assert_shared_run_goes_on_exactly,
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
-    write_recipe,
 )
-from training.tiny_run import save_upscaled
+from training.tiny_run import save_upscaled, write_recipe
 
 from midus_hf.cli.sft import main as sft
 from midus_hf.cli.train import main
 
-ROOT = SCRIPT.parents[3]
+ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
 
 
-def launched(script, *words, stage: int = 3, settings: Path | None = None) -> subprocess.CompletedProcess:
+def launched(*words, stage: int = 3, settings: Path | None = None) -> subprocess.CompletedProcess:
     """What `accelerate launch` starts, by the config of the third stage; else as accelerate is told by variables."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
@@ -39,12 +37,15 @@ def launched(script, *words, stage: int = 3, settings: Path | None = None) -> su
         environment = {}
     environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, *map(str, (script, *words))], env={**os.environ, **environment}, capture_output=True, text=True
+        [*command, "-m", "midus_hf", *map(str, words)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
 
 
 def trained(*words, **launch) -> None:
-    run = launched(SCRIPT, *words, **launch)
+    run = launched("train", *words, **launch)
     assert run.returncode == 0, run.stderr[-4000:]
 
 
@@ -93,7 +94,7 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
     assert sft([str(recipe), "--per_device_train_batch_size=4", f"--output_dir={tmp_path / 'one'}"]) == 0
-    run = launched(ROOT / "tests" / "sft" / "midus_sft.py", recipe, f"--output_dir={tmp_path / 'two'}")
+    run = launched("sft", recipe, f"--output_dir={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 4

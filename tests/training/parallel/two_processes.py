@@ -7,32 +7,13 @@ from typing import Any
 import pytest
 import torch
 from training.outcomes import as_it_was_at, largest_difference, logged, moved, weights
-from training.tiny_run import save_upscaled
+from training.tiny_run import save_upscaled, write_recipe
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.train import main
 
-SCRIPT = Path(__file__).with_name("midus_train.py")
 # Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table.
 METHODS = ("llama-pro", "midus-hml", "ultramem-v2")
-
-
-def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) -> Path:
-    """Write a run of 6 steps with rates that move a tiny model."""
-    chosen = {
-        "sequence_length": 16,
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "bf16": False,
-        "logging_steps": 1,
-        "model_name_or_path": model,
-        "corpus": corpus,
-        **options,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text("".join(f"{name}: {value}\n" for name, value in chosen.items()))
-    return path
 
 
 def assert_shared_run_is_that_of_one(

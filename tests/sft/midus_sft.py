@@ -1,8 +1,0 @@
-"""`midus sft` as a file, for tests that start one file in every process."""
-
-import sys
-
-from midus_hf.cli.sft import main
-
-if __name__ == "__main__":
-    sys.exit(main())
