@@ -1,10 +1,40 @@
-"""What a forward returns beside logits."""
+"""What a forward computes with memories at each site, and what it returns beside logits."""
 
 import pytest
 import torch
 from models.cases import CASES, chosen
+from models.chapter_models import chapter_model
+from models.hosting import logits
+from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
-from tiny import NUM_LAYERS, WINDOW, prompt
+from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
+
+from midus_hf.models.inference.statement import state
+
+# What no proof of a type wires (test_every_type.py): tables that layers share, and layers to which a memory adds across others.
+EVERY = (0, 1, 2, 3)
+SHARING = {
+    "neighbours": lambda family: chapter_model(family, routing="token", layers=EVERY, share="every:2"),
+    **{kind: lambda family, kind=kind: ultramem_model(family, kind) for kind in ("ring", "skip", "shared skip")},
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+@torch.no_grad()
+def test_layers_compute_what_is_stated_of_the_base_with_the_tables_of_their_group(native_family, kind):
+    model, native, inputs = SHARING[kind](native_family), tiny_model(native_family, torch.float64), {}
+    ((name, entry),) = model.config.memories().attached.items()
+    memories = [model.model.layers[layer].memories[name] for layer in entry.layers]
+    for position, memory in enumerate(memories):
+        assert memory.index == position
+        memory.register_forward_pre_hook(lambda memory, _, given: inputs.update({memory: given}), with_kwargs=True)
+    plain, actual = logits(native, prompt()), logits(model, prompt())
+    for position, memory in enumerate(memories if kind != "skip" else ()):
+        own = model.model.memory_tables[name][str(position // 2)]
+        assert all(table is own.get_parameter(each) for each, table in inputs[memory]["tables"].items())
+    state(native, model, entry, inputs=inputs)
+    torch.testing.assert_close(actual, logits(native, prompt()), rtol=1e-6, atol=1e-8)
+    assert (actual - plain).abs().max() > 1e-2
 
 
 def test_a_block_adds_its_memory_to_the_stream_and_nothing_else(family):
