@@ -10,21 +10,8 @@ from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.module import build_memory
-from midus_hf.ops import op_choices
-from midus_hf.ops.chapters import op as chapter_attention
 
 ROUTINGS = ("chunk", "token", "sequence")
-BODIES = ("reference", "segments", "gathered")
-
-
-@pytest.fixture(params=BODIES)
-def backend(request, monkeypatch) -> str:
-    """Each body of the op, in turn."""
-    if request.param == "reference":
-        return "reference"
-    # Segments of any length are few, or many, enough to be gathered for.
-    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1000)
-    return "auto"
 
 
 def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -34,10 +21,9 @@ def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch
     return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, result, strict=True)]
 
 
-def check(memory, hidden_states, backend="auto"):
+def check(memory, hidden_states):
     """A layer gives the output and the gradients of the loops."""
-    with op_choices(backend=backend):
-        output = memory(hidden_states)
+    output = memory(hidden_states)
     reads = by_loops(memory, hidden_states)
     assert_reads(output, reads)
     expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
@@ -48,11 +34,6 @@ def check(memory, hidden_states, backend="auto"):
         torch.testing.assert_close(
             gradient, by_loop, rtol=1e-8, atol=1e-9, msg=lambda text, at=name: f"gradient of {at}: {text}"
         )
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_output_and_gradients_are_those_of_loops(routing, backend):
-    check(layer(routing=routing), states(), backend)
 
 
 @pytest.mark.parametrize(
