@@ -6,7 +6,6 @@ from adapters.adapted_models import adapted_model, let_act, logits
 from models.chapter_models import chapter_model
 from models.depth_models import KINDS as DEPTH
 from models.depth_models import depth_model
-from models.generated_logits import CLOSE, generated, passed
 from models.hierarchical_models import IDS, OTHER_IDS, hierarchical_model
 from models.hierarchical_models import KINDS as FETCHING
 from models.ultramem_models import ultramem_model
@@ -47,6 +46,21 @@ def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(nati
     merged.save_pretrained(tmp_path / "merged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")  # has rotary frequencies in float32
     torch.testing.assert_close(logits(loaded, tokens, **inputs), changed, rtol=1e-4, atol=1e-5)
+
+
+# `generate` gives logits in float32.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def generated(model):
+    """Return logits `[B, 3, V]` that generation computes with what it keeps."""
+    output = model.generate(input_ids=prompt(7), **GREEDY, output_logits=True, return_dict_in_generate=True)
+    return torch.stack(output.logits, dim=1).double()
+
+
+def passed(model):
+    """Return logits `[B, V]` of the first token that is generated, by a pass with gradients, which keeps nothing."""
+    return model(input_ids=prompt(7), use_cache=False).logits[:, -1].detach()
 
 
 @pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)

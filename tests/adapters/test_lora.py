@@ -3,7 +3,7 @@
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, logits
-from models.optimizer_steps import train_steps
+from models.gradients import train_steps
 from models.upscaled import upscaled_model
 from peft import PeftModel, get_peft_model
 from tiny import tiny_model

@@ -1,8 +1,10 @@
-"""Gradients of whole models, with those of the blocks that their texts fetched, and how they are compared."""
+"""Gradients of whole models, with those of the blocks that their texts fetched, how they are compared, and a few steps by them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tiny import prompt
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
@@ -60,3 +62,19 @@ def check_close(results: dict, expected: dict, relative: float) -> None:
     }
     allowed = {name: max(relative, 1e-6) if "norm" in name else relative for name in far}
     assert not [(name, distance) for name, distance in far.items() if not distance <= allowed[name]]
+
+
+def train_steps(model: Any, steps: int, groups: Sequence[dict[str, Any]] | None = None) -> None:
+    """Train on one prompt with AdamW, what requires a gradient or the parameters of `groups`, and return to eval mode.
+
+    Two steps at least where B matrices of LoRA start at zero and hold back the A matrices for one; more where keys wait
+    for values to leave zero as well.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(groups or trained, lr=1e-2)
+    model.train()
+    for _ in range(steps):
+        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()

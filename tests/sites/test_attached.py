@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models.cases import CASES
-from models.optimizer_steps import train_steps
+from models.gradients import train_steps
 from peft import PeftModel, get_peft_model
 from tiny import prompt, tiny_model
 
