@@ -122,20 +122,11 @@ def test_a_conversation_goes_on_from_its_cache_also_in_parts(native_family, rout
     model = chapter_model(native_family, routing=routing)
     first = model.generate(prompt(PROMPT), **GREEDY, **{CACHE: DynamicCache()}, return_dict_in_generate=True)
     further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    settings = {
-        **GREEDY,
-        "attention_mask": torch.ones_like(further),
-    }  # else zeros among the tokens are taken for padding
+    # Else zeros among the tokens are taken for padding.
+    settings = {**GREEDY, "attention_mask": torch.ones_like(further)}
     expected = by_full_passes(model, further, NEW)
     assert torch.equal(model.generate(further, **settings, **{CACHE: first[CACHE]}), expected)
     assert torch.equal(model.generate(further, **settings, prefill_chunk_size=3), expected)
-
-
-def test_no_state_is_kept_where_tokens_choose_for_themselves():
-    base, model = chapter_pair(routing="token")
-    cache = base(prompt(PROMPT), use_cache=True)[CACHE]
-    assert model(prompt(1), **{CACHE: cache})[CACHE].get_seq_length() == PROMPT + 1
-    assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
 
 
 def test_what_is_kept_is_as_large_as_a_token_and_nothing_in_training():

@@ -48,10 +48,6 @@ def test_a_block_adds_its_memory_to_the_stream_and_nothing_else(family):
         assert len(states) == NUM_LAYERS + 2 + 1
         assert torch.equal(stream, states[1]) and torch.equal(output, states[2])
         assert torch.equal(states[2], states[1] + block.memory(attention_output))
-    assert {name for name, _ in block.named_children()} >= {"self_attn", "input_layernorm", "memory"}
-    own = {name.partition(".")[0] for name, _ in block.named_parameters()}
-    assert own == {"self_attn", "input_layernorm", "memory"}
-    assert not any(name.startswith("self_attn.o_proj") for name in block.state_dict())
 
 
 @pytest.mark.parametrize("case", chosen())
