@@ -1,6 +1,8 @@
 """Banks beside a checkpoint: blocks that were never written, reading what texts fetch, and writing."""
 
+import copy
 import math
+import pickle
 import time
 
 import pytest
@@ -124,6 +126,13 @@ def test_what_inference_mode_fetched_serves_a_pass_with_gradients(bank):
         (level.tensors["gate"][:, :, :3] * weight).sum().backward()
     assert weight.grad.any()
     assert not bank.block(1, 1).is_inference()
+
+
+def test_copies_of_a_bank_in_this_process_and_in_another_read_its_files(bank):
+    ids = torch.tensor([[1, 5, 21]])
+    assert copy.deepcopy(bank) is bank
+    sent = pickle.loads(pickle.dumps(bank))
+    assert all(torch.equal(sent.fetch(ids).records[level], bank.fetch(ids).records[level]) for level in (1, 3))
 
 
 def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder):
