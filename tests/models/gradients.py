@@ -37,14 +37,7 @@ def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
 
 
 def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
-    """Return the loss of one pass and its gradients; `forward` computes what the model does.
-
-    Args:
-        model: Whose earlier gradients are dropped.
-        tokens: `[B, T]`.
-        forward: Default: the model.
-        arguments: Arguments of the pass; `labels` are the tokens unless they say otherwise.
-    """
+    """Return the loss of one pass and its gradients alone; `forward` computes what the model does, and labels are the tokens."""
     model.zero_grad()
     loss = (model if forward is None else forward)(
         input_ids=tokens, use_cache=False, **{"labels": tokens, **arguments}
