@@ -17,6 +17,7 @@ LAYERS = (
     r"ascending indices .*: 0, 1, 2, 3\."
 )
 SHORT = (",", ":")
+ATTACHES = "but ultramem-v2 attaches memory to layers that there are; expected none"
 WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0, 5, True, {"a": 1}]
 
 
@@ -36,6 +37,8 @@ WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0
             "--set span=2",
             r"span is 2 and site is 'beside-ffn'; expected site skip, .* Pass --set site=skip, or leave span out",
         ),
+        ("--num-new-layers 2", f"num-new-layers is 2, {ATTACHES}"),
+        ("--placement 1,3", f"placement is '1,3', {ATTACHES}"),
         # The last of two methods counts.
         ("--method hier-lora-ffn --set span=1", "hier-lora-ffn has no option 'span'. Expected one of: .*alpha"),
     ],
