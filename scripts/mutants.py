@@ -55,7 +55,7 @@ NEAREST = {
     "midus_hf/ops/headwise/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
     "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_chapters.py",
-    "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites/test_training.py",
+    "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites",
     "midus_hf/memories/hosting/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memories/depth_attention/layer.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",

@@ -6,7 +6,6 @@ from adapters.adapted_models import adapted_model, let_act, logits
 from models.chapter_models import chapter_model
 from models.depth_models import KINDS as DEPTH
 from models.depth_models import depth_model
-from models.generated_logits import CLOSE, generated, passed
 from models.hierarchical_models import IDS, OTHER_IDS, hierarchical_model
 from models.hierarchical_models import KINDS as FETCHING
 from models.ultramem_models import ultramem_model
@@ -82,6 +81,21 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
         lora_config(wrapped)
     with refused(r"this midus_llama model is wrapped by PEFT, which has set what trains"):
         set_trainable(wrapped)
+
+
+# `generate` gives logits in float32.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def generated(model):
+    """Return logits `[B, 3, V]` that generation computes with what it keeps."""
+    output = model.generate(input_ids=prompt(7), **GREEDY, output_logits=True, return_dict_in_generate=True)
+    return torch.stack(output.logits, dim=1).double()
+
+
+def passed(model):
+    """Return logits `[B, V]` of the first token that is generated, by a pass with gradients, which keeps nothing."""
+    return model(input_ids=prompt(7), use_cache=False).logits[:, -1].detach()
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=str)

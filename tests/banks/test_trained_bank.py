@@ -4,7 +4,6 @@ import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load, save
 
 from midus_hf.banks import MemoryBank
@@ -119,19 +118,6 @@ def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes,
     assert bank.touched() == EVERY
 
 
-def test_gradients_of_several_passes_add_up_before_a_step(folder):
-    bank, keys, of_passes = bank_in(folder), sorted(FETCHED[0] | FETCHED[3]), []
-    for steps in ((0,), (3,), (0, 3)):
-        for step in steps:
-            loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-        assert len(bank.leaves()) == len(set().union(*(FETCHED[step] for step in steps)))
-        of_passes.append({key: leaf.grad.clone() for key, leaf in bank._leaves.items()})
-        bank.forget_gradients()
-        assert bank.leaves() == []
-    for key in keys:
-        torch.testing.assert_close(of_passes[2][key], sum(each[key] for each in of_passes[:2] if key in each))
-
-
 def test_a_step_without_gradients_changes_nothing(folder):
     bank = bank_in(folder)
     train(bank, steps=[0])
@@ -142,35 +128,6 @@ def test_a_step_without_gradients_changes_nothing(folder):
     after = blocks_of(bank)
     assert all(torch.equal(after[key], before[key]) for key in EVERY)
     assert bank.touched() == sorted(FETCHED[0])
-
-
-def test_processes_get_the_mean_of_the_gradients_of_all(folder, monkeypatch):
-    """Of every block that any of two processes fetched, zeros where the other did not; so their blocks stay equal."""
-    banks = [bank_in(folder), bank_in(folder)]
-    gradients = []
-    for bank, step in zip(banks, (0, 1), strict=True):
-        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-        gradients.append({key: leaf.grad.clone() for key, leaf in bank._leaves.items()})
-    keys = sorted(FETCHED[0] | FETCHED[1])
-    zeros = {key: torch.zeros(banks[0].layout.record_numel(key[0])) for key in keys}
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        dist, "all_gather_object", lambda of_all, own: of_all.__setitem__(slice(None), [sorted(g) for g in gradients])
-    )
-    for bank, own in zip(banks, gradients, strict=True):
-        (other,) = (result for result in gradients if result is not own)
-        calls = iter(keys)
-        monkeypatch.setattr(
-            dist, "all_reduce", lambda grad, calls=calls, other=other: grad.add_((zeros | other)[next(calls)])
-        )
-        bank.average_gradients()
-        assert next(calls, None) is None
-        for key, leaf in zip(keys, bank.leaves(), strict=True):
-            torch.testing.assert_close(leaf.grad, sum((zeros | result)[key] for result in gradients) / 2)
-        bank.step(**SETTINGS)
-    first, second = (blocks_of(bank, keys) for bank in banks)
-    assert all(torch.equal(first[key], second[key]) for key in keys)
-    assert banks[0].touched() == banks[1].touched() == keys
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

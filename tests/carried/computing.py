@@ -19,12 +19,7 @@ def logits_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return logits, greedy tokens, those of beams, a loss, and the names of the parameters that it has gradients for.
-
-    Args:
-        model: In eval mode, without gradients.
-        inputs: Of a forward pass, and of `generate`.
-    """
+    """Return logits, greedy tokens, those of beams, a loss, and the names of the parameters that it has gradients for."""
     greedy = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     logits = logits_of(model, inputs)
     tokens = model.generate(**inputs, **greedy)

@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
-from carried.made import Checkpoints
+from carried.made import checkpoint
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory) -> Checkpoints:
-    """Folders of checkpoints by family and method."""
-    return Checkpoints(tmp_path_factory.mktemp("carried"))
+def checkpoints(tmp_path_factory) -> partial:
+    """Folders of checkpoints by family and method; nobody may change them."""
+    return partial(checkpoint, tmp_path_factory.mktemp("carried"))

@@ -57,33 +57,23 @@ INFERRED = [
 ]
 
 
-class Checkpoints:
-    """Folders of checkpoints, each of which is made when it is first asked for.
-
-    Args:
-        folder: In which all of them lie.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-
-    def __call__(self, family: str, method: str) -> Path:
-        """Return the folder of a checkpoint of a method, or of a kind of one."""
-        # Transformers calls the package of remote code after the last folder.
-        output = self._folder / family / f"{family}_{method}"
-        if not output.exists():
-            base = self._folder / family / ("spoken" if method == "packs" else "base")
-            if not base.exists() and family in NATIVE_FAMILIES:
-                save_tiny_model(family, base)
-            elif not base.exists():
-                tiny_model(family, vocab_size=128).save_pretrained(base)
-            method, changes = KINDS.get(method, (method, {}))
-            if method == "packs":
-                save_tiny_tokenizer(base)
-                changes = {"corpus": str(self._folder / "glossary.jsonl")}
-                Path(changes["corpus"]).write_text("\n".join(map(json.dumps, ENTRIES)))
-            upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
-        return output
+def checkpoint(root: Path, family: str, method: str) -> Path:
+    """Return the folder of a checkpoint of a method, or of a kind of one, made when it is first asked for."""
+    # Transformers calls the package of remote code after the last folder.
+    output = root / family / f"{family}_{method}"
+    if not output.exists():
+        base = root / family / ("spoken" if method == "packs" else "base")
+        if not base.exists() and family in NATIVE_FAMILIES:
+            save_tiny_model(family, base)
+        elif not base.exists():
+            tiny_model(family, vocab_size=128).save_pretrained(base)
+        method, changes = KINDS.get(method, (method, {}))
+        if method == "packs":
+            save_tiny_tokenizer(base)
+            changes = {"corpus": str(root / "glossary.jsonl")}
+            Path(changes["corpus"]).write_text("\n".join(map(json.dumps, ENTRIES)))
+        upscale(base=base, method=method, output=output, options={**METHODS[method], **changes}, verify=False)
+    return output
 
 
 def imported(folder: Path, copy: str = "") -> Any:

@@ -1,24 +1,19 @@
 """`transformers serve` and `transformers chat`, pipelines and continuous batching run the code that a checkpoint carries."""
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.fresh_process import BLOCK_IMPORTS, run_python
+from serving.answering import MOST_SECONDS, answering, choice_of
 from tiny import save_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
-MOST_SECONDS = 120
 QUESTION = "word5 word9 word20"
 
 _EXPECTED = """
@@ -85,53 +80,19 @@ def environment(folder: Path, offline: str = "1") -> dict[str, str]:
     return {**os.environ, **settings, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
 
 
-@contextlib.contextmanager
-def server(folder: Path, package_present: bool, *models: str) -> Iterator[str]:
-    """Run `transformers serve MODELS --trust-remote-code` in a folder; give its address once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    address, log = f"http://127.0.0.1:{port}", folder / f"log-{package_present}"
-    options = ("--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", port)
-    with log.open("w") as output:
-        started = subprocess.Popen(
-            command(package_present, "serve", *models, *options),
-            **{"cwd": folder, "env": environment(folder), "stdout": output, "stderr": subprocess.STDOUT},
-        )
-    try:
-        for _ in range(10 * MOST_SECONDS):
-            assert started.poll() is None, log.read_text()
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
-                break
-            time.sleep(0.1)
-        yield address
-    finally:
-        started.terminate()
-        started.wait(timeout=30)
-
-
-def choice(address: str, endpoint: str, model: str, **asked: Any) -> dict[str, Any]:
-    """Ask a server for 8 greedy tokens, and return its choice."""
-    request = urllib.request.Request(
-        f"{address}/v1/{endpoint}",
-        json.dumps({"model": model, "max_tokens": 8, "temperature": 0, **asked}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=MOST_SECONDS) as reply:
-        return json.load(reply)["choices"][0]
-
-
 @pytest.mark.product
 @pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("headwise",))])
 def test_a_server_of_one_model_or_many_answers_what_generate_does(package_present, models, folder, alone):
     """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
-    with server(folder, package_present, *models) as address:
+    serve = command(package_present, "serve", *models, "--trust-remote-code", "--device", "cpu")
+    with answering(serve, folder / f"log-{package_present}", cwd=folder, env=environment(folder)) as address:
         for name in models or ("headwise", "chapters"):  # classes of the same names, of two modules
             messages = [{"role": "user", "content": QUESTION}]
-            chat = choice(address, "chat/completions", name, messages=messages)
+            chat = choice_of(address, "chat/completions", model=name, max_tokens=8, messages=messages)
             assert chat["message"]["content"] == alone[name]["text"]
             prompt = f"{QUESTION} "  # what the template makes of the question
-            assert choice(address, "completions", name, prompt=prompt)["text"] == alone[name]["text"]
+            completion = choice_of(address, "completions", model=name, max_tokens=8, prompt=prompt)
+            assert completion["text"] == alone[name]["text"]
         words = ("chat", "headwise", f"{address}/v1", "max_new_tokens=8", "do_sample=false")
         # Offline, its client refuses to ask any server.
         talk = subprocess.run(

@@ -61,13 +61,7 @@ class Read:
 def by_loops(
     memory: Chapters, hidden_states: torch.Tensor, documents: list[list[list[int]]] | None = None
 ) -> dict[tuple[int, int], Read]:
-    """What each token that is no padding gets, by row and index.
-
-    Args:
-        memory: Whose tensors are read.
-        hidden_states: `[B, T, D]`.
-        documents: For each row its documents, each the indices of its tokens; padding is in none. Default: one of all tokens.
-    """
+    """What each token gets, by row and index; each row has documents of indices, padding in none, by default one of all tokens."""
     options, reads = memory.options, {}
     first_chunk = min(8, options.chunk_size)
     for row, of_row in enumerate(documents or [[list(range(hidden_states.shape[1]))]] * len(hidden_states)):

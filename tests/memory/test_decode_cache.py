@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from memory.building import build
 from memory.chapter_layers import layer as chapter_layer
 from models.cases import CASES, CLOSE, GREEDY
@@ -240,14 +239,6 @@ def test_it_is_neither_saved_nor_copied_nor_pickled(keeper, memory, inputs):
             other.get_parameter(source).mul_(-2)
             assert_close(within(other, inputs), without(other, inputs))
         assert is_cached(memory)
-
-
-def test_it_is_not_kept_where_parameters_come_and_go(memory, inputs):
-    expected = without(memory, inputs)
-    offloaded = cpu_offload(copy.deepcopy(memory), execution_device=torch.device("cpu"))
-    with torch.no_grad(), decode_cache(offloaded):
-        assert not is_cached(offloaded)
-        assert torch.equal(offloaded(inputs), expected)
 
 
 @pytest.mark.parametrize("left", [torch.empty(0), torch.empty(64, 8, device="meta")], ids=["sharded-away", "meta"])

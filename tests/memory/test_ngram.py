@@ -120,15 +120,6 @@ def test_documents_of_a_row_do_not_see_one_another(memory):
     assert_same(run(memory, 8, 12, state=state), expected[:, 8:])
 
 
-def test_padding_on_the_left_changes_nothing(memory):
-    real = torch.ones(2, 15, dtype=torch.bool)
-    real[:, :3] = False
-    padded = torch.cat([torch.randn(2, 3, 16, dtype=torch.float64), states()], 1)
-    ids = torch.cat([torch.full((2, 3), 9), IDS], 1)
-    output = memory(padded, input_ids=ids, tables=tables_of(memory), tokens=TokenPlaces(real=real))
-    assert_same(output[:, 3:], run(memory))
-
-
 def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
     memory = filled({**EXACT, "kernel": 0})
     memory.value_table.grad = None

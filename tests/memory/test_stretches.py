@@ -75,7 +75,7 @@ def test_stretches_of_any_rows_are_those_of_loops(options, rows):
     actual = torch.stack([output[position] for position in reads])
     expected = torch.stack([read.added for read in reads.values()])
     weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    wanted = [hidden_states, memory.bank, memory.router_weight]
+    wanted = [hidden_states, *memory.parameters()]
     by_layer, by_loop = (
         torch.autograd.grad((each * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
         for each in (actual, expected)

@@ -33,15 +33,9 @@ def chapter_pair(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny base and the same model with chapters, both in eval mode.
+    """A tiny base with these changes of its config, and the same model with one memory or these entries, both in eval mode.
 
-    Args:
-        family: A key of `tiny.NATIVE_FAMILIES`.
-        acting: Whether every tensor of the memories is filled, so that they change what the model computes.
-        dtype: Of every parameter. Default: float64, in which passes that compute in another order still choose the same chapters.
-        memory: The entries. Default: one, with `options`.
-        config: Fields of the base config that differ from the table's.
-        options: What the entry says besides its small sizes.
+    By default in float64, in which passes that compute in another order still choose the same chapters.
     """
     base = tiny_model(family, dtype, **(config or {}))
     model = host_of(base, *(memory or [entry(**options)]), seed=7)

@@ -31,17 +31,7 @@ def depth_model(
     base: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A tiny model whose heads read the depth, in eval mode.
-
-    Args:
-        family: A key of `tiny.NATIVE_FAMILIES`.
-        kind: A key of `KINDS`.
-        dtype: Of the model.
-        acting: Whether all that memories have is drawn; else what starts at zero is zero.
-        num_hidden_layers: Of the model.
-        base: Fields of the base's config that differ from the table's.
-        options: Of the memory.
-    """
+    """A tiny model whose heads read the depth, in eval mode; one that does not act has zeros where a new one has them."""
     layers = list(range(num_hidden_layers))
     entry = {"type": "depth-attention", "layers": layers, **KINDS[kind], **options}
     native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {}))

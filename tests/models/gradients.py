@@ -1,8 +1,10 @@
-"""Gradients of whole models, with those of the blocks that their texts fetched, and how they are compared."""
+"""Gradients of whole models, with those of the blocks that their texts fetched, how they are compared, and a few steps by them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tiny import prompt
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
@@ -35,14 +37,7 @@ def gradients_of(model: Any) -> dict[Any, torch.Tensor]:
 
 
 def loss_and_gradients(model: Any, tokens: torch.Tensor, forward: Any = None, **arguments: Any) -> tuple[Any, dict]:
-    """Return the loss of one pass and its gradients; `forward` computes what the model does.
-
-    Args:
-        model: Whose earlier gradients are dropped.
-        tokens: `[B, T]`.
-        forward: Default: the model.
-        arguments: Arguments of the pass; `labels` are the tokens unless they say otherwise.
-    """
+    """Return the loss of one pass and its gradients alone; `forward` computes what the model does, and labels are the tokens."""
     model.zero_grad()
     loss = (model if forward is None else forward)(
         input_ids=tokens, use_cache=False, **{"labels": tokens, **arguments}
@@ -60,3 +55,19 @@ def check_close(results: dict, expected: dict, relative: float) -> None:
     }
     allowed = {name: max(relative, 1e-6) if "norm" in name else relative for name in far}
     assert not [(name, distance) for name, distance in far.items() if not distance <= allowed[name]]
+
+
+def train_steps(model: Any, steps: int, groups: Sequence[dict[str, Any]] | None = None) -> None:
+    """Train on one prompt with AdamW, what requires a gradient or the parameters of `groups`, and return to eval mode.
+
+    Two steps at least where B matrices of LoRA start at zero and hold back the A matrices for one; more where keys wait
+    for values to leave zero as well.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(groups or trained, lr=1e-2)
+    model.train()
+    for _ in range(steps):
+        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()

@@ -26,17 +26,7 @@ def entry_of(kind, **changes):
 
 
 def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True, base=None, **options) -> Any:
-    """A tiny model with the bank of one memory, or of several kinds, whose blocks act, in eval mode.
-
-    Args:
-        family: A key of `tiny.NATIVE_FAMILIES`.
-        kind: Of the memory, or several.
-        folder: To make banks in.
-        dtype: Of model and bank.
-        acting: Whether every block was written; else none was.
-        base: Fields of the base's config that differ from the table's.
-        options: Of the memory.
-    """
+    """A tiny model with the banks of one kind of memory, or of several, whose every block was written if they act, in eval mode."""
     kinds = (kind,) if isinstance(kind, str) else kind
     model = host_of(tiny_model(family, dtype, **(base or {})), *(entry_of(name, **options) for name in kinds))
     for name, layout in model.config.memories().banks.items():

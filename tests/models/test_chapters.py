@@ -1,13 +1,22 @@
-"""Layers that share a bank of chapters: its gradient, a stand-in for it, and what masks tell its routers."""
+"""Layers that share a bank of chapters, what masks tell their routers, and generation with chapters chosen by more than a token.
+
+test_generation.py compares generation with full passes. Models are float64, so that passes that compute in another order still choose
+the same chapters and tokens.
+"""
+
+import warnings
 
 import pytest
 import torch
-from models.chapter_models import chapter_model, memories_of
+from models.chapter_models import chapter_model, chapter_pair, memories_of
 from models.gradients import enable_checkpointing
-from models.hosting import logits
+from models.hosting import by_full_passes, logits
 from tiny import prompt
+from transformers import DynamicCache
 
 from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.state import MemoryState
 
 BANK = "model.memory_tables.chapters.0.bank"
 
@@ -67,3 +76,108 @@ def test_masks_of_pairs_of_tokens_tell_padding_and_documents(routing):
     positions = (torch.arange(10)[None] - 2).clamp(min=0)
     shifted = logits(model, padded, attention_mask=of_padding, position_ids=positions)
     torch.testing.assert_close(shifted[:, 2:], logits(model, tokens))
+
+
+CAUSAL = ("chunk", "token")
+PROMPT, NEW = 7, 6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
+
+
+def looking_ahead():
+    message = "a memory of this model chooses by the whole sequence, later tokens included"
+    return pytest.warns(UserWarning, match=message)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_looking_ahead_generates_what_full_passes_do_and_says_that_it_looks(native_family, cache):
+    model, tokens = chapter_model(native_family, routing="sequence"), prompt(PROMPT)
+    with looking_ahead():
+        generated = model.generate(tokens, **GREEDY, **CACHES[cache], return_dict_in_generate=True)
+    assert torch.equal(generated.sequences, by_full_passes(model, tokens, NEW)) and generated.get(CACHE) is None
+    if native_family == "gemma2":  # whose eager attention gives NaN for rows that are padding alone, in float64
+        return
+    rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 1)]
+    padded = torch.cat([torch.nn.functional.pad(row, (PROMPT - row.shape[1], 0)) for row in rows])
+    with looking_ahead():
+        together = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY, **CACHES[cache])
+    for row, tokens in zip(rows, together, strict=True):
+        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row, NEW)[0])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_embeddings_may_stand_for_the_prompt_and_nothing_is_warned_of(routing, cache):
+    model = chapter_model(routing=routing)
+    embedded = model.get_input_embeddings()(prompt(PROMPT))
+    expected = by_full_passes(model, prompt(PROMPT), NEW)[:, PROMPT:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **CACHES[cache]), expected)
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_a_conversation_goes_on_from_its_cache_also_in_parts(native_family, routing):
+    """At first an empty cache without a config."""
+    model = chapter_model(native_family, routing=routing)
+    first = model.generate(prompt(PROMPT), **GREEDY, **{CACHE: DynamicCache()}, return_dict_in_generate=True)
+    further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
+    # Else zeros among the tokens are taken for padding.
+    settings = {**GREEDY, "attention_mask": torch.ones_like(further)}
+    expected = by_full_passes(model, further, NEW)
+    assert torch.equal(model.generate(further, **settings, **{CACHE: first[CACHE]}), expected)
+    assert torch.equal(model.generate(further, **settings, prefill_chunk_size=3), expected)
+
+
+def test_what_is_kept_is_as_large_as_a_token_and_nothing_in_training():
+    model = chapter_model(routing="chunk")
+    cache = model(prompt(PROMPT), use_cache=True)[CACHE]
+    states = [layer for layer in cache.layers if isinstance(layer, MemoryState)]
+    assert [(state.name, state.layer) for state in states] == [("chapters", 1), ("chapters", 3)]
+    assert all(tensor.shape in ((2,), (2, 32)) for state in states for tensor in state.kept.values())
+    assert cache.get_seq_length() == PROMPT
+    in_training = model.train()(prompt(PROMPT), labels=prompt(PROMPT))[CACHE]
+    assert not any(isinstance(layer, MemoryState) for layer in getattr(in_training, "layers", []))
+
+
+def filled_by(model):
+    return {CACHE: model(prompt(PROMPT), use_cache=True)[CACHE]}
+
+
+REFUSED = {
+    "of another model": (
+        "chunk",
+        lambda base, model: model(prompt(1), **filled_by(base)),
+        "the cache holds tokens, but not what the memories of this model keep of them",
+    ),
+    "without layers": (
+        "chunk",
+        lambda base, model: model(prompt(1), **{CACHE: ((),)}),
+        "the cache is a tuple, which has no place for what memories keep",
+    ),
+    "looking ahead": (
+        "sequence",
+        lambda base, model: model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)}),
+        "a cache is passed, but a memory of this model looks at the whole sequence",
+    ),
+    "of embeddings, looking ahead": (
+        "sequence",
+        lambda base, model: model.generate(inputs_embeds=model.get_input_embeddings()(prompt(PROMPT)), **GREEDY),
+        "inputs_embeds is given, but a memory of this model looks at the whole sequence",
+    ),
+    "continued, looking ahead": (
+        "sequence",
+        lambda base, model: model(prompt(1), **filled_by(model)),
+        "routing is 'sequence', which looks at the whole sequence, and a cache holds a part",
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", REFUSED)
+def test_a_cache_that_does_not_hold_what_a_pass_needs_is_refused(cache):
+    routing, call, message = REFUSED[cache]
+    base, model = chapter_pair(routing=routing)
+    with pytest.raises(ValueError, match=message):
+        call(base, model)
+    if routing == "chunk":
+        model(prompt(1), **{CACHE: DynamicCache(config=model.config)})

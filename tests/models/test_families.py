@@ -7,22 +7,12 @@ from pathlib import Path
 
 import pytest
 from models.fresh_process import run_python
-from tiny import FAMILIES as NATIVE
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import PROVEN
 from midus_hf.models import FAMILIES
 from midus_hf.models.inference.modules import family_source
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
-
-
-def test_the_classes_of_a_family_extend_its_own(family):
-    native = MODEL_FOR_CAUSAL_LM_MAPPING[NATIVE[family].config_class]
-    hosting = FAMILIES[NATIVE[family].config_class.model_type]
-    assert issubclass(hosting, native) and hosting.__name__ == f"Midus{native.__name__}"
-    assert issubclass(hosting.config_class, NATIVE[family].config_class)
-    assert hosting.config_class.model_type == f"midus_{NATIVE[family].config_class.model_type}"
-    assert f"class {hosting.__name__}(MemoryForCausalLM, {native.__name__}):" in inspect.getsource(hosting)
 
 
 @pytest.mark.parametrize("model_type", PROVEN)

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from models.cases import CASES
+from models.gradients import enable_checkpointing
 from tiny import prompt
 from torch import nn
 
@@ -85,3 +86,32 @@ def test_a_pass_that_fails_leaves_nothing_behind(row, tmp_path, monkeypatch):
     assert all(layer.call is None for layer in layers_with_sites(model))
     assert torch.equal(layer.mlp(alone), expected)  # a part that is called outside of a pass is the family's
     assert torch.equal(logits_of(model, row), before)
+
+
+def attributes(model):
+    """Every attribute of every module, and what containers among them hold."""
+    held = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            held[name, key] = [value, *inner] if isinstance(value, dict | list | set) else [value]
+    return held
+
+
+def is_same(before, after):
+    return before is after or (not isinstance(before, torch.Tensor) and before == after)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_rows
+def test_a_pass_that_trains_leaves_no_attribute_of_a_module_changed(row, checkpointed, tmp_path):
+    model = CASES[row].model(FAMILY, tmp_path).train()
+    if checkpointed:
+        enable_checkpointing(model, use_reentrant=False)
+    tensors, before = {name: tensor.clone() for name, tensor in model.state_dict().items()}, attributes(model)
+    model(prompt(), use_cache=False, **CASES[row].of_training(prompt())).loss.backward()
+    after = attributes(model)
+    assert {key: len(held) for key, held in before.items()} == {key: len(held) for key, held in after.items()}
+    assert [key for key, held in before.items() if not all(map(is_same, held, after[key]))] == []
+    own = {name for name, buffer in model.named_buffers() if name.endswith("_vector")}  # which training keeps
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items() if name not in own)

@@ -65,16 +65,6 @@ def test_a_bank_that_cannot_be_downloaded_is_refused(tmp_path, monkeypatch):
         model.model.services["packs"].after_loading("org/model", {})
 
 
-def test_nothing_is_open_in_the_next_document_and_no_name_reaches_into_it(tmp_path):
-    model = pack_model("llama", tmp_path, torch.float64)
-    first, second = [3, 20, 22, 7], [8, 10, 11, 13]  # (7, 8) is a name
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with torch.no_grad():
-        packed = model(torch.tensor([first + second]), position_ids=positions, use_cache=False).logits
-    alone = [logits(model, torch.tensor([each])) for each in (first, second)]
-    torch.testing.assert_close(packed, torch.cat(alone, 1))
-
-
 def test_another_bank_is_read_where_another_one_is_opened(tmp_path):
     model = pack_model("llama", tmp_path / "one", torch.float64)
     tokens = torch.tensor([[3, 20, 22]])

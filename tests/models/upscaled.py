@@ -57,18 +57,7 @@ def upscaled_pair(
     memory_options: dict[str, Any] | None = None,
     **config_changes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny base and the same model with memory blocks, both in eval mode.
-
-    Args:
-        family: A key of `tiny.FAMILIES`.
-        acting: Whether the memories hold values, so that the blocks change what the model computes.
-        new_layers: Indices of the blocks in the upscaled model.
-        dtype: Of every parameter.
-        attention: The attention implementation of both, or the family's default.
-        memory_type: The `type` of the entry.
-        memory_options: What the entry says besides its type, layers and small sizes.
-        config_changes: Fields of the base config that differ from the table's.
-    """
+    """A tiny base, with changes of its config, and the same model with memory blocks at `new_layers`, both in eval mode."""
     base = tiny_model(family, dtype, **config_changes)
     torch.manual_seed(7)
     config = memory_config(base, new_layers, memory_type, **(memory_options or {}))

