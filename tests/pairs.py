@@ -13,6 +13,8 @@ FAMILY_FIXTURES = ("family", "native_family")
 
 
 class Extent(Enum):
+    """Which values of its parameters a test runs with, where they are chosen by `by_default`."""
+
     ALL = "all"
     USUAL = "usual"
     # Where other versions have run the usual ones.

@@ -112,6 +112,7 @@ def test_pages_and_files_name_the_same_newest_version_that_was_tried():
 
 
 def test_files_and_tests_that_mutants_name_exist():
+    """A path that is gone would leave a file to tests that never run it."""
     tree = ast.parse((ROOT / "scripts" / "mutants.py").read_text())
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     paths = {path for text in strings for path in re.findall(r"\b(?:midus_hf|upscalers|tests)/[\w/.]*[\w]", text)}

@@ -52,6 +52,7 @@ def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes_and_tests_begin_
 
 @pytest.fixture
 def run_with(monkeypatch):
+    """Return a function that lets the values of a run of some extent be chosen."""
     return lambda extent: monkeypatch.setattr(pairs, "extent", extent)
 
 

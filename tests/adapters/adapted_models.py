@@ -10,10 +10,12 @@ from tiny import prompt
 
 @torch.no_grad()
 def logits(model: Any, tokens: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+    """Return what a model computes of a prompt, in eval mode."""
     return model.eval()(prompt() if tokens is None else tokens, use_cache=False, **inputs).logits
 
 
 def adapted_model(model: Any, target_modules: str | list[str] = "all-linear", **options: Any) -> PeftModel:
+    """Put adapters of LoRA on a model, which change nothing yet."""
     torch.manual_seed(0)
     config = LoraConfig(target_modules=target_modules, task_type="CAUSAL_LM", **{"r": 4, **options})
     return get_peft_model(model, config).eval()
@@ -33,6 +35,7 @@ def save_adapter(model: Any, config: LoraConfig, folder: Path) -> PeftModel:
 
 @torch.no_grad()
 def let_act(adapted: PeftModel) -> None:
+    """Move adapters off zero."""
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.normal_(std=0.05)

@@ -56,12 +56,14 @@ def made(tmp_path_factory):
 
 
 def load(folder, auto=AutoModelForCausalLM, **settings):
+    """Load a model with the same random head for the same settings."""
     torch.manual_seed(4)
     return auto.from_pretrained(folder, **settings).eval()
 
 
 @torch.no_grad()
 def output_of(model) -> torch.Tensor:
+    """Return what a model computes of token ids that every tiny model knows."""
     return model.eval()(prompt().remainder(96), use_cache=False)[0]
 
 
@@ -163,6 +165,7 @@ def test_adapters_of_other_tasks_are_moved(auto, task, settings, made, tmp_path,
 
 @pytest.fixture
 def adapter(made, tmp_path):
+    """Save an adapter of LoRA for the tiny Llama."""
     save_adapter(load(made("llama", "midus-hml")[0]), LoraConfig(r=2, target_modules=ALL_LAYERS), tmp_path / "adapter")
     return tmp_path / "adapter"
 

@@ -42,6 +42,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def copies(base, tmp_path_factory) -> Path:
+    """A model of LLaMA-Pro: its new layers are copies, without memory."""
     folder = tmp_path_factory.mktemp("copies") / "model"
     upscale(base=base, method="llama-pro", output=folder, num_new_layers=2, verify=False)
     return folder
@@ -156,6 +157,7 @@ OF_ZEROS = (
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_written(model, adapters, message, request, config_for, tmp_path):
+    """DoRA among it, on new layers whose weights are zero."""
     arguments = config_for(model=request.getfixturevalue(model), adapters=adapters)
     if message is None:
         TrainingRun(arguments)

@@ -27,6 +27,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def ask(as_command):
+    """Return a function that runs the command, and returns its status, its output and its errors."""
     return lambda *words: as_command("midus ask")(*words, "--max-new-tokens", 5)
 
 
@@ -59,6 +60,7 @@ def banked(tmp_path_factory):
 
 
 def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_path):
+    """By a tokenizer with more ids than the model embeds, a template that takes no question alone, or for want of tokens."""
     model, tokenizer = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer()), letter_tokenizer()
     tokenizer.add_tokens([f"<extra{number}>" for number in range(140)])
     tokenizer.chat_template = "{{ raise_exception('system first') }}"

@@ -15,6 +15,7 @@ from midus_hf.topics.tree import TreeOrigin
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
+    """Folder of a model, which has a tokenizer that cuts windows too."""
     return str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model"))
 
 

@@ -116,6 +116,7 @@ def test_the_package_is_the_command_for_launchers():
     "command", [command for command in (*COMMANDS, *SUBCOMMANDS, "midus") if command not in WITH_KEYS]
 )
 def test_each_help_fits_one_screen(command, as_command):
+    """Hold each help to 50 lines of 80 columns."""
     run = as_command(command, columns="80")
     for option in ("-h", "--help"):
         status, out, _ = run(option)
@@ -149,6 +150,7 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, as_command):
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_word():
+    """Close the output of a command, as `upscale methods | head` does."""
     code = "import sys\nfrom midus_hf.cli.entry_points import upscale\nsys.exit(upscale())"
     command = subprocess.Popen(
         [sys.executable, "-c", code, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -269,6 +271,8 @@ def test_work_that_does_not_get_done_has_its_status_and_may_clean_up(command, st
 
 
 def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkeypatch, capfd):
+    """Pools of processes are ended so, when their work is done."""
+
     def work(*arguments, **options):
         child = os.fork()
         if not child:

@@ -63,12 +63,15 @@ class SmallComparison:
         self.inputs = Inputs(self.comparison)
 
     def runs(self) -> list[Run]:
+        """Return the runs of each variant with the first seed, at all rates."""
         return [run for variant in self.variants for run in searches_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:
+        """Measure the base."""
         return self.measure(base_run(self.comparison))
 
     def measure(self, run: Run) -> Result:
+        """Do a run from its beginning."""
         return do(run, self.comparison, self.inputs.digests_for(run.variant))
 
     def measure_and_keep(self, run: Run) -> Result:
@@ -78,6 +81,7 @@ class SmallComparison:
         return result
 
     def folder(self, run: Run) -> Path:
+        """Return the folder of a run's models."""
         return run.folder(self.comparison)
 
 

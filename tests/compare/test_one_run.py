@@ -30,6 +30,7 @@ def room(tmp_path_factory) -> Path:
 
 
 def tasks_in(room: Path) -> dict[str, Any]:
+    """A task whose questions lie in the room; none where nothing could ask them."""
     return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")}
 
 

@@ -92,11 +92,13 @@ class PretendedRuns:
         return run_all(comparison(self.folder, **changes), variants, jobs, devices)
 
     def collect(self, variants, **changes) -> tuple[list[tuple[str, dict[str, float], int]], int]:
+        """Name, rate and seed of the results that count beside the base's, and the number of those that are missing."""
         base, results, missing = collect(comparison(self.folder, **changes), variants)
         assert base is not None
         return [(one.variant, one.rate, one.seed) for one in results], missing
 
     def names(self) -> list[str]:
+        """Return the names of the runs that have begun, in order, and forget them."""
         names = [note["name"] for note in self.notes]
         self.notes.clear()
         return names

@@ -29,6 +29,7 @@ ROWS = BATCH * TOKENS
 
 
 def paper_config(name: str) -> dict[str, Any]:
+    """A model of the paper."""
     return json.loads((MODELS / f"{name}.json").read_text())
 
 

@@ -29,6 +29,8 @@ Program = Callable[[list[str]], int | str | None]
 
 @dataclass(frozen=True)
 class Outcome:
+    """Exit status of a script, and what the script printed."""
+
     status: int
     out: str
     err: str

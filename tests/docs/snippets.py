@@ -41,6 +41,7 @@ class Block:
 
     @property
     def is_marked(self) -> bool:
+        """True if a mark says that nothing of the block is run."""
         return any(not mark.beginning for mark in self.marks)
 
     @property
@@ -55,11 +56,13 @@ class Block:
 
 @cache
 def pages() -> list[str]:
+    """Return the paths of all pages of the documentation, from the root of the clone."""
     paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")]
     return [str(path.relative_to(ROOT)) for path in [*paths, *sorted((ROOT / "docs").rglob("*.md"))]]
 
 
 def blocks_of(page: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
     return blocks_in((ROOT / page).read_text(encoding="utf-8"), page)
 
 

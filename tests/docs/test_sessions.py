@@ -72,10 +72,12 @@ class Session:
 
 
 def load(folder: str | Path) -> dict[str, Any]:
+    """Return a model of a folder in the working directory, and some tokens."""
     return {"model": AutoModelForCausalLM.from_pretrained(folder).eval(), "tokens": torch.arange(3, 27)[None]}
 
 
 def trainer_names() -> dict[str, Any]:
+    """Return what a script with a trainer takes as defined."""
     row = list(range(3, 27))
     return {
         "model": AutoModelForCausalLM.from_pretrained("smollm2-135m-hml", dtype="float32"),
@@ -86,6 +88,7 @@ def trainer_names() -> dict[str, Any]:
 
 
 def datatrove_names() -> dict[str, Any]:
+    """Return a reader and a writer of documents."""
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -258,6 +261,7 @@ BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for pa
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
+    """Make a folder with a tiny base, texts, questions and an embedding model."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("llama", folder / "base", num_hidden_layers=10)
     save_byte_model("llama", folder / "small-base", num_hidden_layers=4)
@@ -328,6 +332,7 @@ MATERIAL = {
 
 
 def python_without_material(arguments: list[str]) -> int:
+    """Run a script or a module; in place of what `python -m material` fetches, print a path of the session's folder."""
     if arguments[:2] != ["-m", "material"]:
         return python(arguments)
     print(MATERIAL[arguments[2]])
@@ -342,6 +347,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def replaced(text: str, session: Session) -> str:
+    """Return a text with the pieces that the session replaces."""
     for piece, instead in session.replace.items():
         text = text.replace(piece, instead)
     for pattern, instead in SMALLER.items() if session.is_small else ():

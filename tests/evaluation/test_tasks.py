@@ -54,6 +54,7 @@ def states_of_generators() -> tuple:
 
 
 def test_seeds_are_the_defaults_of_the_harness(data, monkeypatch):
+    """Which its signature has; the state of each generator is that after the harness's own seeding."""
     seeds = inspect.signature(evaluator.simple_evaluate).parameters
     random.seed(seeds["random_seed"].default)
     np.random.seed(seeds["numpy_random_seed"].default)

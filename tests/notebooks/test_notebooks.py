@@ -49,6 +49,7 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kept_outputs(notebook: Any) -> list[list[Output]]:
+    """Return what each cell of code shows."""
     return [
         [{output.name: output.text} if output.output_type == "stream" else output["data"] for output in cell.outputs]
         for cell in code_cells(notebook)

@@ -35,6 +35,7 @@ def called(name, made, backend="auto"):
 
 
 def by_loops(name, made):
+    """Compute in Python numbers."""
     bank, slots, weights, vectors = made.values()
     results = []
     for at in itertools.product(*map(range, slots.shape[:-1])):

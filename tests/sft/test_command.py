@@ -21,6 +21,7 @@ from midus_hf.training.sft.run import SftRun
 
 @pytest.fixture
 def words(base, chats, tmp_path) -> list[str]:
+    """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template_path: chatml\nbf16: false\nlogging_steps: 1\n")
     given = {"model_name_or_path": base("llama", True), "dataset_name": chats, "output_dir": tmp_path / "out"}

@@ -69,6 +69,7 @@ ARGUMENTS = {
     [*((case, ending) for case in ARGUMENTS for ending in ("jsonl", "json")), ("others in each call", "parquet")],
 )
 def test_arguments_of_calls_are_what_json_says(case, ending, tmp_path):
+    """A table has every key of a column in each row, null where the row has none."""
     data, own = tmp_path / f"x.{ending}", tmp_path / "own.jinja"
     own.write_text("{{ messages[1].tool_calls }}{{ tools }}" + CHATML)
     calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ARGUMENTS[case]]

@@ -69,6 +69,7 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
 
 
 def learned(row) -> str:
+    """What has a loss in a sequence."""
     return character_tokenizer().decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
@@ -122,6 +123,7 @@ def test_what_cannot_train_is_refused_and_nothing_is_written(
 
 
 def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypatch):
+    """Such as that a model does not fit, which is a RuntimeError as TRL's own are."""
     made = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
     monkeypatch.setattr(made, Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
@@ -129,6 +131,7 @@ def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypat
 
 
 def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
+    """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
     calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
     rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
     data, own = write_rows(tmp_path / "x.jsonl", rows), tmp_path / "own.jinja"
@@ -164,6 +167,7 @@ def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tm
 def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refuses(
     ends, config_for, base, tmp_path, capsys
 ):
+    """Here the template needs a system message."""
     system = {"role": "system", "content": "x"}
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
     template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
@@ -223,6 +227,7 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp_path, capsys):
+    """The mean loss over no token is not a number, with which a run ends."""
     long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
     data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
@@ -246,6 +251,7 @@ def test_the_first_token_of_a_text_has_no_loss(lengths, expected):
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma3"], FAMILIES))
 def test_packed_chats_do_not_see_one_another(config_for, family, base):
+    """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
         options = {"packing": packing, "max_length": length, "max_steps": 1, "per_device_train_batch_size": 16}

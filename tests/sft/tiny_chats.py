@@ -29,6 +29,7 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
 
 
 def save_base(family: str, folder: Path, method: str | None) -> Path:
+    """Save a tiny base with the tokenizer, upscaled if it is to have a memory."""
     if method is not None:
         return save_upscaled(family, folder, method, tokenizer=character_tokenizer())
     base = save_tiny_model(family, folder / "base")
@@ -37,6 +38,7 @@ def save_base(family: str, folder: Path, method: str | None) -> Path:
 
 
 def chat(number: int) -> list[dict[str, str]]:
+    """A short chat of two turns."""
     return [
         {"role": "user", "content": f"say {number}"},
         {"role": "assistant", "content": f"it is {number}"},
@@ -46,11 +48,13 @@ def chat(number: int) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftArguments:
+    """A run of three steps of two chats, with rates that move a tiny model."""
     options: dict[str, Any] = {
         "chat_template_path": "chatml",
         "max_length": 96,

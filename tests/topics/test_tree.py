@@ -194,6 +194,7 @@ ALTERED = r"tree' was altered or is not whole: "
     ],
 )
 def test_an_altered_record_is_refused(folder, content, message):
+    """Changed in some of its keys, or as a whole."""
     file = folder / "tree.json"
     file.write_text(content if isinstance(content, str) else json.dumps({**json.loads(file.read_text()), **content}))
     with pytest.raises(ValueError, match=message):

@@ -24,6 +24,7 @@ collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["parallel/tes
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
+    """A folder of twenty texts."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
@@ -46,16 +47,20 @@ def native(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fetching(upscaled) -> Path:
+    """Return the folder of a tiny model whose texts fetch blocks; nobody may change it."""
     return upscaled("llama", "hier-ffn")
 
 
 @pytest.fixture(scope="session")
 def assigned(tmp_path_factory) -> Path:
+    """A corpus whose documents have paths."""
     return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")
 
 
 @pytest.fixture
 def config_for(upscaled, corpus, tmp_path):
+    """Return what gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
+
     def config(
         output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
     ) -> TrainArguments:
@@ -66,6 +71,8 @@ def config_for(upscaled, corpus, tmp_path):
 
 @pytest.fixture
 def blocks_for(fetching, assigned, tmp_path):
+    """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
+
     def config(
         output: str | Path = "out", *, model: Path = fetching, corpus: Path = assigned, **changes
     ) -> TrainArguments:
@@ -76,6 +83,7 @@ def blocks_for(fetching, assigned, tmp_path):
 
 @pytest.fixture
 def words(upscaled, corpus, tmp_path) -> list[str]:
+    """What the command is told of a run that is long enough to be stopped."""
     return [
         str(write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=100_000)),
         f"--output_dir={tmp_path / 'out'}",

@@ -46,6 +46,7 @@ def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tm
 
 
 def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
+    """Every sequence of a run, in order, and whether it fetched the generic memory."""
     run, seen = TrainingRun(config), []
 
     def look(module, args, kwargs):

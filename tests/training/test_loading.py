@@ -22,6 +22,7 @@ from midus_hf.training.run import TrainingRun, train
 
 
 def without_values(model: Path) -> None:
+    """Take a tensor of a memory out of the weights of a model."""
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -111,6 +112,7 @@ MEMORIES = {
 
 @pytest.fixture
 def begun(config_for, tmp_path):
+    """Gives the options of a run that begins from a config, by default one of a Llama."""
     tokenizer = tmp_path / "tokenizer"
     tiny_tokenizer().save_pretrained(tokenizer)
 
@@ -124,6 +126,7 @@ def begun(config_for, tmp_path):
 
 
 def shape(memory: str | None) -> PreTrainedConfig:
+    """The config of a Llama, with a memory or without."""
     native = FAMILIES["llama"].config()
     if memory is None:
         return native

@@ -71,11 +71,14 @@ Q_PROJ = "model.layers.4.self_attn.q_proj.weight"
 
 
 def of_block(run):
+    """Return what spoils a block of the bank of a run."""
     (bank,) = run.trainer.blocks.banks
     return lambda model: bank._values(bank.touched()[0]).__setitem__(5, math.nan)
 
 
 def of_weight(value, dtype=None):
+    """Return what makes for a run what spoils a weight, which is saved in a dtype."""
+
     def spoil(run):
         run.dtypes |= {} if dtype is None else {Q_PROJ: dtype}
         return lambda model: model.get_parameter(Q_PROJ).data[1].fill_(value)
@@ -94,6 +97,7 @@ def of_weight(value, dtype=None):
     ids=["checkpoint", "model", "dtype-of-the-model", "blocks"],
 )  # fmt: skip
 def test_tensors_that_are_not_finite_are_never_saved(fixture, save_steps, spoil, message, request, tmp_path):
+    """Whatever made them so: here it is no gradient."""
     run = TrainingRun(request.getfixturevalue(fixture)(max_steps=4, save_steps=save_steps))
     run.trainer.add_callback(AtStep(4, spoil(run), AFTER))
     with pytest.raises(NotFiniteError, match=message):

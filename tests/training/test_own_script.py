@@ -21,6 +21,8 @@ ARGUMENTS = {**QUIET, "max_steps": STEPS, "weight_decay": 0.1, "warmup_steps": 1
 
 
 class NotedRates(TrainerCallback):
+    """Notes the rate of each group of parameters at every step."""
+
     def __init__(self):
         self.of_group: dict[str, list[float]] = {}
 
@@ -31,6 +33,7 @@ class NotedRates(TrainerCallback):
 
 @pytest.fixture
 def scene(tmp_path, monkeypatch):
+    """Gives what a snippet finds: a model, texts, and arguments that move a tiny model in a few steps."""
     monkeypatch.chdir(tmp_path)
 
     def make(checkpoint, arguments_class=TrainingArguments, **options) -> dict:

@@ -23,6 +23,7 @@ TABLE = "model.memory_tables.ngram.0.ngrams"
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
+    """Return a folder with a corpus, texts to protect that share n-grams with it, and a text that shares none."""
     folder = tmp_path_factory.mktemp("texts")
     write_corpus(folder / "corpus", documents=6, length=40)
     write_corpus(folder / "protected", documents=2, length=30)
@@ -31,6 +32,7 @@ def texts(tmp_path_factory):
 
 
 def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
+    """Return a tiny model with rows for the n-grams of the corpus."""
     if base is None:
         base = save_tiny_model(family, folder / "base")
         (tokenizer or tiny_tokenizer()).save_pretrained(base)
@@ -41,6 +43,7 @@ def engram(texts, folder, family="llama", base=None, tokenizer=None, **options):
 
 @pytest.fixture(scope="module")
 def trained(texts, tmp_path_factory):
+    """Return the folder of a model that was trained while texts were protected, beside its base and the model before."""
     folder = tmp_path_factory.mktemp("trained")
     model = engram(texts, folder)
     train(run_of(texts, model, folder / "trained"))
@@ -223,11 +226,13 @@ def test_a_certificate_that_does_not_fit_is_refused(change, message, trained, te
 
 
 def edited(folder, **changes):
+    """Change the config of a saved model."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def retrained(folder, name, beside=None):
+    """Change a tensor of a saved model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     if beside is not None:  # stays a file of the weights as they were
         shutil.copy(folder / "model.safetensors", folder / beside)

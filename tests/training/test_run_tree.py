@@ -25,6 +25,7 @@ TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
 
 
 def named(assigned, path, tree):
+    """The same corpus, whose documents say which tree their paths are of."""
     rows = [json.loads(line) for line in assigned.read_text().splitlines()]
     path.write_text("".join(json.dumps({**row, "memory_tree": tree.fingerprint}) + "\n" for row in rows))
     return path
@@ -32,6 +33,7 @@ def named(assigned, path, tree):
 
 @pytest.fixture(scope="module")
 def made(fetching, assigned, tmp_path_factory):
+    """Both trees, a smaller one, a corpus assigned by each, and a model trained with the first; nobody may change them."""
     folder = tmp_path_factory.mktemp("trees")
     for name, tree in (("tree", TREE), ("other", OTHER)):
         tree.save(folder / name)
@@ -43,6 +45,7 @@ def made(fetching, assigned, tmp_path_factory):
 
 
 def fingerprints(folder) -> tuple[str | None, str | None]:
+    """What the bank says, and the tree beside it is; None where there is none."""
     bank = folder / "memory_bank" / "hier-ffn"
     beside = ClusterTree.load(bank).fingerprint if (bank / "tree.json").exists() else None
     return json.loads((bank / "bank.json").read_text())["tree"], beside

@@ -21,6 +21,7 @@ CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
 @pytest.fixture
 def model(upscaled, tmp_path) -> Path:
+    """An upscaled model with a card and terms."""
     folder = tmp_path / "model"
     shutil.copytree(upscaled("llama"), folder)
     (folder / "README.md").write_text(CARD, encoding="utf-8")

@@ -26,6 +26,7 @@ def head_of(auto, folder, **settings):
 
 
 def is_new(name, config):
+    """Return whether a tensor is new to the base: of a head with labels, a memory or an inserted layer."""
     new = ["score.", ".memor", *(f".layers.{layer}." for layer in config.upscale["new_layers"])]
     return any(part in name for part in new)
 
@@ -58,11 +59,13 @@ def test_the_offered_config_trains_the_head_which_is_saved_with_adapters_and_mer
 
 
 def preferences():
+    """Return pairs of answers, of which one is chosen."""
     rows = [{"prompt": f"w{5 + row} w9", "chosen": "w7 w8 w9", "rejected": f"w{row + 20} w3"} for row in range(8)]
     return Dataset.from_list(rows)
 
 
 def rewards(completions, **_):
+    """Of each text: its different words, and a word that it may have."""
     return [float(len(set(text.split()))) + text.count("w1") for text in completions]
 
 
@@ -87,6 +90,8 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     class WithMemory(TrainsMemory, trainer_class):
+        """TRL's trainer with the parameter groups of a memory model."""
+
         pass
 
     trainer = WithMemory(

@@ -46,6 +46,7 @@ def tokenizer_model(tmp_path_factory) -> bytes:
 
 @pytest.fixture
 def tiny_base(tmp_path, tokenizer_model):
+    """Save a tiny base of a family, with its tokenizer."""
 
     def base(family: str, **changes: Any) -> Path:
         folder = save_base(tmp_path / f"{family}-base", family, vocab_size=VOCABULARY, **changes)
@@ -69,11 +70,13 @@ def upscaled(base: Path, output: Path, method: str, **request: Any) -> Path:
 
 
 def convert(folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run llama.cpp's converter, in float32."""
     command = [sys.executable, CONVERTER, folder, "--outfile", path, "--outtype", "f32"]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=path.parent)
 
 
 def converted(folder: Path) -> Path:
+    """Return the GGUF file of a checkpoint."""
     path = folder.parent / f"{folder.name}.gguf"
     done = convert(folder, path)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -94,6 +97,7 @@ def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, 
 
 
 def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Return the same by Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([tokens])
     with torch.no_grad():
@@ -105,6 +109,7 @@ def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Ten
 
 
 def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> None:
+    """Both compute the same logits of a prompt, and the same tokens behind it."""
     tokens = tokens or prompt(batch=1)[0].tolist()
     actual, made = computed_by_llama_cpp(path, tokens)
     expected, generated = computed_by_transformers(folder, tokens)
@@ -125,6 +130,7 @@ def test_a_dense_model_computes_the_same_in_llama_cpp(family, method, tiny_base,
 
 
 def run_block(block: Block) -> None:
+    """Run a block of a page."""
     exec(compile(block.text, str(block), "exec"), {})
 
 

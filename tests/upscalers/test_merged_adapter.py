@@ -46,6 +46,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def save_adapter(base: Path, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """Save a LoRA for a base whose matrices are all random."""
     model = get_peft_model(load(base), LoraConfig(**{**ADAPTERS["plain"], **config}))
     draw = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():

@@ -35,6 +35,7 @@ WITHOUT_NUMBERS = "rms_norm_eps|bytes|bit"
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything inside nested lists and dictionaries."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [inner for key, each in items for inner in ((*path, key), *paths_in(each, (*path, key)))]
 
@@ -119,6 +120,7 @@ DAMAGES = [damage_bytes, damage_file, edit_header, edit_json]
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
+    """A single-file and two sharded bases of different families."""
     folder = tmp_path_factory.mktemp("sound")
     return [
         save_base(folder / "llama", "llama", max_shard_size="60KB", num_hidden_layers=2),

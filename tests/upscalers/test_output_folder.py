@@ -16,6 +16,7 @@ from upscalers.runs.upscale import upscale
 
 
 def text(mark):
+    """A config that has our entry."""
     return json.dumps({"mark": mark, "upscale": {"method": mark, "plan": [], "base_config": {}, "new_layers": []}})
 
 
@@ -127,6 +128,7 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
 
 
 def project(folder, config="{}"):
+    """A person's work, with a `config.json` of its own."""
     for name in (".git", "src/deep"):
         (folder / name).mkdir(parents=True)
     for name in (".git/HEAD", "src/main.py", "src/deep/x.py", "notes.txt", "README.md"):

@@ -113,6 +113,7 @@ def test_what_cannot_be_placed_is_refused(placement, num_layers, num_new_layers,
 
 @st.composite
 def insertions(draw) -> tuple[int, list[int]]:
+    """A number of base layers, and indices to insert at."""
     num_layers = draw(st.integers(1, 30))
     num_new_layers = draw(st.integers(0, 20))
     total = num_layers + num_new_layers
@@ -148,6 +149,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    """The config after new layers are inserted at `indices`."""
     return follow_plan(known(config), planned(config, "midus-hml", placement=",".join(map(str, indices))))
 
 

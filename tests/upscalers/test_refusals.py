@@ -173,6 +173,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory, shared_base):
+    """A folder by the name that the table calls it."""
     folder = tmp_path_factory.mktemp("bases")
     upscale(base=shared_base("llama"), method="midus-hml", output=folder / "memory", options=SMALL_MEMORY)
     for number, name in enumerate(("one layer", "two layers"), 1):
@@ -233,6 +234,8 @@ def test_sizes_are_read_as_people_write_them():
 
 @dataclass
 class Presets:
+    """Options with a preset."""
+
     presets: ClassVar[dict[str, dict[str, Any]]] = {"fast": {"steps": 1, "rate": 0.5}}
 
     steps: int = option(10, "how many")

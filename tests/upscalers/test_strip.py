@@ -147,6 +147,7 @@ UNKNOWN = "Its weights are not known to be the base's: its config holds no diges
 
 
 def stripped(model, output):
+    """What `strip` says of the weights, which its own record must say too."""
     result = strip(model, output)
     report = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
     record = record_of(output)

@@ -108,6 +108,7 @@ PREDICTING = ("enorm.weight", "shared_head.head.weight", "mlp.experts.3.up_proj.
 
 @pytest.fixture(scope="module")
 def glm4(tmp_path_factory) -> Path:
+    """Return the folder of a tiny GLM-4.5 with one layer that predicts a further token."""
     folder = tmp_path_factory.mktemp("base")
     tiny_model("glm4_moe", num_hidden_layers=NUM_LAYERS).save_pretrained(folder)
     edit_config(folder, num_nextn_predict_layers=1)

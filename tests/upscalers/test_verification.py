@@ -94,6 +94,7 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_pat
 def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_unless_nothing_is_verified(
     tmp_path, monkeypatch, value, dtype, name, share
 ):
+    """Tensors are read in pieces."""
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     base, name = save_base(tmp_path / "base", dtype=dtype), f"{name}.weight"
     tensors = read_tensors(base)

@@ -21,6 +21,7 @@ CARD = "---\nlicense: mit\n---\n# Modèle français\n"
 
 @pytest.fixture
 def model(upscaled, tmp_path) -> Path:
+    """An upscaled model that a test may change."""
     return shutil.copytree(upscaled("llama"), tmp_path / "model")
 
 

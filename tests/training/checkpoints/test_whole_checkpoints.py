@@ -21,6 +21,7 @@ OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
 @pytest.fixture(scope="module")
 def whole(upscaled, corpus, tmp_path_factory) -> Path:
+    """The output of a run that nobody disturbed, with all of its checkpoints."""
     output = tmp_path_factory.mktemp("whole") / "out"
     train(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
     return output
@@ -34,6 +35,7 @@ def output(whole, tmp_path) -> Path:
 
 @pytest.fixture
 def resumed(config_for):
+    """Return what gives the arguments of the same run, to be gone on with."""
     return lambda **changes: config_for(**{**OPTIONS, "resume_from_checkpoint": "auto", **changes})
 
 
@@ -100,6 +102,7 @@ def test_all_that_are_passed_over_stand_in_one_line(output, capsys):
 
 
 def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, whole, tmp_path):
+    """By `auto`, which never starts over a trained model."""
     shutil.rmtree(output / "checkpoint-4")
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()

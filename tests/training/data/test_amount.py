@@ -17,6 +17,7 @@ NUMBERS = ["w1", "w22", "w333", "w4", "w555"]
 
 
 def glossary() -> list[str]:
+    """Twenty made-up products, of each four sentences that name it."""
     return [
         " ".join(f"w{product}0 w{fact} {NUMBERS[(product + fact) % 5]}" for fact in range(4)) for product in range(20)
     ]

@@ -13,6 +13,8 @@ EVERY = [0, 1, 2, 3, 4, 5]
 
 @pytest.fixture
 def load(upscaled, native):
+    """Return what gives a model with memory in its new layers, or one of its family's own class, with another record of training."""
+
     def model(kind: str = "upscaled", family: str = "llama", **record):
         loaded = AutoModelForCausalLM.from_pretrained({"upscaled": upscaled, "native": native}[kind](family))
         if record:

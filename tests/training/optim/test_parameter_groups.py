@@ -63,6 +63,7 @@ def names_in(model, group) -> set[str]:
 
 
 def names_by_kind(model) -> dict[str, set[str]]:
+    """Return the names of what trains in a model of headwise memories."""
     memories = [name for name, module in model.named_modules() if isinstance(module, MemoryModule)]
     kinds = {kind: {f"{memory}.{name}" for memory in memories for name in names} for kind, names in KINDS.items()}
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -153,6 +154,8 @@ def test_a_trainer_takes_the_rates_of_its_arguments_and_values_fall_from_four_ti
 ):
     @dataclasses.dataclass
     class Arguments(MemoryArguments, TrainingArguments):
+        """Keys of memories beside those of a Trainer."""
+
         pass
 
     options = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1, "warmup_steps": 0.1}

@@ -52,6 +52,8 @@ def test_an_update_of_rows_is_that_of_adamw_however_they_are_named_and_beside_a_
 
 
 class WholeMoments(torch.optim.AdamW):
+    """The same update by moments as large as the table."""
+
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:

@@ -122,6 +122,7 @@ def test_sharded_processes_save_once_and_go_on_exactly(check, corpus, tmp_path):
 
 @pytest.fixture
 def told_to_shard(monkeypatch):
+    """Pretend that accelerate was started with FSDP."""
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
 

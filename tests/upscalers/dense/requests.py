@@ -31,6 +31,7 @@ OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 
 
 def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:
+    """Send the method's plain request, with changes."""
     return upscale(base=base, method=method, output=output, **{**REQUESTS[method], "verify": verify, **changes})
 
 
@@ -41,15 +42,18 @@ def known(config: dict[str, Any]) -> BaseCheckpoint:
 
 
 def planned(config: dict[str, Any], method: str, num_new_layers=None, placement=None, **options: Any) -> Plan:
+    """The method's plan for a base of which only the config is known."""
     chosen = get_method(method)
     return chosen(parse_options(chosen.options_class, options, method)).plan(known(config), num_new_layers, placement)
 
 
 def upscaled_config(config: dict[str, Any], method: str, options=None, **place: Any) -> dict[str, Any]:
+    """The raw config of the upscaled model, from that of the base."""
     chosen = get_method(method)
     made = chosen(parse_options(chosen.options_class, options or {}, method))
     return made.config(known(config), planned(config, method, **place, **(options or {})))
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The raw config of a tiny model."""
     return NATIVE_FAMILIES[family].config(**changes).to_dict()

@@ -41,6 +41,7 @@ def turning(angle: float) -> list[torch.Tensor]:
 
 
 def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
+    """The new matrices by index, and what was measured."""
     config = {"vocab_size": 16, "hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": 4}
     stored = {f"model.layers.{index}.{QUERY}": matrix for index, matrix in enumerate(layers)}
     base = known({"model_type": "llama", "num_hidden_layers": len(layers), **config})
@@ -54,6 +55,7 @@ def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
 
 
 def test_a_prediction_is_the_basis_times_what_the_predictor_makes_of_the_neighbours_coordinates(tmp_path):
+    """The method written out, through the decomposition of all layers side by side."""
     layers = [matrix.double() for matrix in random_matrices(5, 12, 20)]
     joined = torch.cat(layers, dim=1)
     u, s, vt = torch.linalg.svd(joined, full_matrices=False)
@@ -117,6 +119,7 @@ COLUMNS = ["norm_ratio", "cosine_to_mean", "directions_left_out", "seconds"]
 
 
 def upscaled(base, output, **options):
+    """The report, and what was told meanwhile."""
     arguments = {"num_new_layers": 2, "options": {"epochs": 1} | options, "verify": False, "progress": Recorder()}
     return upscale(base=base, method="lesa", output=output, **arguments), arguments["progress"]
 

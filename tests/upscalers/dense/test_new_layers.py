@@ -259,6 +259,7 @@ LARGEST_STEP = 1e-2
 
 
 def new_model(base, output, method: str, **options):
+    """The upscaled model and the modules that are new in it."""
     upscaled(base, output, method, options=options)
     model = load(output)
     return model, [model.model.layers[index] for index in model.config.upscale["new_layers"]]

@@ -178,6 +178,7 @@ LATE = (
 
 
 def fused(base, output, verify=False, **options):
+    """The report, and what was told meanwhile."""
     recorder = Recorder()
     report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
     return report, recorder

@@ -12,6 +12,7 @@ from tests.upscalers.conftest import Outcome
 
 @pytest.fixture
 def chapters(in_process) -> Callable[..., Outcome]:
+    """Run the `midus edit` command in this process."""
     return partial(in_process, edit.main)
 
 

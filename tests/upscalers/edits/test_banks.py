@@ -42,6 +42,7 @@ def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
 
 @pytest.fixture
 def run(chapters):
+    """Run `midus edit`, and return what it prints as JSON."""
     return lambda *words: chapters(*words, "--json").json()
 
 

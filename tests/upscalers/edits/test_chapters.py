@@ -72,11 +72,13 @@ def give_values(folder: Path, never_chosen: Sequence[int] = ()) -> None:
 
 
 def rows(number: int) -> slice:
+    """The rows of a chapter."""
     return slice(number * TOKENS, (number + 1) * TOKENS)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint with one bank, which all layers read; nobody may change it."""
     return save_chapters(tmp_path_factory.mktemp("chapters") / "model")
 
 

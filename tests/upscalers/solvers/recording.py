@@ -28,11 +28,14 @@ class Recorder(Progress):
 
     @property
     def names(self) -> list[str]:
+        """Names of the stages."""
         return [name for name, _, _ in self.stages]
 
     def told_of(self, name: str) -> list[int]:
+        """Return the steps that were told of a stage."""
         return next(steps for stage, _, steps in self.stages if stage == name)
 
     @property
     def balanced(self) -> bool:
+        """Whether every stage took the steps it announced."""
         return all(sum(report) == announced > 0 for _, announced, report in self.stages)

@@ -29,6 +29,7 @@ def plan_by_loop(
 
 
 def barycentric(transport: torch.Tensor) -> torch.Tensor:
+    """The plan with columns that sum to one."""
     return transport / transport.sum(0)
 
 
