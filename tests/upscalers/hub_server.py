@@ -27,7 +27,6 @@ class Repository:
 
     files: Files = field(default_factory=dict)
     commits: int = 0
-    gated: bool = False
     private: bool = False
     read_only: bool = False
     tags: dict[str, Files] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class Hub:
             return _said(404, {"error": f"Invalid rev id: {revision}"}, "RevisionNotFound")
         commit, files = state
         if question == "/resolve/":
-            return _content(repository, commit, files.get(file))
+            return _content(commit, files.get(file))
         if question == "/tree/":
             return _said(200, [_entry(path, content) for path, content in sorted(files.items())])
         about = {"_id": name, "id": name, "modelId": name, "sha": commit, "private": repository.private, "tags": []}
@@ -152,11 +151,9 @@ def _said(status: int, content: Any, code: str | None = None) -> Any:
     return http.Response(status, json=content, headers={} if code is None else {"X-Error-Code": code})
 
 
-def _content(repository: Repository, commit: str, content: bytes | None) -> Any:
+def _content(commit: str, content: bytes | None) -> Any:
     if content is None:
         return _said(404, {"error": "Entry not found"}, "EntryNotFound")
-    if repository.gated:
-        return _said(403, {"error": "Access to this model is restricted"}, "GatedRepo")
     tag = hashlib.sha256(content).hexdigest()
     return http.Response(200, content=content, headers={"X-Repo-Commit": commit, "ETag": f'"{tag}"'})
 

@@ -93,12 +93,6 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
     assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
 
 
-def test_a_base_whose_terms_were_not_accepted_is_told(base, hub, command, refused):
-    hub.repositories["org/base"] = Repository(files_of(base), gated=True)
-    message = r"'org/base' is no local folder, and the Hub answers with status 403 \(.*gated repo"
-    refused(command(*DOWNLOADED), message, None)
-
-
 def test_a_model_pushed_from_python_brings_its_code_and_its_weights(base, hub, tmp_path):
     model = load(unverified(base, tmp_path / "out"))
     model.push_to_hub("me/pushed")
