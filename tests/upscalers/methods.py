@@ -87,7 +87,6 @@ RETRIEVING = {
 
 
 def with_options(method: str, **options: Any) -> dict[str, Any]:
-    """Return the request of a method with further options."""
     return {"method": method, "options": {**KINDS[method]["options"], **options}}
 
 

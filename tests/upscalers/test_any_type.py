@@ -91,7 +91,6 @@ class Made(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Where its layers come from, as its config says."""
         return Plan.from_list(config_of(self.output)["upscale"]["plan"], config_of(self.base)["num_hidden_layers"])
 
 

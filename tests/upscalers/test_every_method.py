@@ -53,7 +53,6 @@ class Made:
 
     @property
     def config(self) -> dict:
-        """The raw config of the output."""
         return config_of(self.output)
 
 
@@ -76,7 +75,6 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def made(kind, family, make) -> Made:
-    """Return one case."""
     return make(kind, family)
 
 
