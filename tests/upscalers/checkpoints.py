@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -85,8 +84,7 @@ def tensor_files(folder: Path) -> list[Path]:
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in tensor_files(folder):
-        with safe_open(path, framework="pt") as file:
-            result = {name: file.get_tensor(name) for name in file.keys()}
+        result = load_file(path)
         assert not result.keys() & tensors.keys()
         tensors.update(result)
     return tensors

@@ -121,9 +121,7 @@ class Hub:
         if path == "/api/validate-yaml":
             return _said(200, {"errors": [], "warnings": []})
         if "/preupload/" in path:
-            modes = {
-                path: "lfs" if _is_large(path) else "regular" for path in (file["path"] for file in request["files"])
-            }
+            modes = {file["path"]: "lfs" if _is_large(file["path"]) else "regular" for file in request["files"]}
             files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return _said(200, {"files": files})
         assert path.endswith(".git/info/lfs/objects/batch"), path

@@ -22,11 +22,11 @@ from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
     load,
-    logits,
     long_prompt,
     read_tensors,
     same_bits,
     same_tensors,
+    unverified,
     write_tensors,
 )
 from tests.upscalers.checkpoints import layer as layer_of
@@ -76,10 +76,12 @@ INFERRED = [model_type for model_type in TYPES if model_type not in PROVEN]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
 
-# Each method on one type, and depth attention where some layers do not rotate queries and keys.
+# Each method on one type, depth attention where some layers do not rotate queries and keys, and a block without the output
+# projection in a family that draws this projection.
 IN_TURN = [(model_type, method) for method, model_type in taking_turns(MEMORY, PRESENT)] if PRESENT else []
-IN_TURN += [("smollm3", "moda")] if "smollm3" in INFERRED else []
+IN_TURN += [pair for pair in (("smollm3", "moda"), ("nanochat", "midus-hml")) if pair[0] in INFERRED]
 DENSE_IN_TURN = taking_turns(DENSE_PRESENT, DENSE)  # in orders such that each method takes its types
+of_fused = pytest.mark.parametrize("model_type", by_default([*{"phi3", "exaone4", "apertus"} & {*INFERRED}], INFERRED))
 
 
 class Made(NamedTuple):
@@ -98,12 +100,6 @@ def options_of(model_type: str, method: str) -> dict[str, Any]:
     """Return small options of a method, with a site that the type has."""
     adds = method != "moc" or all(parts.adds_mixer for parts in architecture_of(model_type).layers.values())
     return {**OPTIONS[method], **({} if adds else {"site": "behind-layer"})}
-
-
-def made_by(method: str) -> list[str]:
-    """Return the types of which a method makes a model by default, and at least a type with buffers and a fused projection."""
-    types = (model_type for model_type, each in DENSE_IN_TURN if each == method)
-    return [*dict.fromkeys([*types, *sorted({"apertus", "phi3"} & {*DENSE_PRESENT})])]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +164,7 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
-@pytest.mark.parametrize("model_type", by_default(made_by("avg-deus"), INFERRED))
+@of_fused
 def test_a_mean_of_norms_multiplies_by_the_mean_and_other_tensors_are_means_but_for_buffers(model_type, make):
     made = make(model_type, "avg-deus")
     base, model = load(made.base), load(made.output)
@@ -201,7 +197,7 @@ MATRICES = frozenset(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", by_default(made_by("lesa"), INFERRED))
+@of_fused
 def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
     made = make(model_type, "lesa")
     old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
@@ -280,19 +276,9 @@ def test_a_config_that_a_memory_does_not_fit_is_refused(
     refused(outcome, message, left=["base"])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "method", "options", "layers"),
-    [("qwen3_5_text", "hier-kv", SMALL_TREE, [3]), ("cohere", "moc", {**SMALL_CHAPTERS, "site": "behind-layer"}, [2])],
-)
-def test_layers_that_have_the_part_take_the_memory(model_type, method, options, layers, shared_base, tmp_path):
-    upscale(base=shared_base(model_type), method=method, options=options, output=tmp_path / "out", verify=False)
-    assert config_of(tmp_path / "out")["memory"][0]["layers"] == layers
-
-
-def test_a_block_without_output_projection_is_loaded_by_a_family_that_draws_this_projection(shared_base, tmp_path):
-    base = shared_base("nanochat")
-    upscale(base=base, method="midus-hml", options=OPTIONS["midus-hml"], output=tmp_path / "out", verify=False)
-    assert torch.equal(*(logits(folder, input_ids=long_prompt()) for folder in (tmp_path / "out", base)))
+def test_layers_that_have_the_part_take_the_memory(shared_base, tmp_path):
+    unverified(shared_base("qwen3_5_text"), tmp_path / "out", method="hier-kv", options=SMALL_TREE)
+    assert config_of(tmp_path / "out")["memory"][0]["layers"] == [3]
 
 
 def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(shared_base, command, tmp_path):

@@ -169,8 +169,6 @@ COUNTS = [
     ("midus-pkm", "8B", {}, 16 * (BLOCK["8B"] + 2 * 32 * 64 * 64), 1.21, None),
     ("midus-linear", "1B", {}, 8 * (BLOCK["1B"] + 32 * 4096 * 64), 0.25, None),
     ("midus-linear", "8B", {}, 16 * (BLOCK["8B"] + 32 * 4096 * 128), 1.48, None),
-    ("moc", "1B", {}, 76_030_208, None, None),
-    ("moc", "8B", {}, 555_778_560, None, None),
     ("moc", "table 5", {"preset": "paper"}, 223_418_372, None, None),
     ("hier-ffn", "1B", {"sizes": [768, 256, 16, 0]}, 0, None, None),
 ]
