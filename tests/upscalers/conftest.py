@@ -88,21 +88,17 @@ def refused(tmp_path) -> Callable[..., None]:
     return check
 
 
-def point_client_at(address: str, monkeypatch) -> None:
-    """Let huggingface_hub's client in this process talk to this address and to no other."""
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
-    here = property(lambda client: address, lambda client, value: vars(client).update(endpoint=value))
-    monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
     made = Hub()
     set_client_factory(made.client)
-    point_client_at(made.address, monkeypatch)
+    monkeypatch.setattr(constants, "ENDPOINT", made.address)
+    # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
+    here = property(lambda client: made.address, lambda client, value: vars(client).update(endpoint=value))
+    monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
+    template = made.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

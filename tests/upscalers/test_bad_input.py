@@ -230,6 +230,10 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
         refused(command(verb, tmp_path, *words), "has no config.json", [])
 
 
+def only_config(base: Path, folder: Path, **changes: Any) -> None:
+    edit_config(shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors")), **changes)
+
+
 @pytest.mark.parametrize(
     ("method", "options", "changes", "message"),
     [
@@ -247,19 +251,16 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
 def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
     command, base, tmp_path, method, options, changes, message, refused
 ):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path / "base", **changes)
+    only_config(base, tmp_path / "base", **changes)
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
     refused(outcome, message, ["base"])
 
 
 def test_widths_that_one_memory_cannot_take_another_may(command, base, tmp_path):
-    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path, hidden_size=20, head_dim=8)
+    only_config(base, tmp_path / "base", hidden_size=20, head_dim=8)
     for method in ("midus-linear", "midus-hml"):
-        assert command("--base", tmp_path, "--method", method, "--dry-run").status == 0
+        assert command("--base", tmp_path / "base", "--method", method, "--dry-run").status == 0
 
 
 def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):

@@ -31,7 +31,6 @@ from tests.upscalers.checkpoints import (
     save_base,
     unverified,
 )
-from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.hub import prepare_repository
 from upscalers.request.errors import RequestError
@@ -119,7 +118,6 @@ REFUSED = {
     "a token that the hub does not know": ("HF_TOKEN", "hf_wrong", "me/x", MAY_NOT),
     "a repository of others": (None, None, "others/theirs", MAY_NOT),
     "offline": ("HF_HUB_OFFLINE", True, "me/x", "but the Hub does not answer (OfflineModeIsEnabled: "),
-    "no hub": ("ENDPOINT", "http://nobody.test", "me/x", "but the Hub does not answer (ConnectError"),
 }
 
 
@@ -132,8 +130,6 @@ def test_without_a_hub_that_lets_the_person_write_nothing_is_begun(
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     if name == "HF_TOKEN":
         monkeypatch.setenv(name, value)
-    elif name == "ENDPOINT":
-        point_client_at(value, monkeypatch)
     elif name is not None:
         monkeypatch.setattr(constants, name, value)
     done = command("--base", base, *REQUEST, "--push-to-hub", repository)

@@ -14,6 +14,7 @@ from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
     file_digests,
+    layer,
     load,
     logits,
     read_tensors,
@@ -84,18 +85,18 @@ def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_nee
     base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
     upscale(base=base, output=tmp_path / "out", placement="1,5", **KINDS[kind])
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    projects, norm = kind != "midus-hml", family.startswith("gemma") and kind != "midus-hml"
-    wanted = {"self_attn.q_proj.weight", "input_layernorm.weight"}
-    wanted |= {"self_attn.o_proj.weight"} if projects else set()
-    wanted |= {"self_attn.o_proj.bias"} if projects and family != "qwen2" else set()
-    wanted |= {"post_attention_layernorm.weight"} if norm else set()
+    projects = kind != "midus-hml"
+    wanted = {
+        "self_attn.q_proj.weight": True,
+        "input_layernorm.weight": True,
+        "self_attn.o_proj.weight": projects,
+        "self_attn.o_proj.bias": projects and family != "qwen2",
+        "post_attention_layernorm.weight": projects and family.startswith("gemma"),
+    }
     for index, donor in ((1, 1), (5, 3)):
-        names = [name for name in new if name.startswith(f"model.layers.{index}.")]
-        copied = {name.removeprefix(f"model.layers.{index}.") for name in names if ".memory." not in name}
-        assert wanted <= copied and any("o_proj" in name for name in copied) == projects
-        assert ("post_attention_layernorm.weight" in copied) == norm
-        for name in copied:
-            assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+        copied, source = {n: t for n, t in layer(new, index).items() if not n.startswith("memory.")}, layer(old, donor)
+        assert {name: name in copied for name in wanted} == wanted
+        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items())
 
 
 def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
@@ -118,31 +119,22 @@ def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
 def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
     family, shared_base, tmp_path, method
 ):
-    with_memory(
-        shared_base(family), tmp_path / "once", placement="0,3,6", verify=False
-    )  # beside 1, between 2 and 4, beside 5
-    output = tmp_path / "twice"
-    upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
+    once = unverified(shared_base(family), tmp_path / "once", placement="0,3,6")  # beside 1, between 2 and 4, beside 5
+    output = unverified(once, tmp_path / "twice", method=method, options=SMALL[method], placement="0,4,9")
     plan = config_of(output)["upscale"]["plan"]
     assert [plan[index]["sources"] for index in (0, 4, 9)] == [[1], [4], [5]]
-    old, new = read_tensors(tmp_path / "once"), read_tensors(output)
-    for index, donor in ((0, 1), (4, 4), (9, 5)):
-        name = "self_attn.o_proj.weight"
-        assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+    old, new, name = read_tensors(once), read_tensors(output), "model.layers.{}.self_attn.o_proj.weight"
+    assert all(same_bits(new[name.format(i)], old[name.format(donor)]) for i, donor in ((0, 1), (4, 4), (9, 5)))
     assert torch.equal(logits(shared_base(family)), logits(output))
 
 
 def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(shared_base, tmp_path):
-    with_memory(shared_base("gemma3"), tmp_path / "once", placement="0,5", verify=False)
-    once = trained(tmp_path / "once", tmp_path / "trained")
-    with_memory(once, tmp_path / "twice", placement="0,7", verify=False)
-    old, new = read_tensors(once), read_tensors(tmp_path / "twice")
+    once = trained(unverified(shared_base("gemma3"), tmp_path / "once", placement="0,5"), tmp_path / "trained")
+    old, new = read_tensors(once), read_tensors(unverified(once, tmp_path / "twice", placement="0,7"))
     for index, donor in ((0, 0), (7, 5)):
-        prefix = f"model.layers.{index}."
-        copied = [name.removeprefix(prefix) for name in new if name.startswith(prefix) and ".memory." not in name]
+        copied, source = {n: t for n, t in layer(new, index).items() if not n.startswith("memory.")}, layer(old, donor)
         assert copied and not any("o_proj" in name or "mlp" in name for name in copied)
-        for name in copied:
-            assert same_bits(new[prefix + name], old[f"model.layers.{donor}.{name}"])
+        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items())
     assert not new["model.layers.0.memory.value_bank"].any() and new["model.layers.1.memory.value_bank"].any()
 
 
@@ -154,16 +146,11 @@ def test_strip_and_inspect_tell_of_a_memory(command, base, tmp_path):
 
 
 def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes(
-        (unverified(base, tmp_path / "out", placement="0") / "config.json").read_bytes()
-    )
-    edit_config(bare, num_hidden_layers=1)  # that of the block alone
-    with pytest.raises(
-        RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
-    ):
-        upscale(base=bare, method="midus-pkm", placement="0", dry_run=True)
+    edit_config(unverified(base, tmp_path / "out", placement="0"), num_hidden_layers=1)  # that of the block alone
+    (tmp_path / "out" / "model.safetensors").unlink()
+    message = r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
+    with pytest.raises(RequestError, match=message):
+        upscale(base=tmp_path / "out", method="midus-pkm", placement="0", dry_run=True)
 
 
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
@@ -291,7 +278,15 @@ def test_a_base_on_the_hub_has_its_bank(hub, once, command, tmp_path):
     assert torch.equal(logits(tmp_path / "stripped", memory_ids=IDS), expected)
 
 
-def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, monkeypatch):
+@pytest.fixture
+def leave_free(monkeypatch):
+    def leave(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+
+    return leave
+
+
+def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, leave_free):
     unverified(base, tmp_path / "new", method="hier-ffn", options={"sizes": [1024]})
     once = trained(tmp_path / "new", tmp_path / "once")
     unverified(once, tmp_path / "twice", method="llama-pro", options={})
@@ -301,8 +296,7 @@ def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command,
     )
     for name, spare, words in requests:
         for free, status in ((spare + 1_000_000, 2), (spare + 40_000_000, 0)):
-            usage = shutil._ntuple_diskusage(10**9, 10**9 - free, free)
-            monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+            leave_free(free)
             done = command(*words, "--output", tmp_path / name)
             assert done.status == status, done.err
             assert status == 0 or "GB free. Make room or" in done.err
@@ -318,9 +312,8 @@ def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):
     assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))
 
 
-def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, monkeypatch):
-    free = 70_000_000
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, leave_free):
+    leave_free(70_000_000)
     words = ("--base", base, "--method", "hier-ffn", "--no-verify", "--output")
     done = command(*words, tmp_path / "large", "--set", "sizes=[4096]")
     message = (
