@@ -3,8 +3,7 @@
 import itertools
 import shutil
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +30,11 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.checkpoints import layer as layer_of
 from tests.upscalers.dense.requests import upscaled_config
-from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, memory_ids
+from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
 from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.record.report import UpscaleReport
 from upscalers.request.errors import RequestError, VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -84,16 +82,8 @@ DENSE_IN_TURN = taking_turns(DENSE_PRESENT, DENSE)  # in orders such that each m
 of_fused = pytest.mark.parametrize("model_type", by_default([*{"phi3", "exaone4", "apertus"} & {*INFERRED}], INFERRED))
 
 
-class Made(NamedTuple):
-    """A base, what a method made of the base, and the report; nobody may change them."""
-
-    base: Path
-    output: Path
-    report: UpscaleReport
-
-    @property
-    def plan(self) -> Plan:
-        return Plan.from_list(config_of(self.output)["upscale"]["plan"], config_of(self.base)["num_hidden_layers"])
+def plan_of(made: Made) -> Plan:
+    return Plan.from_list(made.config["upscale"]["plan"], config_of(made.base)["num_hidden_layers"])
 
 
 def options_of(model_type: str, method: str) -> dict[str, Any]:
@@ -118,7 +108,7 @@ def make(shared_base, tmp_path_factory):
         except RequestError as error:
             assert "expected layers of one kind" in str(error) or "expected dense layers" in str(error)
             report = upscale(**request, placement="1")
-        return Made(base, output, report)
+        return Made(method, base, output, report)
 
     return made
 
@@ -150,15 +140,15 @@ def buffers_of(model: nn.Module) -> set[str]:
 def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_their_source(model_type, method, make):
     made = make(model_type, method)
     old, new = read_tensors(made.base), read_tensors(made.output)
-    for index, layer in enumerate(made.plan.layers):
-        source, copied = layer_of(old, made.plan.sources[index]), layer_of(new, index)
+    for index, layer in enumerate(plan_of(made).layers):
+        source, copied = layer_of(old, plan_of(made).sources[index]), layer_of(new, index)
         assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
         if isinstance(layer, Base):
             assert all(same_bits(copied[name], source[name]) for name in source)
     before, after = load(made.base), load(made.output)
     assert type(after) is type(before) and after.config.model_type == model_type
     settings = [[settings_of(layer) for layer in model.model.layers] for model in (before, after)]
-    assert change_of_settings(*settings, made.plan.sources) is None
+    assert change_of_settings(*settings, plan_of(made).sources) is None
     with torch.no_grad():
         expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
@@ -168,7 +158,7 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
 def test_a_mean_of_norms_multiplies_by_the_mean_and_other_tensors_are_means_but_for_buffers(model_type, make):
     made = make(model_type, "avg-deus")
     base, model = load(made.base), load(made.output)
-    for index, planned in enumerate(made.plan.layers):
+    for index, planned in enumerate(plan_of(made).layers):
         if not isinstance(planned, New):
             continue
         sources = [base.model.layers[source] for source in planned.sources]
@@ -201,8 +191,8 @@ MATRICES = frozenset(
 def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
     made = make(model_type, "lesa")
     old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
-    for index in made.plan.new_indices:
-        following, previous = (layer_of(old, source) for source in made.plan.layers[index].sources)
+    for index in plan_of(made).new_indices:
+        following, previous = (layer_of(old, source) for source in plan_of(made).layers[index].sources)
         predicted = 0
         for name, tensor in layer_of(new, index).items():
             mean = ((previous[name].double() + following[name].double()) / 2).to(tensor.dtype)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +28,8 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from tests.upscalers.dense.requests import REQUESTS
-from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, arguments_of, memory_ids, trained
+from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
 from upscalers.methods import memory_methods
-from upscalers.record.report import UpscaleReport
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -40,20 +39,6 @@ from upscalers.tensors.recipes import Fill
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT, OTHERWISE = "Before any training it computes exactly", "before that it is not promised to compute"
 FAMILY_OF = dict(taking_turns(KINDS, NATIVE_FAMILIES))
-
-
-@dataclass(frozen=True)
-class Made:
-    """A base, what a method made of it, and the report of that; nobody may change them."""
-
-    kind: str
-    base: Path
-    output: Path
-    report: UpscaleReport
-
-    @property
-    def config(self) -> dict:
-        return config_of(self.output)
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,6 @@ MAY_NOT = "but the Hub does not let this account write there ("
 
 REFUSED = {
     "no login": ("HF_TOKEN", "", "me/x", MAY_NOT),
-    "a token that the hub does not know": ("HF_TOKEN", "hf_wrong", "me/x", MAY_NOT),
     "a repository of others": (None, None, "others/theirs", MAY_NOT),
     "offline": ("HF_HUB_OFFLINE", True, "me/x", "but the Hub does not answer (OfflineModeIsEnabled: "),
 }

@@ -241,10 +241,6 @@ REFUSED = {
         rf"{UP} is \[48, 32\] in F8_E4M3 with scales \[5, 2\]; expected {UP}_scale_inv with scales \[3, 2\], one for each of its "
         "blocks of 16 x 16 .weight_block_size.. Start from the unquantised checkpoint",
     ),
-    "other blocks in the config": (
-        quantization(weight_block_size=[128, 128]),
-        rf"with scales \[2, 3\]; expected {DOWN}_scale_inv with scales \[1, 1\], one for each",
-    ),
     "no scales": (
         lambda base: write_tensors(base, {n: t for n, t in read_tensors(base).items() if n != f"{UP}_scale_inv"}),
         r"up_proj.weight is \[48, 32\] in F8_E4M3 with no scales; expected",
