@@ -102,6 +102,8 @@ REFUSED = [
         {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
         r"the base is quantised \(quantization_config: gptq\); expected float32, float16 or bfloat16 weights",
     ),
+    ({"model_type": "mixtral", "quantization_config": {"quant_method": "mxfp4"}}, r"quantised \(quantization_config: mxfp4\)"),
+    ({"model_type": "mixtral", "num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive"),
     ({"model_type": "llama", "quantization_config": 8}, r"the base is quantised \(quantization_config: unknown\)"),
     ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base brings code of its own"),
     ({"hidden_size": "32"}, "hidden_size = '32'; expected a positive integer"),
