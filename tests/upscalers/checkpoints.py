@@ -149,11 +149,8 @@ def logits(folder: Path, dtype: torch.dtype | str = "auto", **inputs: torch.Tens
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit, NaN included."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(
-        left.reshape(-1).contiguous().view(torch.uint8), right.reshape(-1).contiguous().view(torch.uint8)
-    )
+    bits = [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
 
 
 def same_tensors(left: Path, right: Path) -> bool:

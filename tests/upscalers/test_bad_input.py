@@ -70,11 +70,6 @@ def edit_index(change: Callable[[dict], Any]) -> Mutation:
     return sharded(edit)
 
 
-def nan(tensor: torch.Tensor) -> torch.Tensor:
-    tensor[0] = float("nan")
-    return tensor
-
-
 REQUESTS = [
     (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Expected one of: .*llama-pro, midus-hml"),
     (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, output_projection"),
@@ -173,7 +168,10 @@ BASES: dict[str, tuple[Mutation, str]] = {
         lambda base: write_tensors(base, {**read_tensors(base), "score.weight": torch.ones(1, 32)}),
         "the checkpoint has score.weight, the head of a classifier, .*; expected a language model. Upscale the language model, and",
     ),
-    "NaN": (set_tensor("model.norm.weight", nan), "model.norm.weight holds NaN or infinite values; .* Repair the base, or pass"),
+    "NaN": (
+        set_tensor("model.norm.weight", lambda tensor: tensor.index_fill(0, torch.tensor([0]), float("nan"))),
+        "model.norm.weight holds NaN or infinite values; .* Repair the base, or pass",
+    ),
     "index without map": (sharded(replace("model.safetensors.index.json", "{}")), "index.json is not a shard index .KeyError"),
     "index of noise": (
         sharded(lambda base: (base / "model.safetensors.index.json").write_bytes(b"\x9c" * 3000)),

@@ -10,7 +10,6 @@ import torch
 from pairs import in_turn
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits, save_base
-from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.upscale import upscale
 from upscalers.tensors import writer
@@ -87,10 +86,6 @@ def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none
     killed(work)
     assert output.exists() == (step == 0)
     assert file_digests(output if step == 0 else tmp_path / ".out.midus-replaced") == old
-    if step == 0:
-        with pytest.raises(RequestError, match="pass --overwrite"):
-            upscaled(second, output)
-        assert file_digests(output) == old
     upscaled(second, output, overwrite=True)
     assert file_digests(output) == new
     assert os.listdir(tmp_path) == ["out"]

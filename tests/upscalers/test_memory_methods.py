@@ -189,13 +189,6 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met_and_a_cau
         assert "depends on later tokens" not in command("inspect", out).out
 
 
-def test_the_concerns_of_every_method_stand_in_the_card(shared_base, tmp_path):
-    upscale(base=shared_base("gemma2"), method="avg-deus", output=tmp_path / "out", placement="1", verify=False)
-    (section,) = (tmp_path / "out" / "README.md").read_text().split(HEADING)[1:]
-    concern = "sliding and full attention, whose rotary embeddings and windows may differ"
-    assert concern in section.partition("\n## ")[0]
-
-
 @pytest.mark.parametrize(
     ("kind", "fetched"),
     [
