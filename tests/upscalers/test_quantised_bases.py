@@ -193,6 +193,16 @@ def test_experts_in_mxfp4_are_read_and_made_into_new_layers_as_transformers_mult
         assert same_bits(stored[name.format(new)], expected[name.format(source)])
 
 
+def quantization(**changes) -> Callable[[Path], None]:
+    """Set keys of `quantization_config`; those set to `...` are removed."""
+
+    def edit(base: Path) -> None:
+        values = {**config_of(base)["quantization_config"], **changes}
+        edit_config(base, quantization_config={key: value for key, value in values.items() if value is not ...})
+
+    return edit
+
+
 PARTIAL = (24, 20)  # of [32, 32], [48, 32] and others
 
 
@@ -200,7 +210,7 @@ PARTIAL = (24, 20)  # of [32, 32], [48, 32] and others
 def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_path, block):
     base = save_scaled(tmp_path / "base", block=block)
     if block == (128, 128):
-        edit_quantization(base, weight_block_size=...)  # what transformers assumes
+        quantization(weight_block_size=...)(base)  # what transformers assumes
     copied, averaged = tmp_path / "copied", tmp_path / "averaged"
     upscale(base=base, method="llama-pro", num_new_layers=2, output=copied)  # layers 2 and 5 copy layers 1 and 3
     upscale(base=base, method="avg-deus", num_new_layers=1, placement=[3], output=averaged)
@@ -216,20 +226,10 @@ def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_p
 
 def test_a_list_of_kept_modules_under_its_other_name_is_followed(quantised, tmp_path):
     base = shutil.copytree(quantised("partly"), tmp_path / "base")
-    edit_quantization(base, modules_to_not_convert=..., ignored_layers=["lm_head", KEPT[0]])
+    quantization(modules_to_not_convert=..., ignored_layers=["lm_head", KEPT[0]])(base)
     upscale(base=base, method="llama-pro", placement=[1], output=tmp_path / "out", verify=False)
     followed = config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
     assert followed == ["lm_head", "model.layers.3.mlp.down_proj", "model.layers.1"]
-
-
-def edit_quantization(base: Path, **changes) -> None:
-    """Set keys of `quantization_config`; those set to `...` are removed."""
-    values = {**config_of(base)["quantization_config"], **changes}
-    edit_config(base, quantization_config={key: value for key, value in values.items() if value is not ...})
-
-
-def quantization(**changes) -> Callable[[Path], None]:
-    return lambda base: edit_quantization(base, **changes)
 
 
 UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
