@@ -102,7 +102,8 @@ class Hub:
             return _content(commit, files.get(file))
         if question == "/tree/":
             return _said(200, [_entry(path, content) for path, content in sorted(files.items())])
-        return _said(200, {"id": name, "sha": commit, "private": repository.private})
+        siblings = [{"rfilename": path} for path in sorted(files)]
+        return _said(200, {"id": name, "sha": commit, "private": repository.private, "siblings": siblings})
 
     def _change(self, path: str, body: bytes) -> Any:
         if "/commit/" in path:
