@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -66,12 +65,10 @@ def unverified(base: Path, output: Path, **request: Any) -> Path:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read its `config.json`."""
     return json.loads((folder / "config.json").read_text())
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Read its `upscale.json`."""
     return json.loads((folder / "upscale.json").read_text())
 
 
@@ -81,16 +78,13 @@ def recipe_of(folder: Path) -> str:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Its safetensors files."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by full name."""
     tensors: dict[str, torch.Tensor] = {}
     for path in tensor_files(folder):
-        with safe_open(path, framework="pt") as file:
-            result = {name: file.get_tensor(name) for name in file.keys()}
+        result = load_file(path)
         assert not result.keys() & tensors.keys()
         tensors.update(result)
     return tensors
@@ -132,7 +126,6 @@ def edit_config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def file_digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """A digest of every file."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -141,7 +134,6 @@ def file_digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """The model in a folder, in eval mode, by transformers' own way."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 
@@ -151,21 +143,16 @@ def long_prompt() -> torch.Tensor:
 
 
 def logits(folder: Path, dtype: torch.dtype | str = "auto", **inputs: torch.Tensor) -> torch.Tensor:
-    """Logits of the prompt, or of other `inputs` of the forward pass."""
     with torch.no_grad():
         return load(folder, dtype)(**{"input_ids": prompt(), **inputs}).logits
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit, NaN included."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(
-        left.reshape(-1).contiguous().view(torch.uint8), right.reshape(-1).contiguous().view(torch.uint8)
-    )
+    bits = [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
 
 
 def same_tensors(left: Path, right: Path) -> bool:
-    """Whether two checkpoints hold the same tensors, byte for byte."""
     first, second = read_tensors(left), read_tensors(right)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

@@ -46,21 +46,16 @@ def base(shared_base) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
-
     status: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """The one object on standard output."""
         return json.loads(self.out)
 
 
 @pytest.fixture
 def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
-    """Run a console command in this process: its `main` and its words."""
-
     def run(main: Callable[[list[str]], int], *words: Any) -> Outcome:
         capsys.readouterr()
         status = main([*map(str, words)])
@@ -72,7 +67,6 @@ def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def command(in_process) -> Callable[..., Outcome]:
-    """Run the `upscale` command in this process."""
     return partial(in_process, cli.main)
 
 
@@ -83,7 +77,6 @@ def refused(tmp_path) -> Callable[..., None]:
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err
         assert outcome.err.startswith("upscale") and outcome.err.count("\n") == 1
-        assert "Traceback" not in outcome.err
         assert message in outcome.err or re.search(message, outcome.err), outcome.err
         if left is None:
             assert not (tmp_path / "out").exists()
@@ -93,21 +86,17 @@ def refused(tmp_path) -> Callable[..., None]:
     return check
 
 
-def point_client_at(address: str, monkeypatch) -> None:
-    """Let huggingface_hub's client in this process talk to this address and to no other."""
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
-    here = property(lambda client: address, lambda client, value: vars(client).update(endpoint=value))
-    monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
     made = Hub()
     set_client_factory(made.client)
-    point_client_at(made.address, monkeypatch)
+    monkeypatch.setattr(constants, "ENDPOINT", made.address)
+    # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
+    here = property(lambda client: made.address, lambda client, value: vars(client).update(endpoint=value))
+    monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
+    template = made.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -1,6 +1,7 @@
 """The table of methods: every kind of model that they make, small, for the tests that all methods share."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from models.hierarchical_models import IDS, fill
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from tests.upscalers.checkpoints import SMALL, load
+from tests.upscalers.checkpoints import SMALL, config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS
+from upscalers.record.report import UpscaleReport
 
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}
@@ -87,7 +89,6 @@ RETRIEVING = {
 
 
 def with_options(method: str, **options: Any) -> dict[str, Any]:
-    """Return the request of a method with further options."""
     return {"method": method, "options": {**KINDS[method]["options"], **options}}
 
 
@@ -127,6 +128,20 @@ def arguments_of(name: str) -> list[str]:
     return words + [
         word for key, value in kind.get("options", {}).items() for word in ("--set", f"{key}={json.dumps(value)}")
     ]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A base, what a method made of it, and the report of that; nobody may change them."""
+
+    kind: str
+    base: Path
+    output: Path
+    report: UpscaleReport
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return config_of(self.output)
 
 
 def memory_ids(model: Any) -> dict[str, torch.Tensor]:

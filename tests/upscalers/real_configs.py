@@ -5,20 +5,14 @@ from pathlib import Path
 
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
     "head_dim": 64,
-    "hidden_act": "silu",
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "max_position_embeddings": 131072,
-    "mlp_bias": False,
     "model_type": "llama",
     "num_attention_heads": 32,
     "num_hidden_layers": 16,
     "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
@@ -26,7 +20,6 @@ LLAMA_3_2_1B = {
 }
 LLAMA_3_1_8B = {
     **LLAMA_3_2_1B,
-    "head_dim": 128,
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,

@@ -1,107 +1,119 @@
-"""Memories are upscaled onto types that no table describes: exactly, back again, and on one another."""
+"""Methods on types that no table describes: what each computes and gives back, what layers a dense one makes, and refusals."""
 
 import itertools
+import shutil
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from models.test_every_type import TYPES, refusal_of
+from models.test_every_type import TYPES
 from pairs import by_default, taking_turns
+from torch import nn
 
 from midus_hf.config.backbone import PROVEN
 from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.proof import prove, with_more_heads
+from midus_hf.models.inference.proof import with_more_heads
 from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
+    SMALL,
     config_of,
-    edit_config,
     load,
-    logits,
     long_prompt,
+    read_tensors,
+    same_bits,
     same_tensors,
+    write_tensors,
 )
-from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, memory_ids
-from upscalers.record.report import UpscaleReport
+from tests.upscalers.checkpoints import layer as layer_of
+from tests.upscalers.dense.requests import upscaled_config
+from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
+from upscalers.architecture.layer_roles import gain_offset, gate_and_up
+from upscalers.architecture.layout import change_of_settings, settings_of
+from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.plan.plan import Base, New, Plan
+from upscalers.request.errors import RequestError, VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 # In an order in which methods and the types of SAMPLE, in turn, fit.
-OPTIONS: dict[str, dict[str, Any]] = {
+MEMORY: dict[str, dict[str, Any]] = {
     "moc": SMALL_CHAPTERS,
     "ultramem-v2": SMALL_TABLES,
-    "midus-hml": {"n": 8, "k": 3},
+    "midus-hml": SMALL["midus-hml"],
     "moda": {},
     "hier-kv": SMALL_TREE,
     "hier-ffn": SMALL_TREE,
     "hier-lora-ffn": SMALL_TREE,
     "hier-lora-vo": SMALL_TREE,
-    "midus-pkm": {"n": 8, "k": 3},
+    "midus-pkm": SMALL["midus-pkm"],
     "hier-lora-qk": SMALL_TREE,
-    "midus-linear": {"slots": 16, "k": 3},
+    "midus-linear": SMALL["midus-linear"],
     "engram": {"rows": 101, "width": 16},
 }
-# What is proven for a method: its memory's site, or its memory's type inside a part.
-WIRINGS = {
-    "moc": "behind-attention",
-    "ultramem-v2": "beside-ffn",
-    "engram": "beside-ffn",
-    "hier-ffn": "beside-ffn",
-    **{name: name for name in ("hier-kv", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn")},
-    "moda": "depth-attention",
+DENSE: dict[str, dict[str, Any]] = {
+    "solar": {},
+    "lesa": {"hidden_size": 8, "epochs": 1},
+    "avg-deus": {},
+    "opt-deus": {},
+    "llama-pro": {},
 }
+OPTIONS = {**MEMORY, **DENSE}
 # Linear attention, shared keys and values, experts in two layouts, a parallel layer, fused projections, latent attention, Mamba.
 SAMPLE = ["qwen3_5_text", "gemma4_text", "gpt_oss", "mixtral", "cohere", "phi3", "deepseek_v3", "bamba"]
+# Norms that multiply by 1 + weight and have biases; norms behind alone; fused projections; a feed-forward network of two
+# matrices; layers of several kinds; experts behind a dense layer; sinks; a mixer beside attention; buffers.
+DENSE_SAMPLE = [
+    "nemotron", "exaone4", "phi3", "starcoder2", "qwen3_5_text", "deepseek_v3", "granite_swa", "falcon_h1", "apertus", "gemma",
+]  # fmt: skip
 INFERRED = [model_type for model_type in TYPES if model_type not in PROVEN]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
+DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
 
-# Each method on one type, and depth attention where some layers do not rotate queries and keys.
-IN_TURN = [(model_type, method) for method, model_type in taking_turns(OPTIONS, PRESENT)] if PRESENT else []
-IN_TURN += [("smollm3", "moda")] if "smollm3" in INFERRED else []
+# Each method on one type, depth attention where some layers do not rotate queries and keys, a block without the output
+# projection in a family that draws this projection, and memories in the layers that have attention.
+IN_TURN = [(model_type, method) for method, model_type in taking_turns(MEMORY, PRESENT)] if PRESENT else []
+OTHERS = (("smollm3", "moda"), ("nanochat", "midus-hml"), ("qwen3_5_text", "hier-kv"))
+IN_TURN += [pair for pair in OTHERS if pair[0] in INFERRED]
+# In orders such that each method takes its types, and a type whose config lists settings of single layers.
+DENSE_IN_TURN = taking_turns(DENSE_PRESENT, DENSE)
+DENSE_IN_TURN += [("gemma4_unified_text", "llama-pro")] if "gemma4_unified_text" in INFERRED else []
+of_fused = pytest.mark.parametrize("model_type", by_default([*{"phi3", "exaone4", "apertus"} & {*INFERRED}], INFERRED))
 
-OF_ALL = list(itertools.product(INFERRED, OPTIONS))
 
-
-class Made(NamedTuple):
-    """A base, what a method made of the base, and the report; nobody may change them."""
-
-    base: Path
-    output: Path
-    report: UpscaleReport
+def plan_of(made: Made) -> Plan:
+    return Plan.from_list(made.config["upscale"]["plan"], config_of(made.base)["num_hidden_layers"])
 
 
 def options_of(model_type: str, method: str) -> dict[str, Any]:
     """Return small options of a method, with a site that the type has."""
-    adds = all(parts.adds_mixer for parts in architecture_of(model_type).layers.values())
-    return {**OPTIONS[method], **({"site": "behind-layer"} if method == "moc" and not adds else {})}
+    adds = method != "moc" or all(parts.adds_mixer for parts in architecture_of(model_type).layers.values())
+    return {**OPTIONS[method], **({} if adds else {"site": "behind-layer"})}
 
 
 @pytest.fixture(scope="module")
 def make(shared_base, tmp_path_factory):
-    """Upscale a tiny checkpoint of a type, once; skip what the type's layers have no part for."""
+    """Upscale a tiny checkpoint of a type, once; skip what docs/families.md does not name."""
 
     @cache
     def made(model_type: str, method: str) -> Made:
-        if refusal_of(model_type) is not None:
-            pytest.skip("the type is refused, as tests/models/test_every_type.py says")
-        options = options_of(model_type, method)
-        try:
-            prove(model_type, options.get("site", WIRINGS.get(method, "inserted")))
-        except ValueError:
-            pytest.skip("the type's layers have no part for the memory, as tests/models/test_every_type.py says")
-        base = shared_base(model_type, **(with_more_heads(model_type) if method == "moda" else {}))
-        output = tmp_path_factory.mktemp("made") / f"{model_type.replace('-', '_')}_{method}"
         if method not in methods_on_the_page(model_type):
             pytest.skip("the method does not take the type, as docs/families.md says")
-        report = upscale(base=base, output=output, method=method, options=options)
-        return Made(base, output, report)
+        base = shared_base(model_type, **(with_more_heads(model_type) if method == "moda" else {}))
+        output = tmp_path_factory.mktemp("made") / f"{model_type.replace('-', '_')}_{method}"
+        request = {"base": base, "output": output, "method": method, "options": options_of(model_type, method)}
+        try:
+            report = upscale(**request)
+        except RequestError as error:
+            assert "expected layers of one kind" in str(error) or "expected dense layers" in str(error)
+            report = upscale(**request, placement="1")
+        return Made(method, base, output, report)
 
     return made
 
 
-@pytest.mark.parametrize(("model_type", "method"), by_default(IN_TURN, OF_ALL))
+@pytest.mark.parametrize(("model_type", "method"), by_default(IN_TURN, itertools.product(INFERRED, MEMORY)))
 def test_the_result_computes_and_generates_what_the_base_computes_and_is_stripped(model_type, method, make, tmp_path):
     made = make(model_type, method)
     base, model = load(made.base), load(made.output)
@@ -118,47 +130,235 @@ def test_the_result_computes_and_generates_what_the_base_computes_and_is_strippe
     assert same_tensors(made.base, tmp_path / "stripped") and config_of(made.base) == config_of(tmp_path / "stripped")
 
 
-# Type, what its tiny model and its config differ in, words of the command, and what is said.
+@pytest.mark.parametrize(("model_type", "method"), by_default(DENSE_IN_TURN, itertools.product(INFERRED, DENSE)))
+def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_their_source(model_type, method, make):
+    made = make(model_type, method)
+    old, new = read_tensors(made.base), read_tensors(made.output)
+    for index, layer in enumerate(plan_of(made).layers):
+        source, copied = layer_of(old, plan_of(made).sources[index]), layer_of(new, index)
+        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
+        if isinstance(layer, Base):
+            assert all(same_bits(copied[name], source[name]) for name in source)
+    before, after = load(made.base), load(made.output)
+    assert type(after) is type(before) and after.config.model_type == model_type
+    settings = [[settings_of(layer) for layer in model.model.layers] for model in (before, after)]
+    assert change_of_settings(*settings, plan_of(made).sources) is None
+    with torch.no_grad():
+        expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
+    assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
+
+
+@of_fused
+def test_a_mean_of_norms_multiplies_by_the_mean_and_other_tensors_are_means_but_for_buffers(model_type, make):
+    made = make(model_type, "avg-deus")
+    base, model = load(made.base), load(made.output)
+    for index, planned in enumerate(plan_of(made).layers):
+        if not isinstance(planned, New):
+            continue
+        sources = [base.model.layers[source] for source in planned.sources]
+        layer = model.model.layers[index]
+        for name, module in layer.named_modules():
+            originals = [source.get_submodule(name) for source in sources]
+            if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+                hidden = torch.randn(3, module.weight.shape[0], generator=torch.Generator().manual_seed(2))
+                with torch.no_grad():
+                    expected = sum(original(hidden) for original in originals) / 2
+                    assert torch.allclose(module(hidden), expected, rtol=1e-4, atol=1e-5), name
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                mean = sum(original.get_parameter(own).double() for original in originals) / 2
+                assert torch.equal(parameter, mean.float()), f"{name}.{own}"
+            for own, buffer in module.named_buffers(recurse=False):
+                assert own == "layer_scalar" or torch.equal(buffer, originals[0].get_buffer(own)), f"{name}.{own}"
+
+
+# Names of what LESA predicts.
+MATRICES = frozenset(
+    {
+        "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1",
+        "fc2", "c_fc", "c_proj",
+    }
+)  # fmt: skip
+
+
+@of_fused
+def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
+    made = make(model_type, "lesa")
+    old, new, trained = read_tensors(made.base), read_tensors(made.output), dict(load(made.base).named_parameters())
+    for index in plan_of(made).new_indices:
+        following, previous = (layer_of(old, source) for source in plan_of(made).layers[index].sources)
+        predicted = 0
+        for name, tensor in layer_of(new, index).items():
+            mean = ((previous[name].double() + following[name].double()) / 2).to(tensor.dtype)
+            module = name.rpartition(".")[0]
+            if tensor.dim() == 2 and not MATRICES.isdisjoint(module.split(".")):
+                assert tensor.isfinite().all() and not same_bits(tensor, mean)
+                predicted += 1
+            elif "." not in module and "norm" in module:
+                assert same_bits(tensor, layer_of(old, 0)[name]), name
+            elif tensor.dim() < 2:
+                is_buffer = f"model.layers.0.{name}" not in trained
+                assert same_bits(tensor, following[name] if is_buffer else mean), name
+        assert predicted >= 4
+
+
+EXPERTS = r"layer \d, whose feed-forward network is a mixture of experts; .* experts of one layer have no counterparts in another"
+# A config counts dense layers in front of experts alone, and values may have another width than in the tiny model of the proof.
+SIZES = {"deepseek_v3": {"first_k_dense_replace": 2}, "mimo_v2_flash": {"v_head_dim": 4, "head_dim": 8}}
+# Type, words of the command, and what is said.
 REFUSED = [
-    ("mixtral", {}, {"num_attention_heads": "four"}, "ultramem-v2",
-     "config has num_attention_heads = 'four'; expected a positive integer"),
-    ("mixtral", {}, {"rms_norm_eps": "small"}, "ultramem-v2", "transformers cannot build the model that config.json describes"),
-    ("mixtral", {}, {"quantization_config": {"quant_method": "mxfp4"}}, "ultramem-v2",
-     r"the base is quantised \(quantization_config: mxfp4\)"),
-    # Values of another width than keys, which the tiny model of the proof does not have.
-    ("mimo_v2_flash", {"v_head_dim": 4, "head_dim": 8}, {}, "hier-kv",
-     r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
-     r"output_projection from 32 to 32, as config\.json says\. Choose another method\."),
-    ("mixtral", {}, {}, "hier-lora-ffn",
+    *(("mixtral", method, EXPERTS) for method in ("avg-deus", "lesa", "opt-deus")),
+    ("qwen3_5_text", "avg-deus", "layers 3 and 2, which differ in .*; expected .* Pass --set neighbours=same_type"),
+    ("lfm2", "avg-deus", "expected layers of one kind. .* or choose another placement. Or choose llama-pro or solar"),
+    ("qwen3_5_text", "lesa", "layers 0 and 3, which differ in .*; expected layers of one kind. lesa learns from all layers"),
+    ("persimmon", "opt-deus", r"no key of its own that is known \(self_attn.query_key_value.weight stacks several projections\)"),
+    ("youtu", "lesa", "has no key of its own that is known; lesa needs it"),
+    ("falcon_h1", "opt-deus", r"several matrices of the role output_projection \(mamba.out_proj.*, self_attn.o_proj.weight\)"),
+    ("inkling2_text", "llama-pro", "has no down of its own that is known; llama-pro fills it with zeros. Choose solar, or"),
+    ("diffllama", "solar", "compute otherwise at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
+    ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, 0.7. Choose a method"),
+    ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
+    ("deepseek_v3", "solar", "the layers of 'deepseek_v3' differ, and a new layer gets another kind"),
+    ("mixtral", "hier-lora-ffn",
      r"model_type 'mixtral' takes no memory of type '\S+' at the site 'inside-ffn' \(its proof .*every layer of 'mixtral' has no "
      r"part for a memory at the site 'inside-ffn'.*\)\. Choose one of .*, ultramem-v2 \(docs/families\.md\)\."),
-    ("qwen3_5_text", {}, {}, "hier-kv --set layers=[0]", r"layers is \[0\]; expected .* of the base that have the projections: 3\."),
-    ("cohere", {}, {}, "moc --set chapters=8 --set k=2",
+    ("mimo_v2_flash", "hier-kv",
+     r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
+     r"output_projection from 32 to 32, as config\.json says\. Choose another method\."),
+    ("qwen3_5_text", "hier-kv --set layers=[0]", r"layers is \[0\]; expected .* of the base that have the projections: 3\."),
+    ("cohere", "moc --set chapters=8 --set k=2",
      r"model_type 'cohere' takes no memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
      r".* Pass --set site=behind-layer, or choose one of .*midus-hml"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "sizes", "changes", "words", "message"), REFUSED)
-def test_a_checkpoint_that_a_memory_does_not_fit_is_refused(
-    model_type, sizes, changes, words, message, command, tmp_path, refused
+@pytest.mark.parametrize(("model_type", "words", "message"), REFUSED)
+def test_what_a_method_cannot_make_is_refused_with_the_reason(
+    model_type, words, message, shared_base, command, tmp_path, refused
 ):
-    tiny_model(model_type, **sizes).save_pretrained(tmp_path / "base")
-    edit_config(tmp_path / "base", **changes)
-    outcome = command("--base", tmp_path / "base", "--output", tmp_path / "out", "--method", *words.split())
-    refused(outcome, message, left=["base"])
+    base = shared_base(model_type, **SIZES.get(model_type, {}))
+    refused(command("--base", base, "--output", tmp_path / "out", "--method", *words.split()), message)
+
+
+def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(shared_base, command, tmp_path):
+    outcome = command("--base", shared_base("smollm3"), "--method", "avg-deus", "--output", tmp_path / "out")
+    assert outcome.status == 0 and (
+        "new layer 4 fuses layers that the config describes differently (no_rope_layers 0, full_attention and no_rope_layers 1, "
+        "full_attention). Pass neighbours=same_type to avoid it."
+    ) in " ".join(outcome.err.split())
+
+
+def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(shared_base, tmp_path):
+    """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
+    request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
+    message = r"layer \d \(base \d.*\) computes otherwise than base layer \d, .* cannot move"
+    with pytest.raises(VerificationError, match=message):
+        upscale(**request)
+    assert not (tmp_path / "out").exists()
+    assert upscale(**request, verify=False).num_layers == 6
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method", "options", "layers"),
-    [("qwen3_5_text", "hier-kv", SMALL_TREE, [3]), ("cohere", "moc", {**SMALL_CHAPTERS, "site": "behind-layer"}, [2])],
+    ("model_type", "method", "placement", "expected"),
+    [
+        ("smollm3", "solar", None, {"no_rope_layers": [1, 1, 1, 1, 1, 0]}),
+        ("deepseek_v3", "llama-pro", "0", {"first_k_dense_replace": 2}),
+        ("deepseek_v3", "llama-pro", "2", {"first_k_dense_replace": 1}),
+        ("ernie4_5_moe", "llama-pro", "0,5", {"moe_layer_start_index": 2, "moe_layer_end_index": 5}),
+        ("bamba", "llama-pro", "0,5", {"attn_layer_indices": [4, 5]}),
+        ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
+    ],
+)  # fmt: skip
+def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, shared_base):
+    config = config_of(shared_base(model_type))
+    if "no_rope_layers" in expected:  # which follow from the index where config.json does not list them
+        del config["no_rope_layers"]
+    made = upscaled_config(config, method, placement=placement)
+    assert {key: made[key] for key in expected} == expected
+
+
+GAIN_OFFSETS = [
+    *((model_type, "input_layernorm", 0.0) for model_type in ("ernie4_5", "starcoder2")),
+    *((model_type, "input_layernorm", 1.0) for model_type in ("gemma", "qwen3_5_text")),
+    ("nemotron", "post_attention_layernorm", 1.0),
+    ("qwen3_5_text", "linear_attn.norm", None),
+]
+
+
+def test_what_a_norm_multiplies_by_is_read_from_what_it_computes():
+    for model_type, path, offset in GAIN_OFFSETS:
+        norm = tiny_model(model_type).model.layers[0].get_submodule(path)
+        before = {name: parameter.clone() for name, parameter in norm.named_parameters()}
+        assert gain_offset(norm) == offset, (model_type, path)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in norm.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "expected"),
+    [
+        ("phi3", "self_attn.qkv_proj.weight", [("query", 32), ("key", 16), ("value", 16)]),
+        ("phi3", "mlp.gate_up_proj.weight", [("gate", 48), ("up", 48)]),
+        ("modernbert-decoder", "mlp.Wi.weight", [("gate", 48), ("up", 48)]),
+        ("moshi", "mlp.fc1.weight", [("gate", 48), ("up", 48)]),
+        ("persimmon", "self_attn.query_key_value.weight", []),
+        ("qwen3_5_text", "self_attn.q_proj.weight", []),
+        ("minimax", "self_attn.qkv_proj.weight", []),
+    ],
 )
-def test_layers_that_have_the_part_take_the_memory(model_type, method, options, layers, shared_base, tmp_path):
-    upscale(base=shared_base(model_type), method=method, options=options, output=tmp_path / "out", verify=False)
-    assert config_of(tmp_path / "out")["memory"][0]["layers"] == layers
+def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(
+    model_type, name, expected, shared_base
+):
+    base = open_base(shared_base(model_type))
+    layers = base.layout.backbone_layers
+    stacked = [tensors[name].parts for tensors in layers if name in tensors]
+    assert stacked and all(parts == tuple(expected) for parts in stacked)
 
 
-def test_a_block_without_output_projection_is_loaded_by_a_family_that_draws_this_projection(shared_base, tmp_path):
-    base = shared_base("nanochat")
-    upscale(base=base, method="midus-hml", options=OPTIONS["midus-hml"], output=tmp_path / "out", verify=False)
-    assert torch.equal(*(logits(folder, input_ids=long_prompt()) for folder in (tmp_path / "out", base)))
+@pytest.mark.parametrize(("first", "expected"), [("gate", ("gate", "up")), ("up", ("up", "gate")), ("neither", ())])
+def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, monkeypatch):
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stacked, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            halves = self.stacked(hidden).chunk(2, dim=-1)
+            gate, up = halves if first == "gate" else halves[::-1]
+            return self.down(nn.functional.silu(gate) * (up.tanh() if first == "neither" else up))
+
+    monkeypatch.setattr("upscalers.architecture.layer_roles.tiny_model", lambda model_type: nn.Sequential(Network()))
+    assert gate_and_up(first, "Network", "stacked", "down") == expected
+
+
+def test_stacked_projections_are_fused_as_those_that_stand_apart(shared_base, tmp_path):
+    """Split the projections of a Phi-3, as Llama has them, and compare the results of optimal transport."""
+    stacked, apart, split = shared_base("phi3"), tmp_path / "apart", {}
+    tiny_model("llama").save_pretrained(apart)
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for name, tensor in read_tensors(stacked).items():
+        module = name.split(".")[-2]
+        names = [name.replace(module, part) for part in parts.get(module, (module,))]
+        rows = {3: [32, 16, 16], 2: [48, 48], 1: [len(tensor)]}[len(names)]
+        split |= {part: values.clone() for part, values in zip(names, tensor.split(rows), strict=True)}
+    assert split.keys() == read_tensors(apart).keys()
+    write_tensors(apart, split)
+    for base, output in ((stacked, "one"), (apart, "other")):
+        upscale(base=base, method="opt-deus", output=tmp_path / output, options={"identity": "none"}, verify=False)
+    one, other = (read_tensors(tmp_path / output) for output in ("one", "other"))
+    for name, tensor in one.items():
+        module = name.split(".")[-2]
+        joined = torch.cat([other[name.replace(module, part)] for part in parts.get(module, (module,))])
+        assert torch.equal(tensor, joined), name
+
+
+def test_each_of_the_stacked_projections_is_predicted_on_its_own(shared_base, tmp_path):
+    """Change the values of a base: nothing that is predicted of queries and keys may change."""
+    changed = shutil.copytree(shared_base("phi3"), tmp_path / "changed")
+    tensors, name = read_tensors(changed), "model.layers.2.self_attn.qkv_proj.weight"
+    for each in (each for each in tensors if "qkv_proj" in each):
+        tensors[each][48:] *= 2
+    write_tensors(changed, tensors)
+    for base, output in ((shared_base("phi3"), "one"), (changed, "other")):
+        upscale(base=base, method="lesa", output=tmp_path / output, options=OPTIONS["lesa"], verify=False)
+    one, other = (read_tensors(tmp_path / output)[name] for output in ("one", "other"))
+    assert torch.equal(one[:48], other[:48]) and not torch.allclose(one[48:], other[48:])

@@ -1,6 +1,7 @@
 """What bad input gets: status 2, one line that names value, expectation and remedy, and nothing written."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,6 @@ def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor | None])
         write_tensors(base, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     return mutate
-
-
-def truncate(name: str, keep: int) -> Mutation:
-    return lambda base: (base / name).write_bytes((base / name).read_bytes()[:keep])
 
 
 def replace(name: str, text: str) -> Mutation:
@@ -73,24 +70,11 @@ def edit_index(change: Callable[[dict], Any]) -> Mutation:
     return sharded(edit)
 
 
-def nan(tensor: torch.Tensor) -> torch.Tensor:
-    tensor[0] = float("nan")
-    return tensor
-
-
 REQUESTS = [
     (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Expected one of: .*llama-pro, midus-hml"),
     (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, output_projection"),
-    (["--set", "n=8.5"], r"n is 8\.5; expected a whole number"),
     (["--set", "n=many"], "n is 'many'; expected a whole number"),
-    (["--set", "n="], "n is None; expected a whole number"),
-    (["--set", "n=true"], "n is True; expected a whole number"),
-    (["--set", "n"], "--set is 'n'; expected key=value"),
-    (["--set", "=3"], "--set is '=3'; expected key=value"),
-    (["--set", "n=["], r"--set 'n=\[' is not YAML: "),
-    (["--set", "n=4", "--set", "n=5"], "--set n is given twice; expected each key once. Leave one out."),
     (["--set", "query-norm=true", "--set", "query_norm=true"], "--set query_norm is given twice; expected each key once"),
-    (["--set", "n={a: 1, a: 2}"], "has 'a' twice, in lines 1 and 1; expected each key once"),
     (["--seed", "-5"], "seed is -5; expected an integer from 0 to 9223372036854775807"),
     (["--seed", str(2**63)], "seed is 9223372036854775808; expected an integer from 0 to"),
     (["--placement", "0,6"], r"placement is 0,6; .* from 0 to 5, counted in the upscaled model of 4 \+ 2 layers"),
@@ -98,24 +82,17 @@ REQUESTS = [
     (["--num-new-layers", "two"], r"Invalid value for '--num-new-layers': .* See 'upscale --help'"),
     (["--dtype", "fp16"], "dtype is 'fp16'; expected one of: auto, float32, bfloat16, float16"),
     (["--max-shard-size", "big"], "max-shard-size is 'big'; expected a positive size such as 5GB"),
-    (["--bass", "x"], r"No such option: --bass.* See 'upscale --help'"),
-    (["frobnicate"], r"No such command 'frobnicate'.* See 'upscale --help'"),
-    (["--base", ""], "--base is ''; expected a value. Fill it in"),
-    (["--method", ""], "--method is ''; expected a value. Fill it in"),
     (["--base", "/no/such/folder"], "'/no/such/folder' is no folder and no hub id; expected one of them"),
     (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the Hub cannot be reached .or HF_HUB_OFFLINE"),
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--base", __file__], r"test_bad_input\.py' is a file; expected a folder, .* Give the folder of the checkpoint"),
-    (["--output", ""], "--output is ''; expected a value. Fill it in"),
     (["--set", "layers=[1]"], r"It is an option of the command: --placement\."),
     (["--set", "seed=1"], r"It is an option of the command: --seed\."),
-    (["--k", "8"], r"No such option: --k\. See 'upscale --help'\."),
     (["--method", "lora"], "'lora' is unknown. Adapters are trained on the base itself: 'midus train"),
     (["--private"], "private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well."),
     (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),
 ]  # fmt: skip
 
-UNSUPPORTED = (torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
 BASES: dict[str, tuple[Mutation, str]] = {
     "no config": (remove("config.json"), "has no config.json; expected a Hugging Face checkpoint folder or a hub id"),
     "a GGUF file in a folder": (
@@ -162,7 +139,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers cannot build the model .*rms_norm_eps.* Repair"),
-    "unknown activation": (config(hidden_act="gelo"), r"transformers cannot build the model .*\(KeyError: 'gelo'\). Repair"),
     "scale not a number": (
         another("gemma3", query_pre_attn_scalar=-16),
         "transformers cannot run .*TypeError: .*complex.*Repair",
@@ -173,28 +149,29 @@ BASES: dict[str, tuple[Mutation, str]] = {
         lambda base: (base / "model.safetensors").rename(base / "pytorch_model.bin"),
         r"holds pytorch_model\.bin; expected model\.safetensors .*AutoModelForCausalLM\.from_pretrained\('.*'\)\.save_pretrained",
     ),
-    "cut weights": (truncate("model.safetensors", -1), "is not a sound safetensors file: .*it may be truncated. Download or save it"),
+    "cut weights": (
+        lambda base: os.truncate(base / "model.safetensors", (base / "model.safetensors").stat().st_size - 1),
+        "is not a sound safetensors file: .*it may be truncated. Download or save it",
+    ),
     "missing tensor": (
         set_tensor("model.layers.2.mlp.up_proj.weight", lambda _: None),
         "the base lacks 1 tensors that its config asks for, model.layers.2.mlp.up_proj.weight. Download or save it",
-    ),
-    "wrong shape": (
-        set_tensor("model.norm.weight", lambda tensor: tensor[:-1]),
-        r"model.norm.weight is \[31\] in the base; expected \[32\] by its config",
     ),
     **{
         f"weights in {stored}": (
             set_tensor("model.norm.weight", lambda tensor, dtype=dtype: tensor.to(dtype)),
             f"model.norm.weight .*is stored as {stored}; expected float32, float16 or bfloat16 weights.*Start from the unquantised",
         )
-        for stored, dtype in zip(("I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64"), UNSUPPORTED, strict=True)
+        for stored, dtype in (("I64", torch.int64), ("F8_E5M2", torch.float8_e5m2))
     },
     "a reward model": (
         lambda base: write_tensors(base, {**read_tensors(base), "score.weight": torch.ones(1, 32)}),
         "the checkpoint has score.weight, the head of a classifier, .*; expected a language model. Upscale the language model, and",
     ),
-    "NaN": (set_tensor("model.norm.weight", nan), "model.norm.weight holds NaN or infinite values; .* Repair the base, or pass"),
-    "index not JSON": (sharded(replace("model.safetensors.index.json", "{")), "index.json is not a shard index .JSONDecodeError"),
+    "NaN": (
+        set_tensor("model.norm.weight", lambda tensor: tensor.index_fill(0, torch.tensor([0]), float("nan"))),
+        "model.norm.weight holds NaN or infinite values; .* Repair the base, or pass",
+    ),
     "index without map": (sharded(replace("model.safetensors.index.json", "{}")), "index.json is not a shard index .KeyError"),
     "index of noise": (
         sharded(lambda base: (base / "model.safetensors.index.json").write_bytes(b"\x9c" * 3000)),
@@ -251,39 +228,37 @@ def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_p
         refused(command(verb, tmp_path, *words), "has no config.json", [])
 
 
+def only_config(base: Path, folder: Path, **changes: Any) -> None:
+    edit_config(shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors")), **changes)
+
+
 @pytest.mark.parametrize(
     ("method", "options", "changes", "message"),
     [
         ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, r"hidden_size / num_attention_heads is 5; expected an even"),
         ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
         ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
-        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
         (
             "midus-hml",
             ["inner_residual=true"],
             {"head_dim": 16},
             "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
         ),
-        ("midus-hml", [], {"head_dim": 5}, "RoPE requires an even rotary dimension, but got `head_dim`=5"),
-        ("midus-linear", ["n=8"], {}, "method midus-linear has no option 'n'. Expected one of: k, query_norm, .*slots"),
     ],
 )  # fmt: skip
 def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
     command, base, tmp_path, method, options, changes, message, refused
 ):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path / "base", **changes)
+    only_config(base, tmp_path / "base", **changes)
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
     refused(outcome, message, ["base"])
 
 
 def test_widths_that_one_memory_cannot_take_another_may(command, base, tmp_path):
-    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
-    edit_config(tmp_path, hidden_size=20, head_dim=8)
+    only_config(base, tmp_path / "base", hidden_size=20, head_dim=8)
     for method in ("midus-linear", "midus-hml"):
-        assert command("--base", tmp_path, "--method", method, "--dry-run").status == 0
+        assert command("--base", tmp_path / "base", "--method", method, "--dry-run").status == 0
 
 
 def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):

@@ -64,25 +64,53 @@ def test_a_single_file_goes_before_an_index_as_in_transformers_and_links_are_rea
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("prefix", "difference"), [("model.", 1), ("", 1), ("model.", 0)])
-def test_a_stored_head_is_counted_as_transformers_loads_it_although_config_ties_it_to_the_embedding(
-    tmp_path, prefix, difference
-):
-    base = save_base(tmp_path / "base", tie_word_embeddings=True, prefix=prefix)
+def store_the_head(base: Path, difference: float | None) -> dict[str, torch.Tensor]:
+    """Store the head of a tied checkpoint too, or alone, as removal of duplicates may; return the tensors as they are then."""
     tensors = read_tensors(base)
-    head = tensors[f"{prefix}embed_tokens.weight"].clone()
-    head[-1, -1] += difference  # what differs comes last
-    write_tensors(base, {**tensors, "lm_head.weight": head})
-    report = with_memory(base, tmp_path / "out")
-    total = sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
-    assert torch.equal(read_tensors(tmp_path / "out")["lm_head.weight"], head)
-    assert torch.equal(load(tmp_path / "out").lm_head.weight, head)
-    assert report.parameters.base == sum(parameter.numel() for parameter in load(base).parameters())
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    head = tensors[embedding].clone() if difference is not None else tensors.pop(embedding)
+    head[-1, -1] += difference or 0  # what differs comes last
+    tensors["language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"] = head
+    write_tensors(base, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("base_of", "method", "difference"),
+    [
+        ("model.", "midus-hml", 1),
+        ("", "midus-hml", 1),
+        ("model.", "midus-hml", 0),
+        ("model.", "midus-hml", None),
+        ("", "llama-pro", None),
+        ("granite", "llama-pro", None),
+    ],
+)
+def test_a_tied_head_that_is_stored_is_counted_as_transformers_loads_it_and_alone_it_is_the_embedding_too(
+    tmp_path, base_of, method, difference
+):
+    base = tmp_path / "base"
+    if base_of == "granite":
+        tiny_type("granite", tie_word_embeddings=True, vocab_size=128).save_pretrained(base)
+    else:
+        save_base(base, tie_word_embeddings=True, prefix=base_of)
+    expected = logits(base)
+    head = store_the_head(base, difference)["lm_head.weight"]
+    assert torch.equal(logits(base), expected) == (difference != 1)
+    options = SMALL_MEMORY if method == "midus-hml" else {}
+    report = with_memory(base, tmp_path / "out", method=method, options=options)
+    assert report.identity.max_abs_diff == 0 and torch.equal(logits(tmp_path / "out"), logits(base))
+    made, total = read_tensors(tmp_path / "out"), sum(tensor.numel() for tensor in load(tmp_path / "out").parameters())
+    assert torch.equal(made["lm_head.weight"], head) and torch.equal(load(tmp_path / "out").lm_head.weight, head)
+    assert any("embed_tokens" in name for name in made) == (difference is not None)
+    assert report.parameters.base == sum(tensor.numel() for tensor in load(base).parameters())
     assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"] == total
     assert f"{total:,}" in (tmp_path / "out" / "README.md").read_text()
-    stripped = strip(tmp_path / "out", tmp_path / "stripped")
-    assert stripped["base_confirmed"] is True and torch.equal(load(tmp_path / "stripped").lm_head.weight, head)
-    write_tensors(tmp_path / "out", {**read_tensors(tmp_path / "out"), "lm_head.weight": head + 1})
+    with_memory(tmp_path / "out", tmp_path / "again", method="llama-pro", options={}, placement=[1])
+    assert strip(tmp_path / "again", tmp_path / "once")["base_confirmed"] is True
+    assert strip(tmp_path / "once", tmp_path / "stripped")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "stripped", base)
+    write_tensors(tmp_path / "out", {**made, "lm_head.weight": head + 1})
     assert strip(tmp_path / "out", tmp_path / "trained")["differing_tensors"] == 1
 
 
@@ -124,49 +152,15 @@ def test_the_seed_decides_what_memories_start_as_and_nothing_else(base, tmp_path
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
 
 
-def store_the_head_alone(base: Path) -> None:
-    """Leave the head of a tied checkpoint, and not the embedding, as removal of duplicates may."""
-    tensors = read_tensors(base)
-    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
-    head = "language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"
-    write_tensors(base, {head if name == embedding else name: tensor for name, tensor in tensors.items()})
-
-
-@pytest.mark.parametrize(
-    ("family", "prefix", "method"),
-    [("llama", "model.", "midus-hml"), ("llama", "", "llama-pro"), ("granite", "model.", "llama-pro")],
-)
-def test_a_tied_head_that_is_stored_alone_is_the_embedding_too(tmp_path, family, prefix, method):
-    base = tmp_path / "base"
-    if family == "granite":
-        tiny_type(family, tie_word_embeddings=True, vocab_size=128).save_pretrained(base)
-    else:
-        save_base(base, family, tie_word_embeddings=True, prefix=prefix)
-    expected = logits(base)
-    store_the_head_alone(base)
-    assert torch.equal(logits(base), expected)
-    options = SMALL_MEMORY if method == "midus-hml" else {}
-    report = with_memory(base, tmp_path / "out", method=method, options=options)
-    assert report.identity.max_abs_diff == 0 and torch.equal(logits(tmp_path / "out"), expected)
-    held = [name for name in read_tensors(tmp_path / "out") if "layers" not in name]
-    assert sorted(held) == ["lm_head.weight", f"{prefix}norm.weight"]
-    assert report.parameters.total == sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
-    assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"]
-    with_memory(tmp_path / "out", tmp_path / "again", method="llama-pro", options={}, placement=[1])
-    assert strip(tmp_path / "again", tmp_path / "once")["base_confirmed"] is True
-    assert strip(tmp_path / "once", tmp_path / "stripped")["base_confirmed"] is True
-    assert same_tensors(tmp_path / "stripped", base)
-
-
 def test_a_composite_model_may_store_its_tied_head_alone_and_a_head_that_is_not_tied_is_no_embedding(tmp_path):
     base = tmp_path / "base"
     composite_model("gemma3", tie_word_embeddings=True).save_pretrained(base)
-    store_the_head_alone(base)
+    store_the_head(base, None)
     with_memory(base, tmp_path / "out", method="llama-pro", options={})
     strip(tmp_path / "out", tmp_path / "stripped")
     assert same_tensors(tmp_path / "stripped", base)
     plain = save_base(tmp_path / "plain", tie_word_embeddings=True)
-    store_the_head_alone(plain)
+    store_the_head(plain, None)
     edit_config(plain, tie_word_embeddings=False)
     with pytest.raises(RequestError, match=r"lacks 1 tensors that its config asks for, model\.embed_tokens\.weight"):
         with_memory(plain, tmp_path / "none")

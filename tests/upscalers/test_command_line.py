@@ -1,94 +1,75 @@
-"""The `upscale` command: options, configuration file, JSON, tables, exit statuses."""
+"""The `upscale` command: options, configuration file, JSON, tables, exit statuses, and dry runs from `config.json` alone."""
 
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from inspect import signature
 from unittest.mock import Mock
 
 import pytest
 import yaml
+from commands.installed import run_alone
 
-from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, save_base
-from upscalers.methods.contract import METHODS
-from upscalers.request.errors import MethodError, VerificationError
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, file_digests, save_base
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from upscalers.methods.contract import METHODS, get_method
+from upscalers.request.errors import MethodError, RequestError
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
+ATTEMPTS = 3  # where both cores are taken, the same work takes a processor twice as long
 
 
 def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_configuration_file(
     command, base, tmp_path
 ):
-    outcome = command(
-        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--placement", "0,2,6", "--set", "n=6",
-        "--set", "k=3", "--seed", 9, "--dtype", "bfloat16", "--max-shard-size", "30KB", "--no-verify", "--json",
-    )  # fmt: skip
+    request = {"method": "midus-hml", "placement": "0,2,6", "seed": 9, "dtype": "bfloat16", "max_shard_size": "30KB"}
+    words = [word for key, value in request.items() for word in (f"--{key.replace('_', '-')}", value)]
+    words += ["--output", tmp_path / "out", "--set", "n=6", "--set", "k=3", "--no-verify", "--json"]
+    outcome = command("--base", base, *words)
     assert (outcome.status, outcome.err) == (0, "")
     report = outcome.json()
     assert (report["new_layer_indices"], report["identity"]["checked"]) == ([0, 2, 6], None)
     assert (report["base"], report["output"]) == (str(base), str(tmp_path / "out"))
-    options = {"n": 6, "k": 3}
-    request = {
-        "method": "midus-hml",
-        "placement": "0,2,6",
-        "dtype": "bfloat16",
-        "max_shard_size": "30KB",
-        "verify": False,
-    }
-    upscale(base=base, output=tmp_path / "same", options=options, seed=9, **request)
-    settings = {**request, "base": str(base), "placement": [0, 2, 6], "options": {"n": 4, "k": 3}, "seed": 1}
-    (tmp_path / "request.yaml").write_text(yaml.safe_dump({**settings, "output": str(tmp_path / "file")}))
+    upscale(base=base, output=tmp_path / "same", options={"n": 6, "k": 3}, verify=False, **request)
+    changed = {"placement": [0, 2, 6], "options": {"n": 4, "k": 3}, "seed": 1, "verify": False}
+    settings = {**request, **changed, "base": str(base), "output": str(tmp_path / "file")}
+    (tmp_path / "request.yaml").write_text(yaml.safe_dump(settings))
     done = command("--config", tmp_path / "request.yaml", "--seed", 9, "--set", "n=6", "--json")
     assert done.json()["new_layer_indices"] == [0, 2, 6]
     assert file_digests(tmp_path / "out") == file_digests(tmp_path / "same") == file_digests(tmp_path / "file")
 
 
-def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_path):
+def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_else(command, base, tmp_path, refused):
     path, usual = tmp_path / "request.yaml", f"base: {base}\nmethod: midus-hml\ndry_run: true\n"
     for placement, indices in (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])):
         path.write_text(f"{usual}placement: {placement}\n")
         assert command("--config", path, "--json").json()["new_layer_indices"] == indices
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read (No such file or directory)"),
-        ("a: [", "is not YAML: while parsing"),
+    for text, message in (
         ("\x80", "is not YAML"),
-        ("- base", "holds a list; expected a mapping of keys to values"),
         ("bsae: x", "has no option 'bsae'. Expected one of: base, method, "),
         ("num_new_layers: many", "num_new_layers is 'many'; expected a whole number"),
         ("verify: maybe", "verify is 'maybe'; expected true or false"),
-        ("base: 5", "base is 5; expected a string"),
         ("options: [n]", "options is ['n']; expected a mapping"),
-    ],
-)
-def test_a_configuration_file_that_makes_no_sense_is_refused(command, base, tmp_path, text, message, refused):
-    path = tmp_path / "request.yaml"
-    if text is not None:
+    ):
         path.write_bytes(text.encode("latin-1"))
-    words = ("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--config", path)
-    refused(command(*words), message, None)
+        words = ("--base", base, "--method", "midus-hml", "--dry-run", "--config", path)
+        refused(command(*words), message, ["request.yaml"])
 
 
-def test_methods_are_listed_with_options_defaults_and_paper(command):
+def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts(command):
     (method,) = [row for row in command("methods", "--json").json() if row["name"] == "midus-hml"]
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
     assert {row["name"]: row["default"] for row in method["options"]} == {**MEMORY_OPTIONS, "n": 64, "k": 4}
     assert (method["identity"], method["trainable"], method["placement"]) == (True, "new", "distributed")
-    tables = {name: command("methods", name) for name in ("midus-hml", "moc", "solar")}
-    assert {table.status for table in tables.values()} == {0}
-    words = ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751")
-    assert all(word in tables["midus-hml"].out for word in words)
-    placed = {
-        name: line.removeprefix(" placement ").strip()
-        for name, table in tables.items()
-        for line in table.out.splitlines()
-        if line.startswith(" placement ")
-    }
-    assert placed == {"midus-hml": "distributed", "moc": "none: it adds no layers", "solar": "its own"}
-
-
-def test_the_list_of_methods_has_a_line_each_that_says_how_the_model_starts(command):
+    shown = command("methods", "midus-hml").out
+    assert all(word in shown for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
+    for name, placed in (("midus-hml", "distributed"), ("moc", "none: it adds no layers"), ("solar", "its own")):
+        assert re.search(rf"^ placement +{placed} *$", command("methods", name).out, re.MULTILINE)
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     assert starts.keys() == METHODS.keys()
@@ -112,22 +93,152 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
-def test_work_that_fails_ends_in_one_line_and_status_1(command, base, tmp_path, monkeypatch):
-    for error, line in (
-        (VerificationError("it lies"), "VerificationError: it lies"),
-        (MethodError("first\nsecond"), "MethodError: first second"),
-    ):
-        monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=error))
-        outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
-        assert (outcome.status, outcome.out, outcome.err) == (1, "", f"upscale: failed: {line}\n")
+def test_work_that_fails_ends_in_one_line_and_status_1(command, base, monkeypatch):
+    monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
+    outcome = command("--base", base, *REQUEST)
+    assert (outcome.status, outcome.out, outcome.err) == (1, "", "upscale: failed: MethodError: first second\n")
 
 
 def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):
-    shown = command("--help")
-    assert shown.status == 0
-    beginning = shown.out.partition("Options:")[0]
+    shown = command("--help").out
+    beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
     assert "upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT" in beginning
     keys = [key for key in signature(upscale).parameters if key not in ("options", "progress")]
     options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
-    assert all(word in shown.out for word in (*options, "methods", "inspect", "strip"))
+    assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
+
+
+def test_the_report_has_exactly_the_promised_keys(command, tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    result = command("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
+    assert (result.status, result.err) == (0, "")
+    report = result.json()
+    assert list(report) == [
+        "method", "base", "output", "model_type", "num_layers", "new_layer_indices", "parameters", "bytes", "identity",
+        "seconds", "peak_rss_bytes",
+    ]  # fmt: skip
+    assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
+    assert (report["method"], report["model_type"], report["output"]) == ("midus-hml", "midus_llama", None)
+    assert report["bytes"] == {"read": 0, "written": 2 * report["parameters"]["total"]}
+    assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()
+
+
+# The model that Mixture of Chapters was trained with.
+TABLE_5 = {
+    **LLAMA_3_2_1B,
+    **{"hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12, "num_key_value_heads": 4},
+    "vocab_size": 49152,
+}
+BASES = {"1B": LLAMA_3_2_1B, "8B": LLAMA_3_1_8B, "table 5": TABLE_5}
+BASE_PARAMETERS = {"1B": 1_235_814_400, "8B": 8_030_261_248, "table 5": 147_874_560}
+
+# A block of a memory: attention with its output projection and norm, query projection, values, gain and bias of the batch norm.
+BLOCK = {
+    "1B": 10_487_808 + 4_194_304 + 8_388_608 + 2 * 32 * 64,
+    "8B": 41_947_136 + 16_777_216 + 16_777_216 + 2 * 32 * 128,
+}
+DENSE = ("llama-pro", "solar", "avg-deus", "lesa", "opt-deus")
+# Method, base, options, new parameters, and billions that MIDUS prints of new ones and of all (tables 1, 4 and 12, but that it has
+# 0.35 for linear memory at 1B); None where it prints nothing.
+COUNTS = [
+    *((method, "1B", {}, 486_572_032, 0.49, 1.72) for method in DENSE),
+    *((method, "8B", {}, 3_489_792_000, 3.49, 11.52) for method in DENSE),
+    ("midus-hml", "1B", {}, 54_542_336, 0.05, 1.29),
+    ("midus-hml", "8B", {}, 423_690_240, 0.42, 8.45),
+    ("midus-pkm", "1B", {}, 8 * (BLOCK["1B"] + 2 * 32 * 64 * 32), 0.19, None),
+    ("midus-pkm", "8B", {}, 16 * (BLOCK["8B"] + 2 * 32 * 64 * 64), 1.21, None),
+    ("midus-linear", "1B", {}, 8 * (BLOCK["1B"] + 32 * 4096 * 64), 0.25, None),
+    ("midus-linear", "8B", {}, 16 * (BLOCK["8B"] + 32 * 4096 * 128), 1.48, None),
+    ("moc", "table 5", {"preset": "paper"}, 223_418_372, None, None),
+    ("hier-ffn", "1B", {"sizes": [768, 256, 16, 0]}, 0, None, None),
+]
+
+
+@pytest.mark.parametrize(("method", "name", "options", "new", "new_printed", "total_printed"), COUNTS)
+def test_a_published_model_gets_as_many_parameters_as_papers_and_documentation_say(
+    method, name, options, new, new_printed, total_printed, tmp_path
+):
+    base, layers = BASE_PARAMETERS[name], BASES[name]["num_hidden_layers"]
+    folder = write_config(tmp_path / "base", BASES[name])
+    report = upscale(base=folder, method=method, options=options, dry_run=True)
+    counts = report.parameters
+    assert (counts.base, counts.new, counts.total) == (base, new, base + new)
+    assert counts.trainable == (base + new if method == "solar" else new + (counts.bank or 0))
+    assert new_printed in (None, round(new / 1e9, 2)) and total_printed in (None, round((base + new) / 1e9, 2))
+    assert (counts.fetched, counts.bank) == ((102_236_160, 14_092_861_440) if method == "hier-ffn" else (None, None))
+    has_buffers = method in ("midus-pkm", "midus-linear")  # the statistics of batch norms
+    assert (report.bytes.written == 2 * counts.total) is not has_buffers, "bfloat16"
+    assert report.num_layers == (3 * layers // 2 if get_method(method).adds_layers else layers)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "n=none"], "n is 'none'"),
+        (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--base", "absent/folder/of/none"], "absent"),
+    ],
+)
+def test_a_request_is_refused_without_torch_and_transformers(arguments, message, tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    words = ["--base", str(folder), "--method", "midus-hml", *arguments, "--dry-run"]
+    result = run_alone("upscale", words, "import json\nprint(json.dumps([*sys.modules]), file=sys.stderr)")
+    *said, imported = result.stderr.splitlines()
+    assert message in " ".join(said)
+    assert "upscalers" in json.loads(imported) and not {"torch", "transformers"} & {*json.loads(imported)}
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+
+
+def seconds_of(process: Callable[[], subprocess.CompletedProcess]) -> float:
+    """Seconds of a processor that a run took; what else the machine does is not counted."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert process().returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+STARTED_BY_A_LARGE_PROCESS = """
+import subprocess, sys
+held = bytearray(b"x") * 1_500_000_000
+code = "from upscalers.runs.upscale import _peak_rss_bytes; print(_peak_rss_bytes())"
+subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_peak_memory_is_that_of_the_process_itself_whoever_started_it():
+    done = run(STARTED_BY_A_LARGE_PROCESS)
+    assert done.returncode == 0, done.stderr
+    assert 10_000_000 < int(done.stdout) < 1_000_000_000
+
+
+def test_a_dry_run_takes_about_as_long_as_importing_the_models_of_transformers(tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
+    words = ["--base", str(folder), "--method", "midus-hml", "--dry-run"]
+    limits = (1.5 * seconds_of(lambda: run("import midus_hf.models")) for _ in range(ATTEMPTS))
+    assert any(seconds_of(lambda: run_alone("upscale", words)) < limit for limit in limits)
+
+
+def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
+    whole = save_base(tmp_path / "whole", max_shard_size="30KB")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        shutil.copy(whole / name, bare)
+    plans = [upscale(base=base, method="midus-hml", num_new_layers=2, dry_run=True) for base in (whole, bare)]
+    assert plans[0].parameters == plans[1].parameters
+    assert plans[0].bytes.written == plans[1].bytes.written
+
+
+def test_the_python_call_refuses_what_the_command_line_would(base):
+    for changes, message in (
+        ({"num_new_layers": "2"}, "num-new-layers is '2'; expected an integer"),
+        ({"seed": 1.5}, "seed is 1.5; expected an integer"),
+        ({"placement": []}, "placement '' is unknown"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            upscale(base=base, method="midus-hml", dry_run=True, **changes)

@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from pairs import by_default, taking_turns
-from tiny import NATIVE_FAMILIES, NUM_LAYERS, WINDOW, prompt
+from tiny import NATIVE_FAMILIES, NUM_LAYERS, prompt
 
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
@@ -28,9 +28,8 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from tests.upscalers.dense.requests import REQUESTS
-from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, arguments_of, memory_ids, trained
+from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
 from upscalers.methods import memory_methods
-from upscalers.record.report import UpscaleReport
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -40,21 +39,6 @@ from upscalers.tensors.recipes import Fill
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXACT, OTHERWISE = "Before any training it computes exactly", "before that it is not promised to compute"
 FAMILY_OF = dict(taking_turns(KINDS, NATIVE_FAMILIES))
-
-
-@dataclass(frozen=True)
-class Made:
-    """A base, what a method made of it, and the report of that; nobody may change them."""
-
-    kind: str
-    base: Path
-    output: Path
-    report: UpscaleReport
-
-    @property
-    def config(self) -> dict:
-        """The raw config of the output."""
-        return config_of(self.output)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +60,6 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def made(kind, family, make) -> Made:
-    """Return one case."""
     return make(kind, family)
 
 
@@ -102,11 +85,10 @@ of_all_tensors = each_of(
 
 def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
     """Return the dtype of a model, and what it generates with its cache after a prompt longer than the window."""
-    model, tokens = load(folder), prompt()
-    assert tokens.shape[1] > WINDOW
-    text = model.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, **memory_ids(model))
-    assert text.shape[1] == tokens.shape[1] + 6
-    return model.dtype, text
+    model = load(folder)
+    return model.dtype, model.generate(
+        prompt(), max_new_tokens=6, min_new_tokens=6, do_sample=False, **memory_ids(model)
+    )
 
 
 def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
@@ -160,8 +142,7 @@ def test_config_record_and_inspect_say_what_was_made(made):
         assert own == before and entry["trainable"] == ("all" if made.kind == "solar" else "new")
         assert not list(made.output.glob("*.py"))
         assert "trust_remote_code" not in (made.output / "README.md").read_text()
-    counts = report.parameters
-    assert (inspected["parameters"]["total"], inspected["parameters"]["new"]) == (counts.total, counts.new)
+    assert {key: inspected["parameters"][key] for key in ("total", "new")}.items() <= asdict(report.parameters).items()
     assert [row["index"] for row in inspected["layers"] if row["new"]] == report.new_layer_indices
     assert (inspected["method"], inspected["base"]) == (report.method, made.base.name)
     assert all(inspected["options"][key] == value for key, value in KINDS[made.kind].get("options", {}).items())
@@ -235,14 +216,9 @@ STACKS = [
     *zip(SECOND, SECOND[4:] + SECOND[:4], strict=True),
     *(("hier-lora-ffn", "hier-lora-ffn"), ("solar", "llama-pro"), ("solar", "moc"), ("midus-hml", "solar")),
 ]
-MORE_STACKS = [
-    *((name, name) for name in ("midus-hml", "moc", "hier-kv", "llama-pro", "solar")),
-    *(("hier-lora-qk", "llama-pro"), ("hier-lora-vo", "moc"), ("llama-pro", "solar")),
-    *(("llama-pro", f"hier-lora-{kind}") for kind in ("vo", "ffn")),
-]
 
 
-@pytest.mark.parametrize(("first", "second"), by_default(STACKS, STACKS + MORE_STACKS))
+@pytest.mark.parametrize(("first", "second"), STACKS)
 def test_what_was_trained_keeps_acting_below_another_method_and_comes_back(first, second, make, tmp_path):
     made = make(first, FAMILY_OF[first])
     once = trained(made.output, tmp_path / "once")

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
-from pairs import by_default, in_turn
+from pairs import in_turn
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits, save_base
-from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.upscale import upscale
 from upscalers.tensors import writer
@@ -40,7 +39,6 @@ def die() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_bases(tmp_path_factory):
-    """Two bases, and what upscaling gives for each."""
     folder, results = tmp_path_factory.mktemp("tiny"), []
     for seed in (0, 1):
         base = save_base(folder / f"base-{seed}", eos_token_id=seed)
@@ -50,10 +48,7 @@ def tiny_bases(tmp_path_factory):
     return results
 
 
-FILES = ["model-00002-of-", "config.json", "modeling_midus.py", "README.md", "upscale.json"]
-
-
-@pytest.mark.parametrize("file", by_default(["model-00002-of-", "upscale.json"], FILES))
+@pytest.mark.parametrize("file", ["model-00002-of-", "upscale.json"])
 def test_killed_while_it_writes_a_run_leaves_nothing_that_the_next_one_minds(tiny_bases, tmp_path, file):
     base, output = tiny_bases[0][0], tmp_path / "out"
 
@@ -91,10 +86,6 @@ def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none
     killed(work)
     assert output.exists() == (step == 0)
     assert file_digests(output if step == 0 else tmp_path / ".out.midus-replaced") == old
-    if step == 0:
-        with pytest.raises(RequestError, match="pass --overwrite"):
-            upscaled(second, output)
-        assert file_digests(output) == old
     upscaled(second, output, overwrite=True)
     assert file_digests(output) == new
     assert os.listdir(tmp_path) == ["out"]
@@ -131,21 +122,16 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_removes(tiny_bas
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_command_that_is_interrupted_or_terminated_cleans_up_itself(
-    tiny_bases, tmp_path, command, monkeypatch, number, status
-):
-    base, output = tiny_bases[0][0], tmp_path / "out"
+def test_a_command_that_is_terminated_cleans_up_itself(tiny_bases, tmp_path, command, monkeypatch):
     seen = []
 
     def stop(*_):
         seen.extend(os.listdir(tmp_path))
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(CheckpointFolder, "_commit", stop)
-    done = command("--base", base, "--method", "solar", "--output", output, "--no-verify")
-    assert done.status == status and done.err.count("\n") == 1
-    assert seen == [".out.midus-partial"] and os.listdir(tmp_path) == []
+    done = command("--base", tiny_bases[0][0], "--method", "solar", "--output", tmp_path / "out", "--no-verify")
+    assert (done.status, seen, os.listdir(tmp_path)) == (143, [".out.midus-partial"], [])
 
 
 def test_a_base_that_shrinks_while_it_is_read_fails_and_leaves_nothing(tmp_path, monkeypatch):

@@ -1,23 +1,33 @@
-"""What single memory methods have of their own: layers, donors, remarks; `test_every_method` has what all share."""
+"""What single memory methods have of their own: layers, donors, remarks, banks of blocks; `test_every_method` has what all share."""
+
+import shutil
 
 import pytest
 import torch
+from models.hierarchical_models import IDS, OTHER_IDS
+from tiny import prompt
 
+from midus_hf.cli import edit
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,
     edit_config,
+    file_digests,
+    layer,
     load,
     logits,
     read_tensors,
     record_of,
     same_bits,
+    same_tensors,
     save_base,
     unverified,
     with_memory,
 )
 from tests.upscalers.dense.requests import tiny_config, upscaled_config
-from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, trained
+from tests.upscalers.hub_server import Repository, files_of
+from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, trained
 from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 
@@ -25,13 +35,12 @@ from upscalers.runs.upscale import upscale
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        *((quarter, [2, 6, 10, 14]) for quarter in (None, 0.25, 4)),
-        *((one, [8]) for one in (0.01, 1)),
+        *((quarter, [2, 6, 10, 14]) for quarter in (None, 4)),
+        (0.01, [8]),
         (2, [4, 12]),
         ([0, 5, 15], [0, 5, 15]),
         ("all", list(range(16))),
         ("early:3", [0, 1, 2]),
-        ("middle:4", [6, 7, 8, 9]),
         ("middle:3", [6, 7, 8]),
         ("late:3", [13, 14, 15]),
     ],
@@ -41,7 +50,6 @@ def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected
     config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options=options)
     (entry,) = config["memory"]
     assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
-    assert {key: entry[key] for key in SMALL_CHAPTERS} == SMALL_CHAPTERS
 
 
 def test_every_layer_but_inserted_blocks_reads_the_depth_or_skips_to_another(base, command, tmp_path):
@@ -76,18 +84,18 @@ def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_nee
     base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
     upscale(base=base, output=tmp_path / "out", placement="1,5", **KINDS[kind])
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
-    projects, norm = kind != "midus-hml", family.startswith("gemma") and kind != "midus-hml"
-    wanted = {"self_attn.q_proj.weight", "input_layernorm.weight"}
-    wanted |= {"self_attn.o_proj.weight"} if projects else set()
-    wanted |= {"self_attn.o_proj.bias"} if projects and family != "qwen2" else set()
-    wanted |= {"post_attention_layernorm.weight"} if norm else set()
+    projects = kind != "midus-hml"
+    wanted = {
+        "self_attn.q_proj.weight": True,
+        "input_layernorm.weight": True,
+        "self_attn.o_proj.weight": projects,
+        "self_attn.o_proj.bias": projects and family != "qwen2",
+        "post_attention_layernorm.weight": projects and family.startswith("gemma"),
+    }
     for index, donor in ((1, 1), (5, 3)):
-        names = [name for name in new if name.startswith(f"model.layers.{index}.")]
-        copied = {name.removeprefix(f"model.layers.{index}.") for name in names if ".memory." not in name}
-        assert wanted <= copied and any("o_proj" in name for name in copied) == projects
-        assert ("post_attention_layernorm.weight" in copied) == norm
-        for name in copied:
-            assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+        copied, source = {n: t for n, t in layer(new, index).items() if not n.startswith("memory.")}, layer(old, donor)
+        assert {name: name in copied for name in wanted} == wanted
+        assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items())
 
 
 def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
@@ -110,56 +118,38 @@ def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
 def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
     family, shared_base, tmp_path, method
 ):
-    with_memory(
-        shared_base(family), tmp_path / "once", placement="0,3,6", verify=False
-    )  # beside 1, between 2 and 4, beside 5
-    output = tmp_path / "twice"
-    upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
+    once = unverified(shared_base(family), tmp_path / "once", placement="0,3,6")  # beside 1, between 2 and 4, beside 5
+    output = unverified(once, tmp_path / "twice", method=method, options=SMALL[method], placement="0,4,9")
     plan = config_of(output)["upscale"]["plan"]
     assert [plan[index]["sources"] for index in (0, 4, 9)] == [[1], [4], [5]]
-    old, new = read_tensors(tmp_path / "once"), read_tensors(output)
-    for index, donor in ((0, 1), (4, 4), (9, 5)):
-        name = "self_attn.o_proj.weight"
-        assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+    old, new, name = read_tensors(once), read_tensors(output), "model.layers.{}.self_attn.o_proj.weight"
+    assert all(same_bits(new[name.format(i)], old[name.format(donor)]) for i, donor in ((0, 1), (4, 4), (9, 5)))
     assert torch.equal(logits(shared_base(family)), logits(output))
 
 
 def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(shared_base, tmp_path):
-    with_memory(shared_base("gemma3"), tmp_path / "once", placement="0,5", verify=False)
-    once = trained(tmp_path / "once", tmp_path / "trained")
-    with_memory(once, tmp_path / "twice", placement="0,7", verify=False)
-    old, new = read_tensors(once), read_tensors(tmp_path / "twice")
+    once = trained(unverified(shared_base("gemma3"), tmp_path / "once", placement="0,5"), tmp_path / "trained")
+    old, new = read_tensors(once), read_tensors(unverified(once, tmp_path / "twice", placement="0,7"))
     for index, donor in ((0, 0), (7, 5)):
-        prefix = f"model.layers.{index}."
-        copied = [name.removeprefix(prefix) for name in new if name.startswith(prefix) and ".memory." not in name]
+        copied, source = {n: t for n, t in layer(new, index).items() if not n.startswith("memory.")}, layer(old, donor)
         assert copied and not any("o_proj" in name or "mlp" in name for name in copied)
-        for name in copied:
-            assert same_bits(new[prefix + name], old[f"model.layers.{donor}.{name}"])
+        assert all(same_bits(tensor, source[name]) for name, tensor in copied.items())
     assert not new["model.layers.0.memory.value_bank"].any() and new["model.layers.1.memory.value_bank"].any()
 
 
-def test_strip_inspect_and_methods_tell_of_a_memory(command, base, tmp_path):
+def test_strip_and_inspect_tell_of_a_memory(command, base, tmp_path):
     unverified(base, tmp_path / "out", method="moc", options=SMALL_CHAPTERS)
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
     assert "took out memory chapters. Its weights are the base's" in " ".join(stripped.out.split())
     assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())
-    (method,) = command("methods", "moc", "--json").json()
-    defaults = {option["name"]: option["default"] for option in method["options"]}
-    assert (defaults["layers"], defaults["site"], defaults["routing"]) == (0.25, "behind-attention", "chunk")
-    assert method["identity"] is True and "Mixture of Chapters" in method["paper"]["title"]
 
 
 def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_bytes(
-        (unverified(base, tmp_path / "out", placement="0") / "config.json").read_bytes()
-    )
-    edit_config(bare, num_hidden_layers=1)  # that of the block alone
-    with pytest.raises(
-        RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
-    ):
-        upscale(base=bare, method="midus-pkm", placement="0", dry_run=True)
+    edit_config(unverified(base, tmp_path / "out", placement="0"), num_hidden_layers=1)  # that of the block alone
+    (tmp_path / "out" / "model.safetensors").unlink()
+    message = r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
+    with pytest.raises(RequestError, match=message):
+        upscale(base=tmp_path / "out", method="midus-pkm", placement="0", dry_run=True)
 
 
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
@@ -198,8 +188,128 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met_and_a_cau
         assert "depends on later tokens" not in command("inspect", out).out
 
 
-def test_the_concerns_of_every_method_stand_in_the_card(shared_base, tmp_path):
-    upscale(base=shared_base("gemma2"), method="avg-deus", output=tmp_path / "out", placement="1", verify=False)
-    (section,) = (tmp_path / "out" / "README.md").read_text().split(HEADING)[1:]
-    concern = "sliding and full attention, whose rotary embeddings and windows may differ"
-    assert concern in section.partition("\n## ")[0]
+@pytest.mark.parametrize(
+    ("kind", "fetched"),
+    [
+        ("hier-ffn", 3 * 32),
+        ("hier-lora-qk", (32 + 32) + (32 + 16)),  # two of four heads have keys and values
+        ("hier-lora-vo", (32 + 16) + (32 + 32)),
+        ("hier-lora-ffn", 3 * (32 + 48)),
+        ("hier-kv", 2 * 16),
+    ],
+)
+def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it_and_what_is_fetched_is_counted(
+    kind, fetched, tmp_path
+):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    counts = with_memory(base, tmp_path / "out", method=kind, options=SMALL_TREE).parameters
+    assert counts.fetched == 4 * 5 * fetched and counts.bank == 4 * (3 * 3 + 2 * 27) * fetched
+    model = load(tmp_path / "out")
+    bank = model.banks.bank(kind)
+    assert same_tensors(tmp_path / "out", base) and bank.written(1) == [] and bank.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(model(prompt(), memory_ids=OTHER_IDS).logits, logits(base))
+    paths = {path.name: path for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
+    assert paths.keys() == {"bank.json", "level-1.safetensors", "level-3.safetensors"}
+    for level in bank.layout.levels:
+        path = paths[level_file(level)]
+        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        assert path.stat().st_size == header + bank.layout.file_bytes(level, torch.bfloat16.itemsize)
+
+
+def test_the_seed_decides_what_blocks_start_as_and_a_second_memory_of_the_type_starts_otherwise(base, tmp_path):
+    """Two that start alike have equal gradients for ever: the second would learn nothing that the first does not."""
+    blocks = []
+    for number, seed in enumerate((0, 0, 7)):
+        folder = unverified(base, tmp_path / str(number), method="hier-kv", options=SMALL_TREE, seed=seed)
+        blocks.append(load(folder).banks.bank("hier-kv").block(3, 5))
+    assert torch.equal(blocks[0], blocks[1]) and not torch.equal(blocks[0], blocks[2])
+    twice = unverified(tmp_path / "0", tmp_path / "twice", method="hier-kv", options=SMALL_TREE, dtype="bfloat16")
+    first, second = (load(twice).banks.bank(name) for name in ("hier-kv", "hier-kv-2"))
+    assert not torch.equal(first.block(3, 5).bfloat16(), second.block(3, 5))
+    # The dtype of a bank follows the output, and banks that are carried keep theirs.
+    assert (first.dtype, second.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def once(shared_base, tmp_path_factory):
+    """Return a trained model with a bank of blocks; nobody may change it."""
+    folder = tmp_path_factory.mktemp("once")
+    unverified(shared_base(), folder / "new", method="hier-ffn", options=SMALL_TREE)
+    return trained(folder / "new", folder / "once")
+
+
+def test_a_base_whose_bank_is_not_its_own_or_another_tree_is_refused_and_nothing_is_left(
+    once, command, tmp_path, refused
+):
+    words = ("--output", tmp_path / "out", "--no-verify")
+    done = command("--base", once, "--method", "hier-kv", "--set", "branching=4", *words)
+    refused(done, "expected one tree, by whose nodes a text fetches from both.")
+    for damage in ("absent", "flipped"):
+        copy = shutil.copytree(once, tmp_path / "copy" / damage)
+        folder = copy / BANKS_FOLDER / "hier-ffn"
+        if damage == "absent":
+            shutil.rmtree(folder)
+        else:
+            path = folder / "level-3.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+        for method in (("llama-pro",), ("hier-kv", "--set", "branching=3", "--set", "sizes=[1,0,0]")):
+            refused(command("--base", copy, "--method", *method, *words), str(folder), ["copy"])
+
+
+def test_a_base_on_the_hub_has_its_bank(hub, once, command, tmp_path):
+    hub.repositories["org/base"] = Repository(files=files_of(once))
+    done = command("--base", "org/base", "--method", "llama-pro", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    expected = logits(once, memory_ids=IDS)
+    assert torch.equal(logits(tmp_path / "out", memory_ids=IDS), expected)
+    assert command("inspect", "org/base").status == 0
+    hub.repositories["org/model"] = Repository(files=files_of(tmp_path / "out"))
+    done = command("strip", "org/model", "--output", tmp_path / "stripped")
+    assert done.status == 0, done.err
+    assert torch.equal(logits(tmp_path / "stripped", memory_ids=IDS), expected)
+
+
+@pytest.fixture
+def leave_free(monkeypatch):
+    def leave(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - free, free))
+
+    return leave
+
+
+def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, leave_free):
+    unverified(base, tmp_path / "new", method="hier-ffn", options={"sizes": [1024]})
+    once = trained(tmp_path / "new", tmp_path / "once")
+    unverified(once, tmp_path / "twice", method="llama-pro", options={})
+    requests = (
+        ("out", 64_000_000, ("--base", once, "--method", "llama-pro", "--no-verify")),
+        ("stripped", 0, ("strip", tmp_path / "twice")),
+    )
+    for name, spare, words in requests:
+        for free, status in ((spare + 1_000_000, 2), (spare + 40_000_000, 0)):
+            leave_free(free)
+            done = command(*words, "--output", tmp_path / name)
+            assert done.status == status, done.err
+            assert status == 0 or "GB free. Make room or" in done.err
+
+
+def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):
+    unverified(once, tmp_path / "twice", method="moc", options={})
+    words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
+    done = in_process(edit.main, *words)
+    assert done.status == 0, done.err
+    banks = [file_digests(folder / BANKS_FOLDER) for folder in (tmp_path / "edited", once)]
+    assert banks[0] == banks[1] != {}
+    assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))
+
+
+def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, leave_free):
+    leave_free(70_000_000)
+    words = ("--base", base, "--method", "hier-ffn", "--no-verify", "--output")
+    done = command(*words, tmp_path / "large", "--set", "sizes=[4096]")
+    message = (
+        f"the bank of hier-ffn takes 0.11 GB once all of its blocks are trained, but {tmp_path} has 0.07 GB free;"
+    )
+    assert done.status == 0 and f"upscale: warning: {message}" in done.err
+    assert command(*words, tmp_path / "small", "--set", "sizes=[64]").err == ""

@@ -1,20 +1,27 @@
-"""Bases in FP8 with a scale per block or weight: copies stay as they are, and transformers loads base and result to the same bits."""
+"""Bases in FP8 and MXFP4: copies stay as they are stored, and transformers loads base and result to the same bits."""
 
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from pairs import by_default
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizers_utils import should_convert_module
 
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import (
+    SMALL,
     config_of,
     edit_config,
     logits,
+    long_prompt,
     read_tensors,
     record_of,
     same_bits,
@@ -24,13 +31,15 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
+from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 BLOCK = 16
 OPTIONS = {
-    "midus-hml": {"n": 8, "k": 2},
-    "midus-linear": {"slots": 16, "k": 2},
+    "midus-hml": SMALL["midus-hml"],
+    "midus-linear": SMALL["midus-linear"],
     "moc": SMALL_CHAPTERS,
     "ultramem-v2": SMALL_TABLES,
     "moda": {},
@@ -39,9 +48,8 @@ OPTIONS = {
     "avg-deus": {},
     "opt-deus": {},
 }
-METHODS = ["midus-hml", "moc", "llama-pro", "solar", "avg-deus"]
-FAMILIES = ["llama", "qwen3", "gemma2"]
 KEPT = ("model.layers.2.mlp.down_proj", "self_attn.o_proj")
+KEPT_BESIDE_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 def save_scaled(
@@ -70,10 +78,35 @@ def save_scaled(
     return folder
 
 
+def save_packed(folder: Path) -> Path:
+    """A tiny gpt-oss with random experts in MXFP4."""
+    draw = torch.Generator().manual_seed(1)
+    tiny_model("gpt_oss", intermediate_size=64).to(torch.bfloat16).save_pretrained(folder)
+    tensors = {}
+    for name, weight in read_tensors(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            tensors[name + "_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
+            tensors[name + "_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=draw)
+        else:
+            tensors[name] = weight
+    write_tensors(folder, tensors)
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": KEPT_BESIDE_EXPERTS})
+    return folder
+
+
+BASES: dict[str, Callable[[Path], Path]] = {
+    **{family: lambda folder, family=family: save_scaled(folder, family) for family in ("llama", "qwen3", "gemma2")},
+    "partly": lambda folder: save_scaled(folder, kept=KEPT),
+    "gpt_oss": save_packed,
+}
+
+
 @pytest.fixture(scope="module")
-def partly(tmp_path_factory) -> Path:
-    """A base some of whose modules are not quantised; nobody may change it."""
-    return save_scaled(tmp_path_factory.mktemp("partly") / "base", kept=KEPT)
+def quantised(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a base of `BASES`, saved once; nobody may change it."""
+    return cache(lambda name: BASES[name](tmp_path_factory.mktemp(name) / "base"))
 
 
 def block_scales(weight: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
@@ -85,7 +118,6 @@ def block_scales(weight: torch.Tensor, block: tuple[int, int] | None) -> torch.T
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> torch.Tensor:
-    """The scale of each element."""
     if block is None:
         return scales.expand(shape)
     by_row = scales.repeat_interleave(block[0], 0)[: shape[0]]
@@ -97,43 +129,51 @@ def product(tensors: dict[str, torch.Tensor], name: str, block: tuple[int, int] 
     return tensors[name].float() * spread(tensors[name + "_scale_inv"], tensors[name].shape, block)
 
 
-@pytest.mark.parametrize(
-    ("method", "family"),
-    by_default(
-        [*((method, "llama") for method in METHODS), ("midus-hml", "gemma2")], itertools.product(OPTIONS, FAMILIES)
-    ),
-)
-def test_the_result_computes_what_transformers_computes_with_the_base(tmp_path, method, family):
-    base = save_scaled(tmp_path / "base", family)
-    report = upscale(base=base, method=method, options=OPTIONS[method], output=tmp_path / "out")
-    assert report.identity.checked == "logits"
-    expected, made = logits(base), logits(tmp_path / "out")
-    if report.promises_identity:
-        assert report.identity.max_abs_diff == 0.0 and torch.equal(made, expected)
-    else:
-        assert report.identity.max_abs_diff > 0 and not torch.equal(made, expected)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert all(parameter.dtype == torch.bfloat16 for parameter in loaded.parameters())
+OF_EXPERTS = ("midus-hml", "moc", "ultramem-v2", "llama-pro")
+# By default each kind of method on a base in FP8, and one that inserts, copies or adds on the others.
+IN_TURN = [
+    *((method, "llama") for method in ("midus-hml", "moc", "llama-pro", "solar", "avg-deus")),
+    ("midus-hml", "gemma2"),
+    *((method, "partly") for method in ("midus-hml", "moc", "llama-pro")),
+    *((method, "gpt_oss") for method in ("midus-hml", "llama-pro", "ultramem-v2")),
+]
+ALL = [pair for pair in itertools.product(OPTIONS, BASES) if pair[1] != "gpt_oss" or pair[0] in OF_EXPERTS]
 
+
+@pytest.mark.parametrize(("method", "name"), by_default(IN_TURN, ALL))
+def test_the_result_computes_what_transformers_computes_with_the_base_and_is_stripped(
+    quantised, tmp_path, method, name
+):
+    base = quantised(name)
+    report = upscale(base=base, method=method, options=OPTIONS[method], output=tmp_path / "out")
+    expected, made = (logits(folder, input_ids=long_prompt()) for folder in (base, tmp_path / "out"))
+    assert report.identity.checked == "logits"
+    assert (report.identity.max_abs_diff == 0.0) == torch.equal(made, expected) == report.promises_identity
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert report.parameters.total == sum(parameter.numel() for parameter in model.parameters())
     stored, kept = read_tensors(tmp_path / "out"), read_tensors(base)
-    scaled = [name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn]
-    assert {name + "_scale_inv" for name in scaled} == {name for name in stored if name.endswith("_scale_inv")}
     held = {tensor.view(torch.uint8).numpy().tobytes() for tensor in stored.values()}
     assert all(tensor.view(torch.uint8).numpy().tobytes() in held for tensor in kept.values())  # byte for byte
-
-
-@pytest.mark.parametrize(
-    "method",
-    by_default(["midus-hml", "moc", "llama-pro"], sorted({*OPTIONS} - {"solar", "ultramem-v2"})),
-)
-def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(partly, tmp_path, method):
-    upscale(base=partly, method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
+    # A machine with kernels for the format replaces the modules that are stored in it.
+    quantization = config_of(tmp_path / "out")["quantization_config"]
+    kind, sign = (GptOssExperts, "_blocks") if name == "gpt_oss" else (nn.Linear, "_scale_inv")
+    modules = [path for path, module in model.named_modules() if isinstance(module, kind) and path != "lm_head"]
+    replaced = {path for path in modules if should_convert_module(path, quantization.get("modules_to_not_convert"))}
+    assert replaced == {each.rpartition(".")[0] for each in stored if each.endswith(sign)} != set()
+    assert name != "gpt_oss" or quantization["modules_to_not_convert"][:4] == KEPT_BESIDE_EXPERTS
+    assert name != "partly" or "lm_head" in quantization["modules_to_not_convert"]
     strip(tmp_path / "out", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", partly)
-    assert config_of(tmp_path / "stripped") == config_of(partly)
-    assert len(record_of(tmp_path / "out")["base"]["tensor_sha256"]) == len(read_tensors(partly))
-    second = {"method": "ultramem-v2", "options": OPTIONS["ultramem-v2"]}
+    assert same_tensors(tmp_path / "stripped", base) and config_of(tmp_path / "stripped") == config_of(base)
+    digests = record_of(tmp_path / "out")["base"]["tensor_sha256"]
+    assert digests.keys() == {each.removeprefix("model.") for each in kept}
+
+
+@pytest.mark.parametrize("method", by_default(["moc", "llama-pro"], sorted({*OPTIONS} - {"solar", "ultramem-v2"})))
+def test_a_second_upscaling_stacks(quantised, tmp_path, method):
+    upscale(base=quantised("partly"), method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
+    second = {"method": "ultramem-v2", "options": SMALL_TABLES}
     again = upscale(base=tmp_path / "out", output=tmp_path / "again", **second)
     assert again.identity.max_abs_diff == 0.0
     assert torch.equal(logits(tmp_path / "again"), logits(tmp_path / "out"))
@@ -141,18 +181,27 @@ def test_stripping_gives_the_quantised_base_back_and_a_second_upscaling_stacks(p
     assert same_tensors(tmp_path / "back", tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", by_default(["midus-hml", "llama-pro"], OPTIONS))
-def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(partly, tmp_path, method):
-    upscale(base=partly, method=method, options=OPTIONS[method], output=tmp_path / "out", verify=False)
-    quantization = config_of(tmp_path / "out")["quantization_config"]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
-    fp8 = FineGrainedFP8Config(**{key: value for key, value in quantization.items() if key != "quant_method"})
-    model = replace_with_fp8_linear(model, quantization["modules_to_not_convert"], fp8, pre_quantized=True)
-    replaced = {name for name, module in model.named_modules() if isinstance(module, FP8Linear)}
-    stored = read_tensors(tmp_path / "out")
-    in_fp8 = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
-    assert replaced == in_fp8 and len(in_fp8) >= 4 * 6 - 1
+def test_experts_in_mxfp4_are_read_and_made_into_new_layers_as_transformers_multiplies_them_out(quantised, tmp_path):
+    kept, opened = read_tensors(quantised("gpt_oss")), open_base(quantised("gpt_oss"))
+    assert len(opened.packed) == 8 and not set(opened.unexpected) - opened.parts
+    expected = {
+        name: convert_moe_packed_tensors(kept[name + "_blocks"], kept[name + "_scales"]) for name in opened.packed
+    }
+    assert all(same_bits(read_tensor(opened.tensors[name]), tensor) for name, tensor in expected.items())
+    upscale(base=quantised("gpt_oss"), method="llama-pro", num_new_layers=2, output=tmp_path / "out")
+    stored, name = read_tensors(tmp_path / "out"), "model.layers.{}.mlp.experts.gate_up_proj"
+    for new, source in ((2, 1), (5, 3)):
+        assert same_bits(stored[name.format(new)], expected[name.format(source)])
+
+
+def quantization(**changes) -> Callable[[Path], None]:
+    """Set keys of `quantization_config`; those set to `...` are removed."""
+
+    def edit(base: Path) -> None:
+        values = {**config_of(base)["quantization_config"], **changes}
+        edit_config(base, quantization_config={key: value for key, value in values.items() if value is not ...})
+
+    return edit
 
 
 PARTIAL = (24, 20)  # of [32, 32], [48, 32] and others
@@ -162,7 +211,7 @@ PARTIAL = (24, 20)  # of [32, 32], [48, 32] and others
 def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_path, block):
     base = save_scaled(tmp_path / "base", block=block)
     if block == (128, 128):
-        edit_quantization(base, weight_block_size=...)  # what transformers assumes
+        quantization(weight_block_size=...)(base)  # what transformers assumes
     copied, averaged = tmp_path / "copied", tmp_path / "averaged"
     upscale(base=base, method="llama-pro", num_new_layers=2, output=copied)  # layers 2 and 5 copy layers 1 and 3
     upscale(base=base, method="avg-deus", num_new_layers=1, placement=[3], output=averaged)
@@ -176,25 +225,16 @@ def test_new_layers_are_made_from_the_products_by_the_blocks_of_the_config(tmp_p
         assert torch.equal(logits(copied), logits(base))
 
 
-def test_a_list_of_kept_modules_under_its_other_name_is_followed(partly, tmp_path):
-    base = shutil.copytree(partly, tmp_path / "base")
-    edit_quantization(base, modules_to_not_convert=..., ignored_layers=["lm_head", KEPT[0]])
+def test_a_list_of_kept_modules_under_its_other_name_is_followed(quantised, tmp_path):
+    base = shutil.copytree(quantised("partly"), tmp_path / "base")
+    quantization(modules_to_not_convert=..., ignored_layers=["lm_head", KEPT[0]])(base)
     upscale(base=base, method="llama-pro", placement=[1], output=tmp_path / "out", verify=False)
     followed = config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
     assert followed == ["lm_head", "model.layers.3.mlp.down_proj", "model.layers.1"]
 
 
-def edit_quantization(base: Path, **changes) -> None:
-    """Set keys of `quantization_config`; those set to `...` are removed."""
-    values = {**config_of(base)["quantization_config"], **changes}
-    edit_config(base, quantization_config={key: value for key, value in values.items() if value is not ...})
-
-
-def quantized(**changes):
-    return lambda base: edit_quantization(base, **changes)
-
-
 UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+PACKED = "model.layers.1.mlp.experts.down_proj"
 QUANTISED = "the base is quantised .quantization_config: fp8.; expected float32, float16 or bfloat16 weights, or FP8 with a scale "
 REFUSED = {
     "too many scales": (
@@ -202,16 +242,12 @@ REFUSED = {
         rf"{UP} is \[48, 32\] in F8_E4M3 with scales \[5, 2\]; expected {UP}_scale_inv with scales \[3, 2\], one for each of its "
         "blocks of 16 x 16 .weight_block_size.. Start from the unquantised checkpoint",
     ),
-    "other blocks in the config": (
-        quantized(weight_block_size=[128, 128]),
-        rf"with scales \[2, 3\]; expected {DOWN}_scale_inv with scales \[1, 1\], one for each",
-    ),
     "no scales": (
         lambda base: write_tensors(base, {n: t for n, t in read_tensors(base).items() if n != f"{UP}_scale_inv"}),
         r"up_proj.weight is \[48, 32\] in F8_E4M3 with no scales; expected",
     ),
     "no size of blocks": (
-        quantized(weight_block_size=[128]),
+        quantization(weight_block_size=[128]),
         r"quantization_config has weight_block_size = \[128\]; expected rows and columns, such as \[128, 128\], or null for one "
         "scale per weight. Restore the config.json that the base was published with.",
     ),
@@ -221,28 +257,33 @@ REFUSED = {
         "says what they mean. Start from the unquantised checkpoint.",
     ),
     "scales of blocks for whole tensors": (
-        quantized(weight_block_size=None),
+        quantization(weight_block_size=None),
         rf"with scales \[2, 3\]; expected {DOWN}_scale_inv with one scale. Start from the",
     ),
     "scales of activations": (
-        quantized(activation_scheme="static"),
+        quantization(activation_scheme="static"),
         f"{QUANTISED}per block or weight in one of: llama, .* Start from the unquantised checkpoint",
     ),
-    "scales that are powers of two": (quantized(scale_fmt="ue8m0"), QUANTISED),
-    "a list of what is in FP8": (quantized(modules_to_convert=["mlp"]), QUANTISED),
+    "scales that are powers of two": (quantization(scale_fmt="ue8m0"), QUANTISED),
+    "a list of what is in FP8": (quantization(modules_to_convert=["mlp"]), QUANTISED),
+    "exponents of MXFP4": (
+        lambda base: write_tensors(base, {n: t[:, :-1] if n == f"{PACKED}_scales" else t for n, t in read_tensors(base).items()}),
+        rf"{PACKED}_blocks is \[4, 32, 2, 16\] with scales \[4, 31, 2\]; expected {PACKED}_scales with an exponent for each 16 "
+        "bytes. Start from the unquantised checkpoint",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_forms_of_fp8_are_refused(tmp_path, command, refused, case):
-    base = save_scaled(tmp_path / "base")
+def test_other_forms_are_refused(quantised, tmp_path, command, refused, case):
+    base = shutil.copytree(quantised("gpt_oss" if "MXFP4" in case else "llama"), tmp_path / "base")
     mutate, message = REFUSED[case]
     mutate(base)
     refused(command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out"), message, ["base"])
 
 
-def test_another_dtype_leaves_quantised_weights_and_their_scales(tmp_path):
-    base = save_scaled(tmp_path / "base")
+def test_another_dtype_leaves_quantised_weights_and_their_scales(quantised, tmp_path):
+    base = quantised("llama")
     with_memory(base, tmp_path / "out", dtype="float16", verify=False)
     made, expected = read_tensors(tmp_path / "out"), read_tensors(base)
     name = "model.layers.0.mlp.up_proj.weight"
