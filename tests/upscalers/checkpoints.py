@@ -65,10 +65,12 @@ def unverified(base: Path, output: Path, **request: Any) -> Path:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
+    """Read its `config.json`."""
     return json.loads((folder / "config.json").read_text())
 
 
 def record_of(folder: Path) -> dict[str, Any]:
+    """Read its `upscale.json`."""
     return json.loads((folder / "upscale.json").read_text())
 
 
@@ -78,10 +80,12 @@ def recipe_of(folder: Path) -> str:
 
 
 def tensor_files(folder: Path) -> list[Path]:
+    """Its safetensors files."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by full name."""
     tensors: dict[str, torch.Tensor] = {}
     for path in tensor_files(folder):
         result = load_file(path)
@@ -126,6 +130,7 @@ def edit_config(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def file_digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """A digest of every file."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -134,6 +139,7 @@ def file_digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The model in a folder, in eval mode, by transformers' own way."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
 
 
@@ -143,6 +149,7 @@ def long_prompt() -> torch.Tensor:
 
 
 def logits(folder: Path, dtype: torch.dtype | str = "auto", **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits of the prompt, or of other `inputs` of the forward pass."""
     with torch.no_grad():
         return load(folder, dtype)(**{"input_ids": prompt(), **inputs}).logits
 
@@ -154,5 +161,6 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def same_tensors(left: Path, right: Path) -> bool:
+    """Whether two checkpoints hold the same tensors, byte for byte."""
     first, second = read_tensors(left), read_tensors(right)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

@@ -46,16 +46,21 @@ def base(shared_base) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a command ended."""
+
     status: int
     out: str
     err: str
 
     def json(self) -> Any:
+        """The one object on standard output."""
         return json.loads(self.out)
 
 
 @pytest.fixture
 def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
+    """Run a console command in this process: its `main` and its words."""
+
     def run(main: Callable[[list[str]], int], *words: Any) -> Outcome:
         capsys.readouterr()
         status = main([*map(str, words)])
@@ -67,6 +72,7 @@ def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def command(in_process) -> Callable[..., Outcome]:
+    """Run the `upscale` command in this process."""
     return partial(in_process, cli.main)
 
 

@@ -33,6 +33,7 @@ class Repository:
 
     @property
     def revision(self) -> str:
+        """The commit that the main branch stands at."""
         return _commit(self.files, self.commits)
 
     def at(self, revision: str) -> tuple[str, Files] | None:
@@ -164,4 +165,5 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> Files:
+    """Every file of a folder, by its path within."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

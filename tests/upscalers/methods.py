@@ -89,6 +89,7 @@ RETRIEVING = {
 
 
 def with_options(method: str, **options: Any) -> dict[str, Any]:
+    """Return the request of a method with further options."""
     return {"method": method, "options": {**KINDS[method]["options"], **options}}
 
 
@@ -141,6 +142,7 @@ class Made:
 
     @property
     def config(self) -> dict[str, Any]:
+        """The raw config of the output."""
         return config_of(self.output)
 
 

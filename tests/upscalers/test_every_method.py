@@ -60,6 +60,7 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def made(kind, family, make) -> Made:
+    """Return one case."""
     return make(kind, family)
 
 

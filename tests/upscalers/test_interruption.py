@@ -39,6 +39,7 @@ def die() -> None:
 
 @pytest.fixture(scope="module")
 def tiny_bases(tmp_path_factory):
+    """Two bases, and what upscaling gives for each."""
     folder, results = tmp_path_factory.mktemp("tiny"), []
     for seed in (0, 1):
         base = save_base(folder / f"base-{seed}", eos_token_id=seed)

@@ -63,6 +63,7 @@ def cells(tmp_path_factory):
 
 
 def loaded(folder: Path, acting: bool = False) -> Any:
+    """Load a model, whose memories have values on request."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -118,6 +118,7 @@ def block_scales(weight: torch.Tensor, block: tuple[int, int] | None) -> torch.T
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> torch.Tensor:
+    """The scale of each element."""
     if block is None:
         return scales.expand(shape)
     by_row = scales.repeat_interleave(block[0], 0)[: shape[0]]
