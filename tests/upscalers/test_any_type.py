@@ -72,9 +72,9 @@ PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
 
 # Each method on one type, depth attention where some layers do not rotate queries and keys, a block without the output
-# projection in a family that draws this projection, and memories in the layers that have attention.
+# projection in a family that draws this projection, memories in the layers that have attention, and a config without `use_cache`.
 IN_TURN = [(model_type, method) for method, model_type in taking_turns(MEMORY, PRESENT)] if PRESENT else []
-OTHERS = (("smollm3", "moda"), ("nanochat", "midus-hml"), ("qwen3_5_text", "hier-kv"))
+OTHERS = (("smollm3", "moda"), ("nanochat", "midus-hml"), ("qwen3_5_text", "hier-kv"), ("inkling_text", "moc"))
 IN_TURN += [pair for pair in OTHERS if pair[0] in INFERRED]
 # In orders such that each method takes its types, and a type whose config lists settings of single layers.
 DENSE_IN_TURN = taking_turns(DENSE_PRESENT, DENSE)
@@ -229,6 +229,9 @@ REFUSED = [
     ("cohere", "moc --set chapters=8 --set k=2",
      r"model_type 'cohere' takes no memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
      r".* Pass --set site=behind-layer, or choose one of .*midus-hml"),
+    ("minimax", "moc --set site=behind-layer --set chapters=8 --set k=2 --dry-run",
+     r"minimax takes no cache but its own MiniMaxCache, which has no place for what the memory \S+ keeps of a sequence; expected a "
+     r"method whose memories keep nothing, such as ultramem-v2\)\. Choose one of .*, ultramem-v2 "),
 ]  # fmt: skip
 
 
