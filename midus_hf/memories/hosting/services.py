@@ -1,9 +1,8 @@
 """Services for memories: shared tables, places of tokens, states of sequences, and how projections are initialised."""
 
-import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,12 +100,6 @@ class States(Service):
         if attention in ("vllm", "sglang"):
             own = "a server that runs Transformers' own attention, such as `transformers serve`"
             refuse_one_row(self.stateful, f"attention {attention!r}", own)
-        if self.stateful and (kind := _own_cache(type(model))):
-            name, _ = next(iter(self.stateful))
-            raise ValueError(
-                f"{model.config.model_type} takes no cache but its own {kind}, which has no place for what the memory {name!r} keeps "
-                "of a sequence; expected a method whose memories keep nothing, such as ultramem-v2."
-            )
 
     def of_pass(
         self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
@@ -140,14 +133,6 @@ class States(Service):
         """Refuse continuous batching, whose cache has no place for states."""
         instead = "`generate`, or `transformers serve` without --continuous-batching"
         refuse_one_row(self.stateful, "continuous batching", instead)
-
-
-def _own_cache(model_class: Any) -> str | None:
-    """Return the class of caches that alone a type takes, by its name; the annotation of its forward says so."""
-    of_type = next(each for each in model_class.__mro__ if each.__module__.startswith("transformers."))
-    declared = inspect.signature(of_type.forward).parameters.get(CACHE)
-    kinds = get_args(declared.annotation) if declared else ()
-    return next((kind.__name__ for kind in kinds if DynamicCache in getattr(kind, "__mro__", ())[1:]), None)
 
 
 class WholeSequences(Service):
