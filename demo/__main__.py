@@ -28,7 +28,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 
 OUTPUT = Path("outputs/demo")
-# What the run measures while it trains: text like the corpus, and text that tells what is forgotten.
+# What the run measures before its first step and after its last: text like the corpus, and text that tells what is forgotten.
 TEXTS = {"addresses": "held-out addresses, to be learned", "articles": "encyclopedia articles, to be kept"}
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 MODELS = ("base", "upscaled", "trained")
@@ -71,7 +71,7 @@ def main() -> None:
         f"--corpus={corpus.train}",
         f"--eval_text={json.dumps({name: str(path) for name, path in texts.items()})}",
     ]
-    train += schedule(steps, 2, trained)
+    train += schedule(steps, 1, trained)
     phases.run("training", f"training the new layers for {steps} steps", 7 * steps, *train, makes=trained, steps=steps)
     after = evaluate("after", "the trained model", 30, trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
