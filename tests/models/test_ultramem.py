@@ -1,4 +1,4 @@
-"""Models with UltraMemV2: how they start (tests/config/test_ultramem_statistics.py has appendix B), and what training keeps."""
+"""Models with UltraMemV2: how they start (tests/config/test_ultramem.py has appendix B), and what training keeps."""
 
 import pytest
 import torch

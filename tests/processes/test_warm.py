@@ -18,6 +18,11 @@ def test_a_program_has_its_arguments_folder_environment_and_streams_and_nothing_
     assert (done.returncode, done.stderr) == (3, "an error\n")
 
 
+def test_programs_do_not_see_each_other():
+    program = "import torch; print(hasattr(torch, 'mine')); torch.mine = 1"
+    assert [run_warm(program).stdout for _ in range(2)] == ["False\n"] * 2
+
+
 def test_ranks_meet_and_one_that_fails_fails_all(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -31,6 +31,7 @@ class UnprovenArchitecture(ValueError):
 
 
 _TABLE = {"type": "ultramem", "n": 8, "k": 4}
+# Chunks keep a state of the sequence, which passes with a cache need.
 _CHAPTERS = {"type": "chapters", "chunk_size": 4, "memory_tokens": 32, "chapters": 8, "k": 2}
 _TREE = {"sizes": [3, 0, 2], "branching": 3}
 # For each wiring, the entry of a small memory. Memories at one site are wired alike, but inside a part each type in its own way.
