@@ -39,8 +39,9 @@ class BlockReader(ABC):
         request = (paths, torch.device(device), dtype)
         wants_gradients = torch.is_grad_enabled()
         serves_again = not (self.trains and wants_gradients)
-        if serves_again and self._latest is not None and self._latest[0] == request:
-            return self._latest[1]  # generation fetches the same blocks at every token
+        latest = self._latest  # read once, since another thread may replace it
+        if serves_again and latest is not None and latest[0] == request:
+            return latest[1]  # generation fetches the same blocks at every token
         # A later pass with gradients may reuse this fetch, so its tensors must not be inference tensors. Leaving inference
         # mode turns gradients on; the second context restores the caller's setting.
         with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):

@@ -1,6 +1,7 @@
 """Tensors that memories derive from their parameters alone, cached while the caller promises not to change weights (MIDUS, C.2)."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -35,7 +36,7 @@ def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def decode_cache(model: nn.Module) -> Iterator[None]:
-    """Expand the values of every memory in `model` once, and read the expanded values in all passes inside the context.
+    """Expand the values of every memory in `model` once, for all passes of this thread inside the context.
 
     Expanded values are tensors that a memory derives from its parameters alone: the values of each head, the keys and values of
     chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
@@ -47,8 +48,9 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
 
     Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
     be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
-    closes it before it loads others. Passes with gradients do not use kept tensors, nor do memories whose parameters cannot be
-    read as they are (offloaded, sharded, quantised, or computed from other tensors).
+    closes it before it loads others. Threads that are inside at once share the kept tensors. Passes with gradients do not use
+    kept tensors, nor do memories whose parameters cannot be read as they are (offloaded, sharded, quantised, or computed from
+    other tensors).
 
     Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
     transforming the gathered values, so results agree up to rounding.
@@ -61,26 +63,38 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             cache = _cache_of(module) if isinstance(module, MemoryModule) else None
-            if cache is not None and cache.is_empty:  # else an outer context has filled it
+            if cache is not None and cache.open(module, tables.get(id(module), {})):
                 opened.append(cache)
-                cache.fill(module, tables.get(id(module), {}))
         yield
     finally:
         for cache in opened:
-            cache.clear()
+            cache.close()
+
+
+# Held while kept tensors are made and dropped, which several threads may read.
+_CHANGING = threading.RLock()
 
 
 def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     """Return the cache of a memory, which stays with it, since compiled code would be compiled again for another object."""
-    if memory.decode_cache is None:
-        import_beside(type(memory.options), "decode_cache")
-        make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
-        memory.decode_cache = None if make is None else make(memory)
+    with _CHANGING:
+        if memory.decode_cache is None:
+            import_beside(type(memory.options), "decode_cache")
+            make = next((CACHES[each] for each in type(memory).__mro__ if each in CACHES), None)
+            memory.decode_cache = None if make is None else make(memory)
     return memory.decode_cache
 
 
+class _Kept(threading.local):
+    """What passes of this thread read of a cache: the tensors, their sources, and the dtype of the first source."""
+
+    derived: Any = None
+    sources: tuple[torch.Tensor, ...] = ()
+    stored_dtype: torch.dtype | None = None
+
+
 class DecodeCache:
-    """Tensors derived from parameters of a module, filled and cleared by `decode_cache` alone.
+    """Tensors derived from parameters of a module, made and dropped by `decode_cache` alone.
 
     The tensors are neither copied nor saved with the module.
 
@@ -95,45 +109,69 @@ class DecodeCache:
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
-        self._derived: Any = None
-        self._sources: tuple[torch.Tensor, ...] = ()
-        self._stored_dtype: torch.dtype | None = None
+        self._kept = _Kept()
+        # Tensors and their sources, while any thread reads them, and how many threads do.
+        self._shared: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+        self._num_readers = 0
 
     @property
-    def is_empty(self) -> bool:
-        """True if nothing is kept."""
-        return self._derived is None
+    def is_open(self) -> bool:
+        """True if passes of this thread read kept tensors."""
+        return self._kept.derived is not None
 
-    def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
-        """Derive the tensors, if the parameters of `module` and the tables that it shares can be read as they are."""
+    def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
+        """Let passes of this thread read the tensors; return whether they do from now on.
+
+        They do not if they did before, or if the parameters of `module` and the tables that it shares cannot be read as they are.
+        """
+        if self.is_open:
+            return False
+        with _CHANGING:
+            if self._shared is None:
+                self._shared = self._made(module, tables)
+            if self._shared is None:
+                return False
+            self._num_readers += 1
+            self._kept.derived, self._kept.sources = self._shared
+            self._kept.stored_dtype = self._kept.sources[0].dtype
+        return True
+
+    def close(self) -> None:
+        """Let passes of this thread read the tensors no more, which are dropped if no other thread's do."""
+        self._kept.derived, self._kept.sources = None, ()
+        with _CHANGING:
+            self._num_readers -= 1
+            if self._num_readers == 0:
+                self._shared = None
+
+    def _made(
+        self, module: nn.Module, tables: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, tuple[torch.Tensor, ...]] | None:
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
-            return
+            return None
         sources = self._sources_of(module, tables)
         if not all(map(_is_whole, sources)):
-            return
+            return None
         with torch.no_grad():
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
         for tensor in _tensors_of(derived):
             if tensor.is_cuda:
                 # A captured graph reads the tensor in place, as it reads parameters, instead of copying it at every replay.
                 keep_address(tensor, guard=False)
-        self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
-
-    def clear(self) -> None:
-        """Drop the kept tensors."""
-        self._derived, self._sources = None, ()
+        return derived, sources
 
     def read(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return the kept tensors; None if this pass has gradients or other parameters, or `like` has another dtype or device."""
-        kept = self._derived
+        kept = self._kept.derived
         if kept is None or torch.is_grad_enabled():
             return None
+        sources = self._kept.sources
         first = kept if isinstance(kept, torch.Tensor) else kept[0]
-        if first.dtype != like.dtype or first.device != like.device or self._sources[0].dtype != self._stored_dtype:
+        if first.dtype != like.dtype or first.device != like.device or sources[0].dtype != self._kept.stored_dtype:
             return None
         if not torch.compiler.is_compiling():
             # `torch.func.functional_call` may have replaced the parameters for this pass.
-            for name, getter, then in zip(self._parameters, self._getters, self._sources, strict=True):
+            for name, getter, then in zip(self._parameters, self._getters, sources, strict=True):
                 if module._parameters.get(name) is then:
                     continue  # this quick test comes first, since its time matters in a pass of one token
                 if (tables[name] if tables and name in tables else getter(module)) is not then:
@@ -150,7 +188,10 @@ class DecodeCache:
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_derived": None, "_sources": ()}
+        return {name: value for name, value in vars(self).items() if name not in ("_kept", "_shared", "_num_readers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _kept=_Kept(), _shared=None, _num_readers=0)
 
 
 def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import MissingPart, NamesParts
-from midus_hf.memories.hosting.site import LayerCall, Site
+from midus_hf.memories.hosting.site import LayerCall, LayerCalls, Site
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.registry import layer_class
 
@@ -35,8 +35,8 @@ class HostLayer(NamesParts):
     # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
     adds_mixer: ClassVar[bool] = True
 
-    # The call that runs now, for the hooks on the layer's parts.
-    call: LayerCall | None = None
+    # The call that runs now in each thread, for the hooks on the layer's parts.
+    calls: LayerCalls
     # Tensors that the layer takes from earlier layers, and that it gives to later layers.
     takes: tuple[CarriedKey, ...] = ()
     gives: tuple[CarriedKey, ...] = ()
@@ -53,7 +53,7 @@ class HostLayer(NamesParts):
         Raises:
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
-        self.layer_idx, self.call = layer_idx, None
+        self.layer_idx, self.calls = layer_idx, LayerCalls()
         entries = memories.attached_to(layer_idx)
         built = {
             entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
@@ -76,6 +76,8 @@ class HostLayer(NamesParts):
         if built:
             self.memories = nn.ModuleDict(built)
         self.attached = [site(self, config, memories) for site in sites]
+        for site in self.attached:
+            site.attach()  # now, since a compiled forward would have to register hooks while it is traced
 
     def __call__(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
@@ -92,6 +94,21 @@ class HostLayer(NamesParts):
         output, *for_later = call(hidden_states, *taken, *args, memory_inputs=memory_inputs, **kwargs)
         memory_inputs.carried.update(zip(self.gives, for_later, strict=True))
         return output
+
+    @property
+    def call(self) -> LayerCall:
+        """The call of the forward that runs now in this thread.
+
+        Raises:
+            ValueError: If none runs: a part of the layer was called on its own.
+        """
+        call = self.calls.current
+        if call is None:
+            raise ValueError(
+                f"a part of layer {self.layer_idx} was called outside of the layer's forward, and memories change what the part "
+                "computes by what the forward got; expected a call of the layer. Call the layer, or the part of the base's layer."
+            )
+        return call
 
     @property
     def lacks_attention(self) -> bool:
@@ -127,13 +144,14 @@ class HostLayer(NamesParts):
             site.attach()
         inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
         carried: dict[CarriedKey, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
-        self.call = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
+        before = self.calls.current
+        self.calls.current = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
             output = super().forward(hidden_states, *args[len(self.takes) :], **kwargs)  # type: ignore[misc]
             for site in self.attached:
                 output = site.behind(output)
         finally:
-            self.call = None
+            self.calls.current = before
         return (output, *(carried.get(key) for key in self.gives)) if self.takes or self.gives else output
 
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:

@@ -91,7 +91,7 @@ def assert_close(actual, expected, is_exact=False):
 
 def is_cached(memory: Any) -> bool:
     """Whether a memory has tensors that it derived from its weights."""
-    return memory.decode_cache is not None and not memory.decode_cache.is_empty
+    return memory.decode_cache is not None and memory.decode_cache.is_open
 
 
 def parts(kept: Any) -> tuple[torch.Tensor, ...]:

@@ -2,10 +2,13 @@
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from models.cases import CASES
+from models.cases import CASES, GREEDY, chosen
 from models.gradients import enable_checkpointing
 from tiny import prompt
 from torch import nn
@@ -77,15 +80,78 @@ def test_a_pass_that_fails_leaves_nothing_behind(row, tmp_path, monkeypatch):
     model = CASES[row].model(FAMILY, tmp_path)
     before = logits_of(model, row)
     layer = layers_with_sites(model)[-1]
-    alone = torch.randn(1, 3, 32, dtype=before.dtype)
-    expected = layer.mlp(alone)
     with monkeypatch.context() as patched:
         patched.setattr(type(layer.mlp), "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             logits_of(model, row)
-    assert all(layer.call is None for layer in layers_with_sites(model))
-    assert torch.equal(layer.mlp(alone), expected)  # a part that is called outside of a pass is the family's
+    assert all(layer.calls.current is None for layer in layers_with_sites(model))
     assert torch.equal(logits_of(model, row), before)
+
+
+@pytest.mark.parametrize(
+    ("row", "part"), [("hier-ffn", "mlp"), ("hier-lora-qk", "self_attn.q_proj"), ("hier-kv", "self_attn")]
+)
+def test_a_part_is_not_called_without_its_layer(row, part, tmp_path):
+    layer = layers_with_sites(CASES[row].model(FAMILY, tmp_path))[-1]
+    given = {
+        "position_embeddings": tuple(torch.ones(2, 1, 1, layer.self_attn.head_dim, dtype=torch.float64)),
+        "attention_mask": None,
+    }
+    with pytest.raises(
+        ValueError,
+        match=rf"^a part of layer {layer.layer_idx} was called outside of the layer's forward, .* Call the layer",
+    ):
+        layer.get_submodule(part)(torch.zeros(1, 1, 32, dtype=torch.float64), **(given if part == "self_attn" else {}))
+
+
+@pytest.fixture
+def switching_often():
+    """Threads take turns a thousand times as often as they do by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(works):
+    """The results of functions, each called four times in a thread of its own, all threads at once."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [
+            made.result() for made in [pool.submit(lambda work=work: [work() for _ in range(4)]) for work in works]
+        ]
+
+
+@pytest.mark.parametrize("row", chosen())
+@pytest.mark.usefixtures("switching_often")
+def test_threads_that_run_one_model_compute_what_one_thread_does(row, tmp_path):
+    case = CASES[row]
+    model = case.model(FAMILY, tmp_path, small=row != "ultramem shared skip")  # which needs three layers
+    texts = prompt(), prompt(seed=5)[:, :5]
+
+    @torch.no_grad()
+    def passed(text):
+        return model(text, **case.given()).logits
+
+    def generated(text):
+        made = model.generate(text, **GREEDY, output_logits=True, return_dict_in_generate=True, **case.given())
+        return torch.stack(made.logits)
+
+    works = [partial(run, text) for run in (passed, generated) for text in texts]
+    for work, results in zip(works, in_threads(works), strict=True):
+        expected = work()
+        assert [torch.equal(result, expected) for result in results] == [True] * 4
+
+
+@pytest.mark.usefixtures("switching_often")
+def test_threads_that_find_a_part_replaced_give_it_one_hook(tmp_path):
+    model = CASES["hier-ffn"].model(FAMILY, tmp_path)
+    before = logits_of(model, "hier-ffn")
+    for layer in layers_with_sites(model):
+        layer.mlp = copy.deepcopy(layer.mlp)
+        layer.mlp._forward_hooks.clear()
+    for results in in_threads([partial(logits_of, model, "hier-ffn")] * 4):
+        assert all(torch.equal(result, before) for result in results)
+    assert {len(layer.mlp._forward_hooks) for layer in layers_with_sites(model)} == {1}
 
 
 def attributes(model):

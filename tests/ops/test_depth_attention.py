@@ -137,6 +137,24 @@ def test_a_row_that_reads_nothing_has_no_gradient_and_reads_the_depth_alone():
     assert torch.equal(joint[:, :, 0], depth[:, :, 0])
 
 
+@pytest.mark.parametrize("empty", ["sequence", "depth", "both"])
+def test_parts_that_are_empty_have_no_gradient_and_no_share(empty):
+    """As rows of padding, whose queries read nothing of a sequence and no pack."""
+    parts, is_empty = [drawn(1, 2, 3, 4, seed=seed) for seed in (1, 2)], torch.tensor([False, True, False])
+    sums = [drawn(1, 2, 3, seed=seed) for seed in (3, 4)]
+    for gate in (None, torch.full((3,), 0.5)):
+        masked = [
+            lse.masked_fill(is_empty, float("-inf")) if empty in (name, "both") else lse
+            for name, lse in zip(("sequence", "depth"), sums, strict=True)
+        ]
+        joint = joint_attention(parts[0], masked[0], parts[1], masked[1], gate)
+        gradients = torch.autograd.grad(joint.sum(), [*parts, *sums])
+        assert all(gradient.isfinite().all() for gradient in gradients) and joint.isfinite().all()
+        if empty != "sequence":
+            assert torch.equal(joint[:, :, 1], parts[0][:, :, 1]) and not gradients[1][:, :, 1].any()
+        assert not any(gradient[:, :, 1].any() for gradient in gradients[2:]) or empty == "sequence"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_closed_gate_changes_no_bit_and_an_open_one_is_none(dtype):
     sequence, depth = (drawn(2, 3, 4, 5, seed=seed, dtype=dtype).detach() for seed in (1, 2))

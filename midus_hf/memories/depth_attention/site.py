@@ -54,8 +54,7 @@ class DepthHeads(InsideAttention):
     @property
     def is_active(self) -> bool:
         """True if the memory has something to do in the call of the layer that runs now."""
-        call = self.layer.call
-        return call is not None and self.memory in self.layer.at(self.name, call.memory_inputs)
+        return self.memory in self.layer.at(self.name, self.layer.call.memory_inputs)
 
     def note_input(self, attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Note what attention reads, and the keys and values of the tokens of the pass, if later layers read them."""

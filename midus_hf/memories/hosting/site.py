@@ -1,6 +1,7 @@
 """The base class of sites, at which memories change what parts of a layer compute, and one call of the layer."""
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -28,10 +29,39 @@ class LayerCall:
         self.own_heads: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+class LayerCalls(threading.local):
+    """The call of a layer that runs now, in each thread that runs the model; a copy of the layer begins without one."""
+
+    current: LayerCall | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Lock:
+    """A lock that may be a name of code that is pickled by value, and whose copy is another lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+# Held while hooks are registered, since two threads may find the same part without them.
+_REGISTERING = _Lock()
+
+
 class Site:
     """Memories at a site of one layer, which change what parts of the layer compute, by forward hooks on the parts.
 
-    Hooks read `layer.call`, which the layer's forward sets at its beginning and takes away at its end.
+    Hooks read `layer.call`, the call of the layer's forward that runs in this thread.
 
     Args:
         layer: The host layer, whose memories are built.
@@ -61,7 +91,6 @@ class Site:
     def hook(self, path: str, hook: Callable[..., Any], *, before: bool = False) -> None:
         """Run a hook, which gets keyword arguments too, behind or before the part of the layer at a path."""
         self._hooks[path] = hook, before
-        self.attach()
 
     def attach(self) -> None:
         """Register each hook, unless the module at its path, or one that this wraps, has it: others may have replaced the module.
@@ -75,10 +104,11 @@ class Site:
             if part is self._hooked.get(path):
                 continue
             table = "_forward_pre_hooks" if before else "_forward_hooks"
-            if not any(hook in getattr(module, table).values() for module in part.modules()):
-                register = part.register_forward_pre_hook if before else part.register_forward_hook
-                register(hook, with_kwargs=True)
-            self._hooked[path] = part
+            with _REGISTERING:
+                if not any(hook in getattr(module, table).values() for module in part.modules()):
+                    register = part.register_forward_pre_hook if before else part.register_forward_hook
+                    register(hook, with_kwargs=True)
+                self._hooked[path] = part
 
     def behind(self, output: Any) -> Any:
         """Return the output of the layer with what memories add behind it."""

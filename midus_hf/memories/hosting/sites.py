@@ -26,7 +26,7 @@ class ChangesProjections(Site):
     def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection with the changes of the memories, made one after another."""
         layer, call = self.layer, self.layer.call
-        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+        for name in layer.at(self.name, call.memory_inputs):
             if role in layer.classes[name].projections:
                 inputs = layer.inputs_of(name, call.memory_inputs)
                 output = layer.memories[name](read, output, projection=role, **inputs)
@@ -79,7 +79,7 @@ class AttentionHeads(InsideAttention):
         output, weights = own(module, *heads, **kwargs)
         query, key, value, _ = heads
         layer, call = self.layer, self.layer.call
-        for name in () if call is None else layer.at(self.name, call.memory_inputs):
+        for name in layer.at(self.name, call.memory_inputs):
             if type(self) in layer.classes[name].sites:
                 extra = layer.inputs_of(name, call.memory_inputs)
                 if layer.classes[name].wants_unrotated:
@@ -107,8 +107,6 @@ class BehindAttention(Site):
     def add(self, part: Any, args: Any, kwargs: Any, output: Any) -> Any:
         """Add what memories read from the sum of the part's output and the layer's input."""
         call = self.layer.call
-        if call is None:
-            return output
         added = first_of(output)
         return with_first(output, self.layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
 
@@ -145,8 +143,6 @@ class BesideFeedForward(Site):
     def add(self, network: Any, args: Any, kwargs: Any, output: Any) -> Any:
         """Add what memories read from the input of the network."""
         call = self.layer.call
-        if call is None:
-            return output
         read = read_by(args, kwargs)
         # Some networks of experts return all tokens in one dimension.
         computed = first_of(output).view_as(read)
@@ -181,7 +177,7 @@ class Skip(Site):
     def read(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Let memories read the input of the network, for the layers behind which their results are added."""
         layer, call = self.layer, self.layer.call
-        for name in () if call is None else layer.at("skip", call.memory_inputs):
+        for name in layer.at("skip", call.memory_inputs):
             read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
             call.carried[CarriedKey(name, layer.layer_idx)] = read
 

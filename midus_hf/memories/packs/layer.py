@@ -34,7 +34,7 @@ class PackedHeads(InsideAttention):
     def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Attend to the sequence, and to the packs that tokens of the pass read, if any does."""
         layer, call = self.layer, self.layer.call
-        if call is None or self.memory not in layer.at(self.name, call.memory_inputs):
+        if self.memory not in layer.at(self.name, call.memory_inputs):
             return own(module, *heads, **kwargs)
         query, key, value, mask = heads
         implementation = module.config.config._attn_implementation

@@ -189,8 +189,9 @@ class OpensPacks(States):
     def _fetched(self, name: str, opened: torch.Tensor, model: Any, device: torch.device) -> OpenPacks:
         bank, is_step, dtype = self.banks[name], opened.shape[1] == 1, model.dtype
         key = (tuple(map(tuple, opened[:, 0].tolist())), device, dtype) if is_step else None
-        if is_step and name in self._latest and self._latest[name][0] == key:
-            return self._latest[name][1]
+        latest = self._latest.get(name)  # read once, since another thread may replace it
+        if is_step and latest is not None and latest[0] == key:
+            return latest[1]
         openings = Openings(len(bank))
         heads, firsts = self._stacked(bank, openings.entry(opened), device, dtype)
         parts, is_whole = [], True

@@ -100,8 +100,10 @@ def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple
 
     Args:
         sequence_lse: `[B, H, T]`, minus infinity for rows that read nothing of the sequence.
-        depth_lse: `[B, H, T]`.
+        depth_lse: `[B, H, T]`, minus infinity for rows that read nothing of the depth, and then have a share of 0.
     """
+    # Of two empty parts the difference, and each gradient behind it, would be NaN.
+    sequence_lse = sequence_lse.masked_fill(depth_lse == float("-inf"), 0)
     ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
     return ratio / (1 + ratio), 1 / (1 + ratio)
 
