@@ -37,7 +37,8 @@ def midus_ask(
     from midus_hf.saved_models import check_ids, load_for_reading, refusing
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
-    asked = "\n".join([*_named(loaded, tokenizer, question), question])
+    named = _named(loaded, tokenizer, question)
+    asked = "\n".join([*named, question])
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
@@ -53,6 +54,7 @@ def midus_ask(
     if not inputs["input_ids"].numel():
         raise ValueError(f"question is {question!r}, which has no token for this model; expected a text.")
     check_ids(int(inputs["input_ids"].max()), loaded.config.get_text_config().vocab_size)
+    _say_what_is_open(loaded, inputs["input_ids"][0].tolist(), named)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     generate: Any = loaded.generate
     with torch.no_grad():
@@ -65,22 +67,36 @@ def midus_ask(
         )
 
 
-def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str]:
-    """Return the names of the packs that a question reads, and say that they stand in front of it; none without packs."""
-    import torch
-
+def _glossary(loaded: "PreTrainedModel") -> Any:
+    """Return the glossary of a model; None without packs."""
     stack: Any = loaded.stack if hasattr(loaded.config, "memories") else None
-    if stack is None or "packs" not in stack.services:
+    return loaded.glossary if stack is not None and "packs" in stack.services else None
+
+
+def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str]:
+    """Return the first name of each entry that a question names, to stand in front of it; none without packs."""
+    glossary = _glossary(loaded)
+    if glossary is None:
         return []
-    ids = torch.tensor(tokenizer(question, add_special_tokens=False)["input_ids"], dtype=torch.int64)
-    names = stack.services["packs"].names_of(ids)
-    if names:
-        print(
-            f"in front of the question: {', '.join(names)}, so that packs are open before it is read", file=sys.stderr
-        )
+    return [glossary[number].names[0] for number in glossary.named(glossary.spelling.ids(question))]
+
+
+def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[str]) -> None:
+    """Say which entries the last token of what is read reads, which others it names, and which names are near, of a model with packs."""
+    glossary = _glossary(loaded)
+    if glossary is None:
+        return
+    stack: Any = loaded.stack
+    entries, others = stack.services["packs"].open_at_end(ids)
+    if entries:
+        said = f"packs of {', '.join(glossary[entry].names[0] for entry in entries)} are read"
+        said += f"; {', '.join(in_front)} in front of the question, so that they are open before it is read" if in_front else ""
     else:
-        print("no pack is read: the question has no name of an entry", file=sys.stderr)
-    return names
+        said = "no pack is read: the question has no name of an entry"
+        near = glossary.near(glossary.spelling.tokenizer.decode(ids, skip_special_tokens=True))
+        said += f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    said += f"; named, but not read: {', '.join(glossary[entry].names[0] for entry in others)}" if others else ""
+    print(said, file=sys.stderr)
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
 
 Output = Annotated[str, option("Folder to make.", "PATH")]
+Entries = Annotated[str, option('Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.', "CORPUS")]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
 app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")
@@ -78,29 +79,27 @@ def delete(
     node: Annotated[
         list[str] | None, option("Block of a bank, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
     ] = None,
-    name: Annotated[list[str] | None, option("Name of an entry of packs; may be repeated.", "NAME")] = None,
+    name: Annotated[list[str] | None, option("Name of an entry of a glossary; may be repeated.", "NAME")] = None,
     memory: Memory = None,
     overwrite: Overwrite = False,
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
-    """Delete what blocks have learned, in every bank, or entries of packs by their names.
+    """Delete what blocks have learned, in every bank, or entries of a glossary by their names.
 
-    Deleted blocks add zero, like blocks that were never written. A text with a deleted name is computed as without the memory.
+    Deleted blocks add zero, like blocks that were never written. A text with a deleted name is computed as without the entry.
 
     The tree of topics loses the centroids of nodes without a block at or below them, so that no text is assigned to these.
     """
-    from upscalers.edits import banks, packs
+    from upscalers.edits import banks
     from upscalers.request.errors import RequestError
 
     if bool(node) == bool(name) or (name and subtree):
-        raise RequestError("expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both.")
+        raise RequestError("expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both.")
     if name:
-        result = packs.delete_names(_request(model, output, memory, overwrite), name)
-        gone = [
-            f"{', '.join(map(' / '.join, entries))} of {each}" for each, entries in result["banks"].items() if entries
-        ]
-        show(result, json_, lambda _: print(f"{result['output']}: deleted {' and '.join(gone)}"))
+        from upscalers.edits.packs import delete_entries
+
+        _show_entries(delete_entries(_request(model, output, memory, overwrite), name), json_)
         return
     result = banks.delete(_request(model, output, memory, overwrite), node or [], subtree)
     deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
@@ -113,6 +112,35 @@ def delete(
     if centroids.get("kept"):
         lines.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
     show(result, json_, lambda _: print("\n".join(lines)))
+
+
+@app.command()
+def add(
+    model: Model,
+    output: Output,
+    corpus: Entries,
+    common_names: Annotated[bool, flag("--common-names", "Allow names that are frequent words.")] = False,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Add entries to a glossary: rows of a name, or a list of names, and a text. In Python: model.glossary.add(names, text)."""
+    from upscalers.edits.packs import add_entries
+
+    _show_entries(add_entries(_request(model, output, None, overwrite), corpus, common_names), json_)
+
+
+@app.command()
+def replace(model: Model, output: Output, corpus: Entries, overwrite: Overwrite = False, json_: Json = False) -> None:
+    """Give entries of a glossary other texts: rows of one of their names and a text."""
+    from upscalers.edits.packs import replace_entries
+
+    _show_entries(replace_entries(_request(model, output, None, overwrite), corpus), json_)
+
+
+def _show_entries(result: dict[str, Any], json_: bool) -> None:
+    done = {"add": "added", "replace": "replaced", "delete": "deleted"}[result["command"]]
+    names = first_few([" / ".join(entry) for entry in result["entries"]])
+    show(result, json_, lambda _: print(f"{result['output']}: {done} {len(result['entries']):,} entries: {names}"))
 
 
 def _request(model: str, output: str, memory: str | None, overwrite: bool) -> Any:

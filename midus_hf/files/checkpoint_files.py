@@ -55,15 +55,16 @@ CARD: Kind = (CARD_FILE,)
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 # Blocks that texts fetch.
 _LEVELS: Kind = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
-# Keys and values of texts, and the names that open them.
-_PACKS: Kind = ("packs-*.safetensors", "names.safetensors", "names.json")
-BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS, *_PACKS))
+BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
+# Names and texts that a model with packs reads.
+GLOSSARY_FILE = "glossary.jsonl"
+GLOSSARY: Kind = (GLOSSARY_FILE,)
 # What a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
 # All that is in a folder that `upscale`, `strip` or an edit wrote, with what training and the Hub add. Checkpoints to resume from
 # are left out, since they belong to a run.
 OF_UPSCALED: Kind = (
-    *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS),
+    *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS, *GLOSSARY),
     *(TRAINER_STATE, "training_args.bin", RUN_CONFIG, CERTIFICATE, ".gitattributes"),
 )
 

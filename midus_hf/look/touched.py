@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.look.page import Row, TableOfWords, table_of
 from midus_hf.memories.entries import TABLES, Memories
-from midus_hf.memories.packs.bank import PackBank
-from midus_hf.memories.packs.names import NameTable
-from midus_hf.memories.packs.options import pack_layouts
+from midus_hf.memories.packs.glossary import Glossary, read_glossary
+from midus_hf.memories.packs.names import names_in
+from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.training.data.ngrams import NgramTable
 from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
 
@@ -47,7 +46,7 @@ class Names(NamedTuple):
     """The names of a memory of packs."""
 
     memory: str
-    table: NameTable
+    glossary: Glossary
 
 
 def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[NgramTable | Names]:
@@ -56,12 +55,9 @@ def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[Ng
     tables: list[NgramTable | Names] = []
     if memories is not None:
         tables += exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
-        packs = {
-            name: PackBank(folder / BANKS_FOLDER / name, layout) for name, layout in pack_layouts(memories).items()
-        }
-        for name, bank in packs.items():
-            bank.check_tokenizer(tokenizer)
-            tables.append(Names(name, bank.names))
+        for name, entry in memories.attached.items():
+            if isinstance(entry.options, PacksOptions):
+                tables.append(Names(name, Glossary(tokenizer, read_glossary(folder))))
     if not tables:
         raise ValueError(
             f"{folder} has no memory of known n-grams or names; expected a model that was upscaled with --method packs, or with "
@@ -77,7 +73,7 @@ def _is_table(name: str) -> bool:
 def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
     """Return what a memory reads of documents."""
     if isinstance(table, Names):
-        return _behind_names(table.table, documents, tokenizer)
+        return _behind_names(table.glossary, documents, tokenizer)
     count = len(documents)
     tokens, reading = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     firsts = []
@@ -94,13 +90,13 @@ def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any)
     return TouchedTokens(tokens, reading, torch.cat(firsts))
 
 
-def _behind_names(names: NameTable, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
-    """Return how many tokens of documents stand at a name or behind one, which read its pack."""
+def _behind_names(glossary: Glossary, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
+    """Return how many tokens of documents stand at a name or behind one, which may read its pack."""
     tokens, first = [], []
     for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
-        found = names.entries(torch.tensor([ids], dtype=torch.int64))[0].nonzero()
+        does = names_in(glossary.table, map(glossary.spelling.piece, ids))
         tokens.append(len(ids))
-        first.append(int(found[0]) if len(found) else len(ids))
+        first.append(next((at for at, token in enumerate(does) if token.opens), len(ids)))
     counts, firsts = torch.tensor(tokens), torch.tensor(first)
     return TouchedTokens(counts, counts - firsts, firsts)
 

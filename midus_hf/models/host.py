@@ -146,6 +146,9 @@ class HostsMemory:
         """
         if kwargs.get("push_to_hub"):
             self._check_upload()
+        if kwargs.get("is_main_process", True):
+            for service in self.stack.services.values():
+                service.before_saving(save_directory)
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             for service in self.stack.services.values():
@@ -169,6 +172,18 @@ class HostsMemory:
     def banks(self) -> Any:
         """Banks that memories of the model fetch blocks from (`Banks`); None if no memory fetches blocks."""
         return self.stack.own_banks
+
+    @property
+    def glossary(self) -> Any:
+        """Entries of names and texts that the model knows (`Glossary`), which may change at any time.
+
+        Raises:
+            ValueError: If the model has no packs, or was not loaded from a folder.
+        """
+        packs = self.stack.services.get("packs")
+        if packs is None or packs.glossary is None:
+            raise ValueError("this model has no glossary; expected one with packs that from_pretrained loaded.")
+        return packs.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
         """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled.

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, PackLayout
-from midus_hf.files.checkpoint_files import BANKS, is_of
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
+from midus_hf.files.checkpoint_files import BANKS, GLOSSARY_FILE, is_of
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.packs.options import pack_layouts
+from midus_hf.memories.packs.options import PacksOptions
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,45 +18,27 @@ if TYPE_CHECKING:
     from midus_hf.topics.tree import ClusterTree
 
 
-def banks_beside(memories: Memories) -> dict[str, BankLayout | PackLayout]:
-    """Return the layouts of all banks that lie beside a model's weights, by the name of the memory."""
-    return {**memories.banks, **pack_layouts(memories)}
-
-
 def bank_files(folder: Path) -> set[Path]:
     """Return the files of a checkpoint's banks."""
     candidates = (folder / BANKS_FOLDER).glob("*/*")
     return {path for path in candidates if path.is_file() and is_of(path.relative_to(folder), BANKS)}
 
 
-def create_banks(folder: Path, layouts: Mapping[str, BankLayout | PackLayout], dtype: str, seed: int) -> None:
+def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
     """Create banks whose blocks were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
     import torch
 
     from midus_hf.banks.memory_bank import create_bank
 
     for name, layout in layouts.items():
-        if isinstance(layout, PackLayout):
-            _create_packs(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype))
-            continue
         own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
         create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), own_seed)
-
-
-def _create_packs(folder: Path, layout: PackLayout, dtype: "torch.dtype") -> None:
-    """Write a bank without an entry, which the method fills once the model around it can run."""
-    import torch
-
-    from midus_hf.memories.packs.writing import name_table, write_packs
-
-    angles = torch.zeros(len(layout.layers), layout.head_dim, dtype=torch.float64)
-    write_packs(folder, layout, [], name_table({}, 1), angles, [], [], dtype, 1)
 
 
 def carry_banks(
     source: Path,
     folder: Path,
-    layouts: Mapping[str, BankLayout | PackLayout],
+    layouts: Mapping[str, BankLayout],
     deleted: Mapping[str, Collection[tuple[int, int]]] | None = None,
     tree: "ClusterTree | None" = None,
     tree_folder: Path | None = None,
@@ -66,13 +48,9 @@ def carry_banks(
         return
     from midus_hf.banks.level_file import BankError
     from midus_hf.banks.memory_bank import MemoryBank
-    from midus_hf.memories.packs.bank import PackBank
 
     for name, layout in layouts.items():
         try:
-            if isinstance(layout, PackLayout):
-                PackBank(source / BANKS_FOLDER / name, layout).copy_to(folder / BANKS_FOLDER / name)
-                continue
             bank = MemoryBank(source / BANKS_FOLDER / name, layout)
             if tree is not None:
                 bank.grow(None, tree.fingerprint, tree.grown_from)
@@ -82,7 +60,19 @@ def carry_banks(
             raise RequestError(str(error)) from None
 
 
-def tie_banks(folder: Path, layouts: Mapping[str, BankLayout | PackLayout]) -> None:
+def has_glossary(memories: Memories) -> bool:
+    """Return whether a model reads names and texts that lie beside its weights."""
+    return any(isinstance(entry.options, PacksOptions) for entry in memories.attached.values())
+
+
+def carry_glossary(source: Path, folder: Path, memories: Memories) -> None:
+    """Copy the glossary that a model with these memories reads to a checkpoint's folder; one without entries where there is none."""
+    if has_glossary(memories):
+        own = source / GLOSSARY_FILE
+        (folder / GLOSSARY_FILE).write_bytes(own.read_bytes() if own.is_file() else b"")
+
+
+def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
     """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
-from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
-from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks
+from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, GLOSSARY, RECORD, WEIGHTS, indexed_weights, is_of
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -74,7 +74,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
         folder.check_space(
-            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks_beside(memories))
+            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks)
         )
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
@@ -85,7 +85,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
             tree_folder = Path(scratch) if gone else None
-            carry_banks(source.folder, partial, banks_beside(memories), deleted, after, tree_folder)
+            carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
     return {
         "command": "delete",
         "model": str(request.model),
@@ -250,6 +250,6 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
 
 def files_beside_banks(folder: Path) -> list[Path]:
     """Return the files of a checkpoint that hold no blocks; states that a run resumes from hold some."""
-    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD, GLOSSARY)
     beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*beside, *travelling_files(folder)})

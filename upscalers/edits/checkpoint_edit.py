@@ -13,7 +13,7 @@ from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import banks_beside
+from upscalers.checkpoint.banks import carry_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, write_record
@@ -72,7 +72,7 @@ def edit_checkpoint(
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
-        banks = banks_beside(opened.layout.memories)
+        banks = opened.layout.memories.banks
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)
@@ -126,6 +126,7 @@ def _write_siblings(
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
+    carry_glossary(model.folder, partial, model.layout.memories)
     record, card = read_record(model.folder), model.folder / CARD_FILE
     if record is not None:
         unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}

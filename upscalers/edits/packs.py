@@ -1,89 +1,121 @@
-"""Packs of a checkpoint: deletion of entries by name, which writes another checkpoint with all other bytes the same."""
+"""Glossaries of checkpoints: entries that are added, replaced or deleted, in another checkpoint with all other bytes the same."""
 
 import shutil
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from midus_hf.config.wording import one_of
-from midus_hf.memories.packs.options import pack_layouts
-from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, has_glossary
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
+if TYPE_CHECKING:
+    from midus_hf.memories.packs.glossary import Glossary
 
-def delete_names(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Delete the entries of names from every bank of packs: no file of the output holds their names, tokens, keys or values.
 
-    A text with the name is then computed as without the memory, and every other text as before.
+def add_entries(request: EditRequest, corpus: str, common_names: bool = False) -> dict[str, Any]:
+    """Add the entries of a corpus, rows of a name or names and a text.
 
     Args:
-        request: The checkpoint to read and the folder to make; the memory whose bank alone is edited, by default all banks of packs.
-        names: Names as the corpus had them. An entry of several names goes as a whole.
+        request: The checkpoint to read and the folder to make.
+        corpus: File, folder or Hub dataset.
+        common_names: Whether a name may be a frequent word, which almost every text has.
 
     Returns:
-        `{"command", "model", "output", "banks", "seconds"}`, where `banks` has, by the name of the memory, the names of each deleted
-        entry.
+        `{"command", "model", "output", "entries", "seconds"}`, where `entries` has the names of each new entry.
 
     Raises:
-        RequestError: If the model has no packs, a name is none of theirs, nothing would be left, or the output cannot be made.
+        RequestError: If the model has no packs, a row is no entry, or a name has an entry already.
     """
-    from midus_hf.banks.level_file import BankError
-    from midus_hf.memories.packs.bank import PackBank
-    from midus_hf.memories.packs.writing import write_without
+    return _edit(request, "add", lambda glossary: _added(glossary, corpus, common_names))
+
+
+def replace_entries(request: EditRequest, corpus: str) -> dict[str, Any]:
+    """Give entries the texts of a corpus, whose rows have one of their names, and return what `add_entries` does.
+
+    Raises:
+        RequestError: If the model has no packs, a row is no entry, or a name has no entry.
+    """
+    return _edit(request, "replace", lambda glossary: _replaced(glossary, corpus))
+
+
+def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
+    """Delete the entries of names, and return what `add_entries` does: no file of the output has their names or texts.
+
+    A text with the name is then computed as without the entry, and every other text as before.
+
+    Args:
+        request: The checkpoint to read and the folder to make.
+        names: Names in any form that texts may have. An entry of several names goes as a whole.
+
+    Raises:
+        RequestError: If the model has no packs, or a name has no entry.
+    """
+
+    def delete(glossary: "Glossary") -> list[Sequence[str]]:
+        numbers = dict.fromkeys(glossary.number(name) for name in names)
+        entries = [glossary[number].names for number in numbers]
+        for entry in entries:
+            glossary.remove(entry[0])
+        return list(entries)
+
+    return _edit(request, "delete", delete)
+
+
+def _added(glossary: "Glossary", corpus: str, common_names: bool) -> list[Sequence[str]]:
+    from midus_hf.memories.packs.glossary import Glossary
+    from upscalers.methods.packs import check_names, entries_of
+
+    entries = entries_of(corpus)
+    check_names(Glossary(glossary.spelling.tokenizer, entries), f"corpus {corpus}", common_names)
+    for entry in entries:
+        glossary.add(entry.names, entry.text, exact=entry.exact)
+    return [entry.names for entry in entries]
+
+
+def _replaced(glossary: "Glossary", corpus: str) -> list[Sequence[str]]:
+    from upscalers.methods.packs import entries_of
+
+    entries = entries_of(corpus)
+    for entry in entries:
+        glossary.replace(entry.names[0], entry.text)
+    return [entry.names for entry in entries]
+
+
+def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], list[Sequence[str]]]) -> dict[str, Any]:
+    from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
+    from midus_hf.saved_models import load_tokenizer
 
     started = time.perf_counter()
-    with resolve_source(str(request.model)) as source:
+    with resolve_source(str(request.model)) as source, refusing_requests():
         memories = open_base(source.folder, needs_weights=False).layout.memories
-        layouts = {name: layout for name, layout in pack_layouts(memories).items() if request.memory in (None, name)}
-        if not layouts:
+        if not has_glossary(memories):
             raise RequestError(
-                f"{source.folder} has no memory {'' if request.memory is None else f'{request.memory!r} '}of packs; expected a "
-                "checkpoint that was upscaled with --method packs."
+                f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
-        try:
-            banks = {name: PackBank(source.folder / BANKS_FOLDER / name, layout) for name, layout in layouts.items()}
-            titles = {name: bank.titles() for name, bank in banks.items()}
-        except BankError as error:
-            raise RequestError(str(error)) from None
-        known = sorted({title for entries in titles.values() for entry in entries for title in entry})
-        for name in names:
-            if name not in known:
-                raise RequestError(f"name {name!r} is none of the model's. {one_of(known)}")
-        gone = {
-            memory: [number for number, entry in enumerate(entries, 1) if {*entry} & {*names}]
-            for memory, entries in titles.items()
-        }
-        if all(len(gone[memory]) == len(bank) for memory, bank in banks.items()):
-            raise RequestError(
-                "every entry is named; expected some that stay. To take the memory out: upscale strip MODEL --output DIR."
-            )
+        glossary = Glossary(load_tokenizer(str(source.folder)), read_glossary(source.folder))
+        entries = change(glossary)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
-        files = files_beside_banks(source.folder)
+        files = [path for path in files_beside_banks(source.folder) if path.name != GLOSSARY_FILE]
         folder.check_space(
-            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks_beside(memories))
+            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks)
         )
         with folder.writing() as partial:
             for path in files:
                 target = partial / path.relative_to(source.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
-            carry_banks(
-                source.folder,
-                partial,
-                {name: each for name, each in banks_beside(memories).items() if name not in banks},
-            )
-            for memory, bank in banks.items():
-                write_without(bank, partial / BANKS_FOLDER / memory, gone[memory])
+            carry_banks(source.folder, partial, memories.banks)
+            write_glossary(partial, glossary)
     return {
-        "command": "delete",
+        "command": command,
         "model": str(request.model),
         "output": str(request.output),
-        "banks": {memory: [titles[memory][number - 1] for number in numbers] for memory, numbers in gone.items()},
+        "entries": [list(names) for names in entries],
         "seconds": time.perf_counter() - started,
     }

@@ -7,7 +7,6 @@ from typing import Any
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import banks_beside
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
@@ -38,7 +37,7 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks, shards = _config(opened), banks_beside(opened.layout.memories), split_shards(tensors)
+        config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
     return {

@@ -5,7 +5,6 @@ import math
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.layout import change_of_settings, layout_of
-from upscalers.checkpoint.banks import banks_beside
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
@@ -84,7 +83,7 @@ class Job:
         self.concerns = method.concerns(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        banks = banks_beside(self.layout.memories)
+        banks = self.layout.memories.banks
         self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:

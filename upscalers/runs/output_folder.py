@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.fetched_blocks import BankLayout, PackLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import OutputFolder
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, carry_glossary, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.request.errors import RequestError
@@ -42,7 +42,7 @@ def written_from(
     model: BaseCheckpoint,
     folder: CheckpointFolder,
     shards: dict[str, list[OutputTensor]],
-    banks: Mapping[str, BankLayout | PackLayout],
+    banks: Mapping[str, BankLayout],
     progress: Progress,
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
@@ -61,7 +61,9 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     """Write the files beside weights and banks of a checkpoint that has a part of the tensors of the one in the folder `source`."""
     copy_travelling_files(source, partial, progress)
     write_config(partial, config)
-    tie_banks(partial, banks_beside(open_base(partial).layout.memories))
+    memories = open_base(partial).layout.memories
+    tie_banks(partial, memories.banks)
+    carry_glossary(source, partial, memories)
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
         write_code_of(partial)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import banks_beside
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
@@ -68,7 +67,7 @@ def strip(
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
         kept = {
-            name: bank for name, bank in banks_beside(opened.layout.memories).items() if name not in plan.new_memories
+            name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories
         }
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.fetched_blocks import BankLayout
-from upscalers.checkpoint.banks import banks_beside, bytes_of_banks
+from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
 from upscalers.checkpoint.merged_adapter import Adapter
@@ -157,7 +157,7 @@ def upscale(
                     )
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, banks_beside(opened.layout.memories)) + chosen.bank_bytes(opened)
+            carried = bytes_of_banks(source.folder, opened.layout.memories.banks) + chosen.bank_bytes(opened)
             folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
                 if push_to_hub:

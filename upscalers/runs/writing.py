@@ -10,7 +10,7 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.banks import banks_beside, carry_banks, create_banks, tie_banks
+from upscalers.checkpoint.banks import carry_banks, carry_glossary, create_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.quantised_weights import with_products
@@ -52,8 +52,9 @@ class Writing:
                 progress.warn(concern)
             if job.new_banks:
                 create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-            carry_banks(job.base.folder, partial, banks_beside(job.base.layout.memories))
-            tie_banks(partial, banks_beside(job.layout.memories))
+            carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
+            carry_glossary(job.base.folder, partial, job.layout.memories)
+            tie_banks(partial, job.layout.memories.banks)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
             job.method.fill_banks(job.base, job.plan, partial, progress)
@@ -111,7 +112,7 @@ class Writing:
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
         entry[DIGEST_KEY] = content_sha256(digests)
         write_config(partial, job.base.whole_config(config))
-        tie_banks(partial, banks_beside(layout_of(config).memories))
+        tie_banks(partial, layout_of(config).memories.banks)
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),

@@ -19,12 +19,15 @@ def upload_leaves_bank() -> ValueError:
     )
 
 
-def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:
-    """Return the folder with a checkpoint's files; for a hub id, download the files of banks. None if they are not available.
+def folder_of_checkpoint(
+    name: str | os.PathLike, options: Mapping[str, Any], *patterns: str
+) -> Path | None:
+    """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
 
     Args:
         name: Folder or hub id, the first argument of `from_pretrained`.
         options: Keyword arguments of `from_pretrained`.
+        patterns: Patterns of files in the folder. Default: the files of banks.
     """
     folder = Path(name, options.get("subfolder") or "")
     if folder.is_dir():
@@ -32,7 +35,7 @@ def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) ->
     known = ("revision", "cache_dir", "token", "local_files_only")
     hub_options = {key: options[key] for key in known if options.get(key) is not None}
     subfolder = options.get("subfolder") or "."
-    pattern = PurePosixPath(subfolder, BANKS_FOLDER, "**").as_posix()
+    wanted = [PurePosixPath(subfolder, each).as_posix() for each in patterns or (f"{BANKS_FOLDER}/**",)]
     with contextlib.suppress(OSError, ValueError):
-        return Path(snapshot_download(str(name), allow_patterns=[pattern], **hub_options), subfolder)
+        return Path(snapshot_download(str(name), allow_patterns=wanted, **hub_options), subfolder)
     return None

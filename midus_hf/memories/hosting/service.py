@@ -64,6 +64,9 @@ class Service:
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Refuse the tokenizer beside a checkpoint, where a command reads both. Default: allowed."""
 
+    def before_saving(self, folder: Any) -> None:
+        """Write what belongs beside the weights in a folder, and is uploaded with them. Default: nothing."""
+
     def after_saving(self, folder: Any) -> None:
         """Write what belongs beside the weights in a folder. Default: nothing."""
 

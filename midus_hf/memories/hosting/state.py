@@ -56,6 +56,8 @@ class MemoryState:
         self._first_layer, self._rollback = layers[0] if layers else None, rollback
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_empty, self._is_cropped = True, False
+        # What rows share, such as keys and values of texts that several have open.
+        self.shared: dict[Any, Any] = {}
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
@@ -99,6 +101,7 @@ class MemoryState:
     def reset(self) -> None:
         """Forget everything, so that another sequence can begin."""
         self._is_empty, self._is_cropped = True, False
+        self.shared.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select the sequences of these rows, to continue them."""

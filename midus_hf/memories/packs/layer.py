@@ -11,8 +11,9 @@ from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_
 from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.hosting.state import without_last
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.packs.opening import OpenPacks, OpensPacks
 from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.reading import OpenPacks, Recording
+from midus_hf.memories.packs.service import OpensPacks
 from midus_hf.memories.registry import layer_of
 from midus_hf.ops.depth.reference import joint_attention, sequence_scores
 
@@ -37,9 +38,13 @@ class PackedHeads(InsideAttention):
         if self.memory not in layer.at(self.name, call.memory_inputs):
             return own(module, *heads, **kwargs)
         query, key, value, mask = heads
+        inputs = layer.inputs_of(self.memory, call.memory_inputs)
+        if isinstance(inputs["packs"], Recording):
+            inputs["packs"].note(layer.memories[self.memory].index, module, key, value, call.rotation)
+            return own(module, *heads, **kwargs)
         implementation = module.config.config._attn_implementation
         sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
-        return layer.memories[self.memory](sequence=sequence, **layer.inputs_of(self.memory, call.memory_inputs))
+        return layer.memories[self.memory](sequence=sequence, **inputs)
 
 
 @layer_of(PacksOptions)

@@ -1,114 +1,326 @@
-"""Names as sequences of token ids: which name ends at each token of a text, and which packs a token reads."""
+"""Names in text: which entries' names end at each token, found in the characters that tokens spell."""
 
+import codecs
+import functools
+import unicodedata
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
+# Names of at most so many characters keep their case: "He" is not "he".
+_KEEPS_CASE = 3
+# Characters that stand for plain ones, beyond what compatibility decomposition maps.
+_PLAIN = str.maketrans({**dict.fromkeys("‘’‚‛ʼ′＇", "'"), **dict.fromkeys("‐‑‒–−﹣－", "-")})
+# First words of the names of characters of scripts that are written without spaces between words.
+_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "THAI", "LAO", "KHMER", "MYANMAR", "BOPOMOFO")
+# Tokens behind which what stands before a name counts no more, so that a window of tokens decides as the whole text does.
+_REACH = 16
 
 
-class NameTable(NamedTuple):
-    """Names in a trie that is read from the last token of a name to the first.
-
-    Node 0 is the root, and node i + 1 the one that edge i leads to.
+class Character(NamedTuple):
+    """A character as names are compared: folded, and as it was written.
 
     Args:
-        edges: `[E]`, int64, ascending: the node that an edge leaves, times V + 1, plus the token.
-        ends: `[E]`, int64: number from 1 of the entry whose name begins at the node, 0 for none.
-        vocab_size: V. Every other id, such as -1 for padding, is part of no name.
-        longest: Tokens of the longest name.
+        folded: The character with its case folded; a space for white space.
+        written: The character with its case; empty behind the first of several folded ones.
+        is_word: Whether it is part of a word or a number.
+        joins: Whether words of its script are written without spaces.
     """
 
-    edges: torch.Tensor
-    ends: torch.Tensor
-    vocab_size: int
-    longest: int
+    folded: str
+    written: str
+    is_word: bool
+    joins: bool
 
-    def entries(self, ids: torch.Tensor, document: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the entry whose name ends at each token, `[B, T]`, int64, from 1; 0 for none. The longest name wins.
 
-        Args:
-            ids: `[B, T]`, int64.
-            document: `[B, T]`, number of the document of each token, since no name reaches into another. Default: a row is one.
-        """
-        found = torch.zeros_like(ids)
-        if not len(self.edges):
-            return found
-        known = (ids >= 0) & (ids < self.vocab_size)
-        ids = torch.where(known, ids, self.vocab_size)
-        node, is_open = torch.zeros_like(ids), torch.ones_like(known)
-        for back in range(min(self.longest, ids.shape[1])):
-            token = torch.full_like(ids, self.vocab_size)
-            token[:, back:] = ids[:, : ids.shape[1] - back]
-            if document is not None and back:
-                is_open[:, back:] &= document[:, back:] == document[:, :-back]
-            key = node * (self.vocab_size + 1) + token
-            edge = torch.searchsorted(self.edges, key).clamp(max=len(self.edges) - 1)
-            is_open = is_open & (self.edges[edge] == key)
-            if not is_open.any():
-                break
-            node = torch.where(is_open, edge + 1, 0)
-            found = torch.where(is_open & (self.ends[edge] > 0), self.ends[edge], found)
+@functools.cache
+def characters_of(character: str) -> tuple[Character, ...]:
+    """Return a character as names are compared: its compatibility decomposition, without characters of format."""
+    read: list[Character] = []
+    for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN):
+        kind = unicodedata.category(plain)
+        if plain.isspace():
+            read.append(Character(" ", " ", False, False))
+        elif kind != "Cf":
+            is_word = kind[0] in "LNM" or plain == "_"
+            joins = unicodedata.name(plain, "").split(" ")[0] in _WITHOUT_SPACES
+            # Decomposed again, for folding may compose.
+            folded = unicodedata.normalize("NFKD", plain.casefold())
+            read += [Character(each, "" if at else plain, is_word, joins) for at, each in enumerate(folded)]
+    return tuple(read)
+
+
+def spelled(text: str) -> tuple[str, str]:
+    """Return a text as names are compared, folded and as it was written: each run of white space one space, none at its ends."""
+    read: list[Character] = []
+    for character in (each for raw in text for each in characters_of(raw)):
+        if character.folded != " " or (read and read[-1].folded != " "):
+            read.append(character)
+    if read and read[-1].folded == " ":
+        read.pop()
+    return "".join(each.folded for each in read), "".join(each.written for each in read)
+
+
+class Name(NamedTuple):
+    """A name of an entry.
+
+    Args:
+        entry: Number of the entry.
+        folded: The name as it is compared.
+        written: The name with its case, if texts must have that; else None.
+    """
+
+    entry: int
+    folded: str
+    written: str | None
+
+
+def name_of(entry: int, name: str, exact: bool = False) -> Name:
+    """Return a name; `exact`, a name of at most three characters, and one with a capital behind its first, keep their case."""
+    folded, written = spelled(name)
+    keeps = exact or len(written) <= _KEEPS_CASE or any(each.isupper() for each in written[1:] if each.isalpha())
+    return Name(entry, folded, written if keeps else None)
+
+
+class NameTable:
+    """Names in order, which a text is compared with character by character: a node is a range of names with a common beginning.
+
+    A table does not change, so that one that is being read may be replaced by another.
+
+    Args:
+        names: The names.
+    """
+
+    def __init__(self, names: Iterable[Name] = ()):
+        self.by_folded: dict[str, tuple[Name, ...]] = {}
+        for name in names:
+            self.by_folded[name.folded] = (*self.by_folded.get(name.folded, ()), name)
+        self._ordered = sorted(self.by_folded)
+        self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
+        self._measure()
+
+    def _measure(self) -> None:
+        self.root = (0, len(self._ordered), 0)
+        # Tokens that a name takes at most: each has a byte of it or more, if it is no character of format.
+        self.reach = max((len(name.encode()) for name in self._ordered), default=0) + _REACH
+
+    def changed(self, added: Iterable[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
+        """Return a table with some names more and some less."""
+        table = NameTable()
+        table.by_folded, table._ordered = dict(self.by_folded), list(self._ordered)
+        for name in removed:
+            left = tuple(other for other in table.by_folded.pop(name.folded) if other != name)
+            if left:
+                table.by_folded[name.folded] = left
+            else:
+                del table._ordered[bisect_left(table._ordered, name.folded)]
+        for name in added:
+            if name.folded not in table.by_folded:
+                insort(table._ordered, name.folded)
+            table.by_folded[name.folded] = (*table.by_folded.get(name.folded, ()), name)
+        table._measure()
+        return table
+
+    def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
+        """Return the node that a character leads to; None if no name goes on with it."""
+        key = node, character
+        if key in self._steps:
+            return self._steps[key]
+        first, end, depth = node
+        found = None
+        if first < end:
+            prefix = self._ordered[first][:depth] + character
+            first = bisect_left(self._ordered, prefix, first, end)
+            end = bisect_left(self._ordered, prefix + "\U0010ffff", first, end)
+            found = (first, end, depth + 1) if first < end else None
+        self._steps[key] = found
         return found
 
+    def at(self, node: tuple[int, int, int]) -> tuple[Name, ...]:
+        """Return the names that end at a node."""
+        first, _, depth = node
+        name = self._ordered[first]
+        return self.by_folded[name] if len(name) == depth else ()
 
-# A name that is open already and stands again within so many positions leaves its pack where it is, so that texts that repeat a name
-# do not read the pack at each place.
-_STAYS = 32
 
-
-class Openings(NamedTuple):
-    """Openings of packs as numbers: the position of the name's last token and the entry, together in one.
+class Found(NamedTuple):
+    """A name that ends within a token.
 
     Args:
-        num_entries: Number of entries. They are counted from 1, and an opening of 0 is none.
+        entry: Number of the entry.
+        token: Number of the token in which the name begins.
+        first: Number of the name's first character.
+        end: Number of the character behind its last.
     """
 
-    num_entries: int
+    entry: int
+    token: int
+    first: int
+    end: int
 
-    def number(self, entry: int, position: int) -> int:
-        """Return the number of an opening."""
-        return (position + 1) * (self.num_entries + 1) + entry
 
-    def entry(self, opening: Any) -> Any:
-        """Return the entry of an opening, or of each in a tensor; 0 for none."""
-        return opening % (self.num_entries + 1)
+class TokenNames(NamedTuple):
+    """What a token does: names that end in it, in their order, and entries whose name ended before it and goes on as another word."""
 
-    def position(self, opening: Any) -> Any:
-        """Return the position of the name's last token, of one opening or of each in a tensor; -1 for none."""
-        return opening // (self.num_entries + 1) - 1
+    opens: tuple[Found, ...] = ()
+    closes: tuple[int, ...] = ()
 
-    def of_tokens(
-        self,
-        found: torch.Tensor,
-        positions: torch.Tensor,
-        most: int,
-        before: torch.Tensor | None = None,
-        document: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the openings whose packs each token reads, `[B, T, most]`, int64, the latest first; 0 for none.
 
-        Args:
-            found: `[B, T]`, the entry whose name ends at each token, 0 for none.
-            positions: `[B, T]`, positions of the tokens.
-            most: Entries that a token reads at most.
-            before: `[B, most]`, the openings that the token before the first one read. Default: none.
-            document: `[B, T]`, number of the document of each token, at whose beginning nothing is open. Default: a row is one.
-        """
-        batch, tokens = found.shape
-        opened = found.new_zeros(batch, tokens, most)
-        if before is not None:
-            opened += before[:, None]
-        changes = found > 0
-        if document is not None:
-            changes[:, 1:] |= document[:, 1:] != document[:, :-1]
-        for row, token in changes.nonzero().tolist():
-            begins = document is not None and token > 0 and bool(document[row, token] != document[row, token - 1])
-            entry, position = int(found[row, token]), int(positions[row, token])
-            open_now = [] if begins else [each for each in opened[row, token].tolist() if each]
-            now = [each for each in open_now if self.entry(each) != entry]
-            if entry:
-                stays = [each for each in open_now if self.entry(each) == entry]
-                if not stays or position - self.position(stays[0]) >= _STAYS:
-                    stays = [self.number(entry, position)]
-                now = stays + now
-            opened[row, token:] = found.new_tensor((now + [0] * most)[:most])
-        return opened
+_NOTHING = TokenNames()
+
+
+class _Begun(NamedTuple):
+    """A name that has begun: its node, token and character, and what was written since."""
+
+    node: tuple[int, int, int]
+    token: int
+    first: int
+    written: str
+
+
+class NameScan:
+    """Names in the tokens of one text, found token by token: what a token does depends on tokens before it alone.
+
+    Args:
+        table: The names.
+    """
+
+    def __init__(self, table: NameTable):
+        self.table = table
+        self._token = self._count = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._decoder.reset()
+        self._begun: list[_Begun] = []
+        self._ended: list[tuple[int, Found]] = []
+        self._before: tuple[int, Character] | None = None
+
+    def read(self, piece: bytes | None) -> TokenNames:
+        """Return what the next token does; `piece` are its bytes, None for one that no name reaches into, such as padding."""
+        self._token += 1
+        if piece is None:
+            self._forget()
+            return _NOTHING
+        if self._before is not None and self._before[0] < self._token - _REACH:
+            self._before = None
+        self._begun = [each for each in self._begun if each.token > self._token - self.table.reach + _REACH]
+        opens: list[Found] = []
+        closes: list[int] = []
+        for character in (each for raw in self._decoder.decode(piece) for each in characters_of(raw)):
+            self._advance(character, opens, closes)
+        if not (opens or closes):
+            return _NOTHING
+        longest = [
+            each
+            for each in opens
+            if not any(other is not each and other.first <= each.first and each.end <= other.end for other in opens)
+        ]
+        return TokenNames(tuple(longest), tuple(closes))
+
+    def _advance(self, character: Character, opens: list[Found], closes: list[int]) -> None:
+        before = self._before[1] if self._before is not None else None
+        if character.folded == " " and before is not None and before.folded == " ":
+            return
+        goes_on = before is not None and character.is_word and before.is_word and not (character.joins or before.joins)
+        if self._ended:
+            for token, found in self._ended if goes_on else ():
+                if token == self._token:
+                    opens.remove(found)
+                else:
+                    closes.append(found.entry)
+            self._ended = []
+        if not goes_on and character.folded != " ":
+            self._begun.append(_Begun(self.table.root, self._token, self._count, ""))
+        self._count += 1
+        self._before = self._token, character
+        begun: list[_Begun] = []
+        for each in self._begun:
+            node = self.table.step(each.node, character.folded)
+            if node is None:
+                continue
+            now = _Begun(node, each.token, each.first, each.written + character.written)
+            begun.append(now)
+            for name in self.table.at(node):
+                if name.written is None or name.written == now.written:
+                    found = Found(name.entry, now.token, now.first, self._count)
+                    opens.append(found)
+                    if character.is_word:
+                        self._ended.append((self._token, found))
+        self._begun = begun
+
+
+def names_in(table: NameTable, pieces: Iterable[bytes | None]) -> Iterator[TokenNames]:
+    """Yield what each token of a text does; `Found.token` counts tokens from 1."""
+    return map(NameScan(table).read, pieces)
+
+
+class Spelling:
+    """What the tokens of a tokenizer spell.
+
+    Args:
+        tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins word pieces.
+
+    Raises:
+        ValueError: If the tokenizer does not tell what its tokens spell.
+    """
+
+    def __init__(self, tokenizer: Any):
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                f"the tokenizer is a {type(tokenizer).__name__}, which does not tell what its tokens spell; expected one with "
+                "tokenizer.json. Convert it with transformers."
+            )
+        self.tokenizer = tokenizer
+        decoder = repr(tokenizer.backend_tokenizer.decoder)
+        self._is_byte_level, self._is_word_piece = "ByteLevel" in decoder, "WordPiece" in decoder
+        added = tokenizer.added_tokens_decoder
+        self._special = {number for number, token in added.items() if token.special}
+        self._added = {number: token.content for number, token in added.items() if not token.special}
+        self._pieces: dict[int, bytes | None] = {}
+
+    def piece(self, token: int) -> bytes | None:
+        """Return the bytes that a token spells; None for special tokens and ids that the tokenizer does not have."""
+        if token not in self._pieces:
+            self._pieces[token] = self._read(token)
+        return self._pieces[token]
+
+    def _read(self, token: int) -> bytes | None:
+        if token < 0 or token in self._special:
+            return None
+        if token in self._added:
+            return self._added[token].encode()
+        written = self.tokenizer.convert_ids_to_tokens(token) if token < len(self.tokenizer) else None
+        if written is None or token == self.tokenizer.unk_token_id:
+            return None
+        if self._is_byte_level:
+            table = _byte_of_character()
+            return bytes(table[each] for each in written) if table.keys() >= {*written} else written.encode()
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+            return bytes.fromhex(written[3:5])
+        if self._is_word_piece:
+            return written[2:].encode() if written.startswith("##") else f" {written}".encode()
+        return written.replace("▁", " ").encode()
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text that something follows: with what the tokenizer puts in front, and nothing behind."""
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        while ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids = ids[:-1]
+        return ids
+
+    def spells(self, text: str) -> bool:
+        """Return whether the tokens of a text spell it, as names are compared."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        pieces = [self.piece(token) for token in ids]
+        read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
+        return None not in pieces and spelled(read)[0] == spelled(text)[0]
+
+
+@functools.cache
+def _byte_of_character() -> Mapping[str, int]:
+    """Return the byte for which each character of a byte-level vocabulary stands: printable ones for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

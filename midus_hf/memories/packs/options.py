@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.fetched_blocks import PackLayout
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 
@@ -14,21 +12,23 @@ from midus_hf.memories.registry import register_memory
 @register_memory("packs")
 @dataclass(kw_only=True)
 class PacksOptions(MemoryOptions):
-    """How many packs a token reads. The packs lie in a bank beside the checkpoint, and the memory has no tensors of its own."""
+    """How packs are read. The texts lie beside the checkpoint (`glossary.jsonl`), and the memory has no tensors."""
 
     sites = ("inside-attention",)
     attends = True
 
-    open: int = option(2, "names whose packs a token reads at most, the latest in front of it")
+    open: int = option(2, "entries that a token reads at most, the latest named in front of it")
+    lasts: int = option(0, "tokens behind a name for which its pack is open; 0: to the end of the text")
     score_bias: float = option(
         1.0,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
-
     distance: int = option(
         4,
         "positions between a pack and the last token of its name, wherever the name stands; 0: the pack ends right before that token",
     )
+    links: bool = option(True, "whether entries that an open entry's text names open too, where fewer than `open` are open")
+    max_tokens: int = option(128, "tokens of an entry's text that are read at most")
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {}
@@ -37,17 +37,9 @@ class PacksOptions(MemoryOptions):
         return head_projections(sizes)
 
     def check(self) -> None:
-        if self.open < 1:
-            raise ValueError(f"open is {self.open}; expected at least one name.")
-        if self.distance < 0:
-            raise ValueError(f"distance is {self.distance}; expected 0 or more positions.")
-
-
-def pack_layouts(memories: Memories) -> dict[str, PackLayout]:
-    """Return the layout of each bank of packs, by the name of the memory."""
-    sizes = memories.sizes
-    return {
-        name: PackLayout(entry.options.type, entry.layers, sizes.num_key_value_heads, sizes.head_dim, memories.base)
-        for name, entry in memories.attached.items()
-        if isinstance(entry.options, PacksOptions)
-    }
+        for name, least, what in (("open", 1, "at least one entry"), ("max_tokens", 1, "at least one token")):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {what}.")
+        for name, what in (("lasts", "tokens"), ("distance", "positions")):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more {what}.")

@@ -1,0 +1,279 @@
+"""The glossary of a model: entries of names and a text, in one readable file beside the weights, which may change at any time."""
+
+import difflib
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE
+from midus_hf.files.outputs import whole_file
+from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, name_of, names_in, spelled
+
+
+class Entry(NamedTuple):
+    """An entry of a glossary.
+
+    Args:
+        names: Its names, as they were given.
+        text: What is to be known of them.
+        exact: Whether texts must have the names with their case. Default: false, short names and those with a capital within.
+    """
+
+    names: tuple[str, ...]
+    text: str
+    exact: bool = False
+
+
+def entry_of(row: Mapping[str, Any], where: str) -> Entry:
+    """Return the entry of a row.
+
+    Args:
+        row: `name`, a name or a list of names, and `text`; perhaps `exact`.
+        where: Where the row stands, for messages, such as `"row 3 of glossary.jsonl"`.
+
+    Raises:
+        ValueError: If a name or the text is none, or a name seems to be several.
+    """
+    given, text, exact = row.get("name"), row.get("text"), row.get("exact")
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(
+            f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or take the row out."
+        )
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or take the row out."
+        )
+    if exact not in (None, True, False):
+        raise ValueError(f"{where} has exact = {exact!r}; expected true or false.")
+    for name in names:
+        if any(sign in name for sign in ";|") or (name.strip().startswith("[") and name.strip().endswith("]")):
+            raise ValueError(
+                f'{where} has the name {name!r}; did you mean several names? Expected a list, "name": ["first", "second"].'
+            )
+        if any(ord(sign) < 32 and not sign.isspace() for sign in name) or not spelled(name)[0]:
+            raise ValueError(f"{where} has the name {name!r}, which no text can have; expected characters that are seen.")
+    return Entry(tuple(dict.fromkeys(name.strip() for name in names)), text, bool(exact))
+
+
+def joined(rows: Iterable[tuple[str, Entry]]) -> list[Entry]:
+    """Return entries, of which those with the same names are one, whose texts are joined by a line break.
+
+    Args:
+        rows: Where each row stands, for messages, and its entry.
+
+    Raises:
+        ValueError: If two entries share a name, as names are compared, and not all names.
+    """
+    entries: dict[tuple[str, ...], Entry] = {}
+    owners: dict[Name, tuple[tuple[str, ...], str]] = {}
+    for where, entry in rows:
+        for name in entry.names:
+            key = name_of(0, name, entry.exact)
+            names, first = owners.setdefault(key, (entry.names, where))
+            if names != entry.names:
+                raise ValueError(
+                    f"{where} has the name {name!r}, which {first} has beside other names; expected one list of names for an "
+                    "entry. Give both rows the same names, which joins them."
+                )
+        before = entries.get(entry.names)
+        entries[entry.names] = entry if before is None else before._replace(text=f"{before.text}\n{entry.text}")
+    return list(entries.values())
+
+
+def read_glossary(folder: Path) -> list[Entry]:
+    """Return the entries beside a checkpoint.
+
+    Raises:
+        ValueError: If the file is absent, or a row is no entry.
+    """
+    path = folder / GLOSSARY_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"there is no {GLOSSARY_FILE} in {folder} ({error}), without which no name would be known; expected one beside the "
+            "weights. Copy the model's whole folder."
+        ) from None
+    entries = []
+    for number, line in enumerate(lines, 1):
+        where = f"row {number} of {path}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is no JSON ({error}); expected a name and a text. Copy the file again.") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
+        entries.append(entry_of(row, where))
+    return entries
+
+
+def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
+    """Write entries beside a checkpoint."""
+    with whole_file(Path(folder, GLOSSARY_FILE)) as partial, partial.open("w", encoding="utf-8") as file:
+        for entry in entries:
+            row = {"name": list(entry.names), "text": entry.text, **({"exact": True} if entry.exact else {})}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+class _Lock:
+    """A lock of its own for each copy."""
+
+    def __init__(self) -> None:
+        self.held = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class Glossary:
+    """Entries that a model knows, each under a number from 1 that no other entry gets. Changes hold from the next pass on.
+
+    Passes may run while entries change: a running generation goes on with what it has open.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        entries: The entries. Default: none.
+
+    Raises:
+        ValueError: If the tokenizer does not tell what its tokens spell.
+    """
+
+    def __init__(self, tokenizer: Any, entries: Iterable[Entry] = ()):
+        self.spelling = Spelling(tokenizer)
+        self._changing = _Lock()
+        self._entries = dict(enumerate(entries, 1))
+        self._next = len(self._entries) + 1
+        self.table = NameTable(name for number, entry in self._entries.items() for name in _names(number, entry))
+        self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter([*self._entries.values()])
+
+    def __getitem__(self, number: int) -> Entry:
+        return self._entries[number]
+
+    def entry(self, number: int) -> Entry | None:
+        """Return the entry under a number; None if it is there no more."""
+        return self._entries.get(number)
+
+    def add(self, names: str | Sequence[str], text: str, *, exact: bool = False) -> None:
+        """Add an entry.
+
+        Args:
+            names: A name, or several.
+            text: What is to be known of them.
+            exact: Whether texts must have the names with their case. Default: false, short names and those with a capital within.
+
+        Raises:
+            ValueError: If a name or the text is none, no tokens spell a name, or another entry has a name.
+        """
+        entry = entry_of({"name": names, "text": text, "exact": exact}, "the new entry")
+        self.check(entry, "the new entry")
+        with self._changing.held:
+            added = _names(self._next, entry)
+            for name, given in zip(added, entry.names, strict=True):
+                if any(other.written == name.written for other in self.table.by_folded.get(name.folded, ())):
+                    raise ValueError(f"the name {given!r} has an entry; expected a new name. Use replace, or remove it before.")
+            self._entries = {**self._entries, self._next: entry}
+            self._next += 1
+            self.table = self.table.changed(added)
+
+    def remove(self, name: str) -> Entry:
+        """Remove the entry with a name, in any form in which texts may have it, and return it.
+
+        Raises:
+            ValueError: If no entry has the name.
+        """
+        with self._changing.held:
+            number = self.number(name)
+            entry = self._entries[number]
+            self._entries = {other: each for other, each in self._entries.items() if other != number}
+            self.table = self.table.changed(removed=_names(number, entry))
+            self._links.pop(number, None)
+        return entry
+
+    def replace(self, name: str, text: str) -> None:
+        """Give the entry with a name another text.
+
+        Raises:
+            ValueError: If no entry has the name, or the text is empty.
+        """
+        names, exact = self._entries[self.number(name)].names, self._entries[self.number(name)].exact
+        entry_of({"name": list(names), "text": text}, f"the entry {names[0]!r}")
+        self.remove(name)
+        self.add(names, text, exact=exact)
+
+    def check(self, entry: Entry, where: str) -> None:
+        """Refuse names and texts that the tokens of the model do not spell.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        for said, text in [*(("name", name) for name in entry.names), ("text", entry.text)]:
+            if not self.spelling.spells(text):
+                shown = text if len(text) <= 60 else f"{text[:60]}..."
+                raise ValueError(
+                    f"{where} has the {said} {shown!r}, which the model's tokens do not spell; expected characters that its "
+                    "tokenizer knows. Write it otherwise, or take the row out."
+                )
+
+    def number(self, name: str) -> int:
+        """Return the number of the entry with a name, in any form in which texts may have it.
+
+        Raises:
+            ValueError: If no entry has the name.
+        """
+        folded, written = spelled(name)
+        found = [each for each in self.table.by_folded.get(folded, ()) if each.written in (None, written)]
+        if not found:
+            near = self.near(name)
+            remedy = f"did you mean {', '.join(map(repr, near))}?" if near else "expected a name of the glossary."
+            raise ValueError(f"no entry has the name {name!r}; {remedy}")
+        return found[0].entry
+
+    def near(self, text: str) -> list[str]:
+        """Return names that a text nearly has: three at most, which share most characters with a word or two of it."""
+        words = spelled(text)[0].split(" ")
+        parts = {*words, *map(" ".join, zip(words, words[1:], strict=False))} - {""}
+        near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
+        return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
+
+    def linked(self, number: int) -> tuple[int, ...]:
+        """Return the other entries that an entry's text names, in the order of the text."""
+        table, entry = self.table, self.entry(number)
+        kept = self._links.get(number)
+        if kept is not None and kept[0] is table:
+            return kept[1]
+        named = () if entry is None else (each.entry for each in found_in(table, entry.text))
+        links = tuple(each for each in dict.fromkeys(named) if each != number)
+        self._links[number] = table, links
+        return links
+
+    def named(self, ids: Iterable[int]) -> list[int]:
+        """Return the entries whose names the tokens of a text have, in the order of the text, those within longer names left out."""
+        found: list[Found] = []
+        for token in names_in(self.table, map(self.spelling.piece, ids)):
+            for entry in token.closes:
+                found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
+            for new in token.opens:
+                found = [each for each in found if each.first < new.first or each.end > new.end] + [new]
+        return list(dict.fromkeys(each.entry for each in found))
+
+
+def _names(number: int, entry: Entry) -> list[Name]:
+    return [name_of(number, name, entry.exact) for name in entry.names]
+
+
+def found_in(table: NameTable, text: str) -> list[Found]:
+    """Return the names in a text, in its order, those within longer names left out."""
+    found: list[Found] = []
+    for token in names_in(table, [text.encode()]):
+        found += token.opens
+    return found

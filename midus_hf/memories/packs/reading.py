@@ -1,0 +1,269 @@
+"""Keys and values of entries: made by a model's pass over their texts, and moved to their places for the tokens that read them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from midus_hf.memories.hosting.heads import Rotation, moved_by
+from midus_hf.memories.packs.opening import Reading
+
+# Texts that one pass reads.
+_TEXTS_AT_ONCE = 64
+# A power of two: from the angle of this position that of one position is known, whatever the dtype of cosines and sines.
+_LATEST_POSITION = 4096
+# Packs that the tokens of a part read at most in one row, if no token reads more.
+_PACKS_AT_ONCE = 8
+
+# Keys and values of a text in each layer with packs, `[K, m, d]` both, keys rotated to the positions 0 to m - 1.
+Pack = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class Recording:
+    """What the attention of each layer with packs reads in a pass, by the number of the layer among them."""
+
+    def __init__(self) -> None:
+        self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def note(self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None) -> None:
+        """Note keys and values, `[B, K, T, d]`, and the rotation of the pass.
+
+        Raises:
+            ValueError: If the family rotates by complex numbers, as Llama 4 does.
+        """
+        self.heads[layer] = key, value
+        if rotation is not None and not isinstance(rotation, tuple):
+            raise ValueError(
+                f"{type(attention).__name__} rotates keys by complex numbers; expected cosines and sines. Choose another method."
+            )
+        if rotation is None or not attention.config.rotates:
+            none = torch.zeros_like(key[:, 0])
+            rotation = none + 1, none
+        self.turns[layer] = rotation
+
+
+def rotation_angles(run: Callable[..., Any], device: Any) -> torch.Tensor:
+    """Return the angles by which a position rotates the keys of each layer, `[L, r]`, float64, in radians; 0 where none is rotated.
+
+    A position rotates by the angle of position 1, which is known better from a later one: of that, the whole turns are known.
+
+    Args:
+        run: Function of ids `[1, T]`, positions `[1, T]` and a `Recording`, which runs the model's stack of layers.
+        device: Device of the model.
+    """
+    positions = torch.tensor([[1 << power for power in range(_LATEST_POSITION.bit_length())]], device=device)
+    recording = Recording()
+    run(torch.zeros_like(positions), positions, recording)
+    found = []
+    for layer in sorted(recording.turns):
+        cos, sin = (part[0].double().cpu() for part in recording.turns[layer])  # [T, r]
+        angle = torch.atan2(sin[0], cos[0])
+        for at in range(1, len(cos)):
+            within = torch.atan2(sin[at], cos[at])
+            whole = ((angle * 2**at - within) / (2 * torch.pi)).round()
+            angle = (within + 2 * torch.pi * whole) / 2**at
+        found.append(angle)
+    return torch.stack(found)
+
+
+def read_texts(run: Callable[..., Any], texts: Sequence[Sequence[int]], device: Any) -> list[Pack]:
+    """Return the pack of each text, from ids, which a model reads a few at a time.
+
+    Args:
+        run: Function of ids `[B, T]`, positions `[B, T]` and a `Recording`, which runs the model's stack of layers.
+        texts: Token ids of each text, one or more.
+        device: Device of the model.
+    """
+    packs: list[Pack] = []
+    for first in range(0, len(texts), _TEXTS_AT_ONCE):
+        part = texts[first : first + _TEXTS_AT_ONCE]
+        tokens = torch.zeros(len(part), max(map(len, part)), dtype=torch.int64)
+        for row, ids in enumerate(part):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+        recording = Recording()
+        run(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand(tokens.shape), recording)
+        for row, ids in enumerate(part):
+            layers = [recording.heads[layer] for layer in sorted(recording.heads)]
+            packs.append(tuple((key[row, :, : len(ids)], value[row, :, : len(ids)]) for key, value in layers))
+    return packs
+
+
+class PackPart(NamedTuple):
+    """Packs that some tokens of a pass read.
+
+    Args:
+        tokens: The T' tokens.
+        slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that are a row's own.
+        reads: `[B, T', S']`, bool, whether a token reads a slot.
+        angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
+            that stand there.
+    """
+
+    tokens: slice
+    slots: torch.Tensor | None
+    reads: torch.Tensor
+    angles: torch.Tensor | None
+
+
+class OpenPacks(NamedTuple):
+    """Packs that the tokens of a pass read.
+
+    Args:
+        heads: For each layer, keys and values of all packs that the pass reads, side by side, `[K, S, d]` both; or of each row,
+            at their places, `[B, K, S, d]` both.
+        parts: The tokens, part by part.
+        is_open: `[B, T]`, bool, whether a token reads any.
+        is_whole: Whether every token reads all slots of its row.
+        kinds: The kind of rotation of each layer with packs.
+    """
+
+    heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    parts: tuple[PackPart, ...]
+    is_open: torch.Tensor
+    is_whole: bool
+    kinds: tuple[int, ...]
+
+    def of(self, layer: int, part: PackPart, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values for the tokens of a part, each `[B, K, S', d]`.
+
+        Args:
+            layer: Number of the layer among those with packs.
+            part: The part.
+            attention: The layer's attention, which says how keys are rotated.
+        """
+        keys, values = self.heads[layer]
+        if part.slots is not None:
+            keys, values = (heads[:, part.slots].transpose(0, 1) for heads in (keys, values))
+        if part.angles is not None:
+            keys = moved_by(attention, keys, part.angles[self.kinds[layer]])
+        return keys, values
+
+    def in_place(self, attentions: Sequence[Any]) -> "OpenPacks":
+        """Return packs of one part whose keys stand at their places, for many passes."""
+        (part,) = self.parts
+        heads = tuple(self.of(layer, part, attention) for layer, attention in enumerate(attentions))
+        return self._replace(heads=heads, parts=(part._replace(slots=None, angles=None),))
+
+    def to(self, device: Any, non_blocking: bool = False) -> "OpenPacks":
+        """Return the packs on another device."""
+
+        def moved(tensor: Any) -> Any:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        parts = tuple(PackPart(part.tokens, *map(moved, part[1:])) for part in self.parts)
+        heads = tuple((moved(key), moved(value)) for key, value in self.heads)
+        return self._replace(heads=heads, parts=parts, is_open=moved(self.is_open))
+
+
+def open_packs(
+    rows: Sequence[Sequence[Reading]],
+    num_tokens: int,
+    packs: Mapping[int, Pack],
+    angles: torch.Tensor,
+    distance: int,
+    device: Any,
+    dtype: torch.dtype,
+) -> OpenPacks:
+    """Return the packs that the tokens of a pass read.
+
+    Args:
+        rows: What the tokens of each row read; some do.
+        num_tokens: T, tokens of the pass.
+        packs: The pack of each entry that is read.
+        angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
+        distance: Positions between a pack and its place.
+        device: Device of the model.
+        dtype: Dtype of the model.
+    """
+    rows = [
+        [each._replace(packs=tuple(pack for pack in each.packs if pack[0] in packs)) for each in row] for row in rows
+    ]  # an entry may have been removed since its name was found
+    entries = [*dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)]
+    lengths = {entry: packs[entry][0][0].shape[1] for entry in entries}
+    firsts = dict(zip(entries, _sums_before(lengths.values()), strict=True))
+    heads = tuple(
+        tuple(torch.cat([packs[entry][layer][part] for entry in entries], 1).to(device, dtype) for part in (0, 1))
+        for layer in range(len(angles))
+    )
+    by_kind, kinds = angles.unique(dim=0, return_inverse=True)
+    is_open = torch.zeros(len(rows), num_tokens, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        for reading in row:
+            is_open[number, reading.start : reading.stop] = True
+    parts, is_whole = [], True
+    for tokens in _parts(rows):
+        slots, places, reads = _slots(rows, tokens, lengths, firsts)
+        is_whole = is_whole and bool(reads.all())
+        # In float64, since positions are large and angles are counted by whole turns.
+        moves = (places - distance)[:, :, None].double()  # [B, S', 1]
+        turned = ((moves * by_kind[:, None, None]) % (2 * torch.pi)).to(device, torch.promote_types(dtype, torch.float32))
+        parts.append(PackPart(tokens, slots.to(device), reads.to(device), turned))
+    return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
+
+
+def _sums_before(lengths: Any) -> list[int]:
+    sums = [0]
+    for length in lengths:
+        sums.append(sums[-1] + length)
+    return sums[:-1]
+
+
+def _parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
+    """Return the tokens in parts: neighbours of which no row reads more than a few packs, and some row reads one."""
+    bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
+    at = [0] * len(rows)
+    parts: list[slice] = []
+    union: list[set[tuple[int, int]]] = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        read: list[set[tuple[int, int]]] = []
+        for number, row in enumerate(rows):
+            while at[number] < len(row) and row[at[number]].stop <= start:
+                at[number] += 1
+            reading = row[at[number]] if at[number] < len(row) else None
+            read.append(set(reading.packs) if reading is not None and reading.start <= start else set())
+        if not any(read):
+            continue
+        both = [before | now for before, now in zip(union, read, strict=True)] if union else read
+        if parts and parts[-1].stop == start and max(map(len, both)) <= max(_PACKS_AT_ONCE, *map(len, read)):
+            parts[-1], union = slice(parts[-1].start, stop), both
+        else:
+            parts.append(slice(start, stop))
+            union = read
+    return parts
+
+
+def _slots(
+    rows: Sequence[Sequence[Reading]], tokens: slice, lengths: Mapping[int, int], firsts: Mapping[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots that any of some tokens read and where the first token of each slot's pack stands behind the place.
+
+    Returns:
+        Slots `[B, S']`, the places of the packs less their lengths `[B, S']`, and whether each token reads a slot `[B, T', S']`.
+    """
+    slots: list[list[int]] = []
+    places: list[list[int]] = []
+    reads: list[list[tuple[slice, slice]]] = []
+    for row in rows:
+        within = [each for each in row if each.start < tokens.stop and each.stop > tokens.start]
+        columns: dict[tuple[int, int], slice] = {}
+        slots.append([])
+        places.append([])
+        for entry, place in dict.fromkeys(pack for each in within for pack in each.packs):
+            columns[entry, place] = slice(len(slots[-1]), len(slots[-1]) + lengths[entry])
+            slots[-1] += range(firsts[entry], firsts[entry] + lengths[entry])
+            places[-1] += [place - lengths[entry]] * lengths[entry]
+        reads.append(
+            [
+                (slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start), columns[pack])
+                for each in within
+                for pack in each.packs
+            ]
+        )
+    most = max(map(len, slots))
+    mask = torch.zeros(len(rows), tokens.stop - tokens.start, most, dtype=torch.bool)
+    for number, of_row in enumerate(reads):
+        for read_by, columns_read in of_row:
+            mask[number, read_by, columns_read] = True
+    filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, places)]
+    return filled[0], filled[1], mask

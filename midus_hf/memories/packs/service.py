@@ -1,0 +1,224 @@
+"""The service that finds names in the tokens of a pass, and reads the texts of the entries that they open."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.beside import folder_of_checkpoint
+from midus_hf.memories.hosting.inputs import arguments_of_pass
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.services import States, Tokens
+from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
+from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.module import MemoryModule
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE
+from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
+from midus_hf.memories.packs.opening import (
+    OpenNames,
+    Reading,
+    kept_openings,
+    openings_of,
+    openings_tensor,
+    readings_of,
+)
+from midus_hf.memories.packs.reading import OpenPacks, Pack, Recording, open_packs, read_texts, rotation_angles
+
+_NO_TOKEN = -1
+# Packs that are kept beside a cache, those that were read last.
+_MOST_KEPT = 256
+# Argument of a pass in which the keys and values of texts are recorded.
+RECORDING = "pack_recording"
+
+
+class OpensPacks(States):
+    """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; where no token reads one, the memory has nothing to do.
+
+    A state in the cache keeps the openings of each sequence, once per model, for the first layer that has the memory, and with them
+    the packs that were made for them: like the keys and values of the cache, those of the weights that read the tokens. A pass
+    without a cache makes the packs that it reads.
+    """
+
+    key = "packs"
+    is_required = True
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        names = {name for name, _ in hosted}
+        if len(names) > 1:
+            raise ValueError(
+                f"the memories {', '.join(map(repr, sorted(names)))} are packs; expected one, whose glossary has all entries. Add "
+                "entries with midus edit add."
+            )
+        self.layers = sorted(layer for _, layer in hosted)
+        self.name = names.pop()
+        first = self.name, self.layers[0]
+        super().__init__(model, memories, {first: hosted[first]})
+        self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
+        model.memory_input_names |= {RECORDING}
+        self.glossary: Glossary | None = None
+        self._angles: torch.Tensor | None = None
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
+        """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
+        if own.get(RECORDING) is not None:
+            return {self.name: own[RECORDING]}
+        if self.glossary is None or not len(self.glossary):
+            return {}
+        ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
+        places = self.tokens.of_pass(model, arguments, own)
+        state = next(iter(super().of_pass(model, arguments, own).values()), None)
+        positions, cache = arguments["position_ids"], arguments[CACHE]
+        if positions is None:
+            first = 0 if cache is None else int(cache.get_seq_length())
+            positions = torch.arange(first, first + ids.shape[1])
+        elif positions.dim() == 3:  # along the axes of images, which are one at text
+            positions = positions[0]
+        return self._open(model, self.glossary, ids, positions.expand(ids.shape), places, state)
+
+    @torch.compiler.disable
+    def _open(
+        self,
+        model: Any,
+        glossary: Glossary,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        places: TokenPlaces,
+        state: MemoryState | None,
+    ) -> dict[str, OpenPacks]:
+        tokens = ids.detach().to("cpu", torch.int64)
+        if places.real is not None:
+            tokens = torch.where(places.real.cpu(), tokens, _NO_TOKEN)
+        begins = None if places.starts is None else places.starts.cpu().tolist()
+        rows = self._readings(glossary, tokens, positions.tolist(), begins, state)
+        if not any(rows):
+            return {}
+        kept: dict[Any, Any] = {} if state is None else state.shared
+        key = tuple(tuple(row) for row in rows), model.device, model.dtype
+        if ids.shape[1] == 1 and kept.get("step", (None,))[0] == key:
+            return {self.name: kept["step"][1]}
+        with torch.inference_mode(False), torch.no_grad():
+            packs = self._packs(model, glossary, rows, kept)
+            angles = self._angles
+            assert angles is not None, "packs were read before"
+            opened = open_packs(rows, ids.shape[1], packs, angles, self.options.distance, ids.device, model.dtype)
+            if ids.shape[1] == 1:
+                opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
+                kept["step"] = key, opened
+        return {self.name: opened}
+
+    def _readings(
+        self,
+        glossary: Glossary,
+        tokens: torch.Tensor,
+        positions: list[list[int]],
+        begins: list[list[bool]] | None,
+        state: MemoryState | None,
+    ) -> list[list[Reading]]:
+        """Return what the tokens of each row read, and keep what the next pass needs."""
+        kept = {key: tensor.cpu() for key, tensor in (state.kept if state is not None else {}).items()}
+        size = kept_openings(self.options)
+        readings, behind = [], []
+        for row, ids in enumerate(tokens.tolist()):
+            names = OpenNames(glossary, self.options, openings_of(kept["open"][row, -1]) if kept else ())
+            if kept:
+                names.read_before(kept["ids"][row, -glossary.table.reach :].tolist(), positions[row][0])
+            read, openings = readings_of(names, ids, positions[row], None if begins is None else begins[row])
+            readings.append(read)
+            behind.append(openings[-SPARE_TOKENS - 1 :])
+        if state is not None:
+            count, batch = glossary.table.reach + SPARE_TOKENS, len(tokens)
+            if begins is not None:  # of the last document alone
+                document = torch.tensor(begins).long().cumsum(1)
+                tokens = torch.where(document == document[:, -1:], tokens, _NO_TOKEN)
+            opened = openings_tensor(behind, size)
+            ids_before = kept["ids"] if kept else tokens.new_full((batch, count), _NO_TOKEN)
+            open_before = kept["open"] if kept else opened.new_zeros(batch, SPARE_TOKENS + 1, size, 4)
+            spare = kept["spare"] if kept else tokens.new_full((batch,), SPARE_TOKENS)
+            state.keep(
+                {
+                    "ids": torch.cat([ids_before, tokens], 1)[:, -count:],
+                    "open": torch.cat([open_before, opened], 1)[:, -SPARE_TOKENS - 1 :],
+                    "spare": (spare + tokens.shape[1]).clamp(max=SPARE_TOKENS),
+                }
+            )
+        return readings
+
+    def _packs(
+        self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[Any, Any]
+    ) -> dict[int, Pack]:
+        """Return the pack of each entry that a row reads. Those that the sequences had open before are kept beside their cache."""
+        wanted = dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)
+        made = kept.setdefault("packs", {})
+        packs = {entry: made.pop(entry) for entry in wanted if entry in made}
+        new = {entry: each for entry in wanted if entry not in packs and (each := glossary.entry(entry)) is not None}
+        if new:
+            _refuse_shards(model)
+
+        def run(ids: torch.Tensor, positions: torch.Tensor, recording: Recording) -> None:
+            model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
+
+        if self._angles is None:
+            self._angles = rotation_angles(run, model.device)
+        texts = [glossary.spelling.ids(entry.text)[: self.options.max_tokens] for entry in new.values()]
+        packs |= zip(new, read_texts(run, texts, model.device), strict=True)
+        made |= packs
+        for entry in [*made][:-_MOST_KEPT]:
+            del made[entry]
+        return packs
+
+    def open_at_end(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return the entries whose packs the last token of a text reads, and others that the text names."""
+        assert self.glossary is not None, "the model has a glossary"
+        row = OpenNames(self.glossary, self.options)
+        readings, _ = readings_of(row, ids, range(len(ids)), None)
+        at_end = [entry for entry, _ in readings[-1].packs] if readings and readings[-1].stop == len(ids) else []
+        return at_end, [entry for entry in self.glossary.named(ids) if entry not in at_end]
+
+    @staticmethod
+    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+        """Return the packs that tokens read."""
+        return {"packs": value[name]}
+
+    def prepare_inputs(self, inputs: dict[str, Any], attention_mask: Any) -> None:
+        """Add a mask of padding, since static caches get a mask of another form."""
+        self.tokens.prepare_inputs(inputs, attention_mask)
+
+    def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
+        """Read the glossary that lies beside the checkpoint, and the tokenizer.
+
+        Raises:
+            ValueError: If either is absent, or a row is no entry.
+        """
+        if name is None:  # made of a state that was passed
+            return
+        folder = folder_of_checkpoint(name, arguments, GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
+        if folder is None:
+            raise ValueError(
+                f"the glossary of {name} is not at hand, without which no name would be known; expected a folder, or a repository "
+                "that can be read. Download it while the Hub can be reached."
+            )
+        from transformers import AutoTokenizer
+
+        trusted = arguments.get("trust_remote_code")
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        self.glossary = Glossary(tokenizer, read_glossary(folder))
+
+    def before_saving(self, folder: Any) -> None:
+        """Write the glossary beside the weights, and the tokenizer by which names are found, if there is none."""
+        if self.glossary is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_glossary(folder, self.glossary)
+            if not any(Path(folder).glob("tokenizer*")):
+                self.glossary.spelling.tokenizer.save_pretrained(folder)
+
+
+def _refuse_shards(model: Any) -> None:
+    """Refuse parameters that processes share, which would wait for one another in the pass over an entry's text."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor" or hasattr(parameter, "_is_flat_param"):
+            raise ValueError(
+                f"the parameter {name} is shared by several processes, of which each would read the texts that its own rows name; "
+                "expected whole parameters (DDP, ZeRO up to stage 2). Or train without packs, and add them afterwards."
+            )
