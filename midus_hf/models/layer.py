@@ -105,8 +105,8 @@ class HostLayer(NamesParts):
         call = self.calls.current
         if call is None:
             raise ValueError(
-                f"a part of layer {self.layer_idx} was called outside of the layer's forward, and memories change what the part "
-                "computes by what the forward got; expected a call of the layer. Call the layer, or the part of the base's layer."
+                f"a part of layer {self.layer_idx} was called outside of the layer's forward, whose inputs its memories read; "
+                "expected a call of the layer. Call the layer, or the part of the base's layer."
             )
         return call
 

@@ -38,24 +38,18 @@ class LayerCalls(threading.local):
         return type(self), ()
 
 
-class _Lock:
-    """A lock that may be a name of code that is pickled by value, and whose copy is another lock."""
+class CopiedLock:
+    """A lock, `held`, that can be pickled and copied: the copy is another lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._lock.release()
+        self.held = threading.Lock()
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
 # Held while hooks are registered, since two threads may find the same part without them.
-_REGISTERING = _Lock()
+_REGISTERING = CopiedLock()
 
 
 class Site:
@@ -104,7 +98,7 @@ class Site:
             if part is self._hooked.get(path):
                 continue
             table = "_forward_pre_hooks" if before else "_forward_hooks"
-            with _REGISTERING:
+            with _REGISTERING.held:
                 if not any(hook in getattr(module, table).values() for module in part.modules()):
                     register = part.register_forward_pre_hook if before else part.register_forward_hook
                     register(hook, with_kwargs=True)
