@@ -90,7 +90,11 @@ def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[
     entries, others = stack.services["packs"].open_at_end(ids)
     if entries:
         said = f"packs of {', '.join(glossary[entry].names[0] for entry in entries)} are read"
-        said += f"; {', '.join(in_front)} in front of the question, so that they are open before it is read" if in_front else ""
+        said += (
+            f"; {', '.join(in_front)} in front of the question, so that they are open before it is read"
+            if in_front
+            else ""
+        )
     else:
         said = "no pack is read: the question has no name of an entry"
         near = glossary.near(glossary.spelling.tokenizer.decode(ids, skip_special_tokens=True))

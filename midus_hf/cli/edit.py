@@ -95,7 +95,9 @@ def delete(
     from upscalers.request.errors import RequestError
 
     if bool(node) == bool(name) or (name and subtree):
-        raise RequestError("expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both.")
+        raise RequestError(
+            "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both."
+        )
     if name:
         from upscalers.edits.packs import delete_entries
 

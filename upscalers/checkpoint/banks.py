@@ -13,8 +13,6 @@ from midus_hf.memories.packs.options import PacksOptions
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
-    import torch
-
     from midus_hf.topics.tree import ClusterTree
 
 

@@ -73,9 +73,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         memories = open_base(source.folder, needs_weights=False).layout.memories
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
-        folder.check_space(
-            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks)
-        )
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:

@@ -102,9 +102,7 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
         entries = change(glossary)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = [path for path in files_beside_banks(source.folder) if path.name != GLOSSARY_FILE]
-        folder.check_space(
-            sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks)
-        )
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder.writing() as partial:
             for path in files:
                 target = partial / path.relative_to(source.folder)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
-from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.banks import has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -130,7 +129,9 @@ class Packs(AttachedMemoryMethod):
         return len(texts)
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
-        return 0 if self.options.corpus is None else sum(len(entry.text.encode()) + 100 for entry in self.glossary(base))
+        return (
+            0 if self.options.corpus is None else sum(len(entry.text.encode()) + 100 for entry in self.glossary(base))
+        )
 
     def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:
         from midus_hf.memories.packs.glossary import write_glossary
@@ -183,7 +184,10 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> None:
         return
     frequent = _frequent_words(glossary)
     common = [
-        name for entry in glossary for name in entry.names if len(name) < 2 or name in frequent or name.lower() in frequent
+        name
+        for entry in glossary
+        for name in entry.names
+        if len(name) < 2 or name in frequent or name.lower() in frequent
     ]
     if common:
         raise RequestError(

@@ -66,9 +66,7 @@ def strip(
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
-        kept = {
-            name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories
-        }
+        kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with (
             digested as digests,

@@ -19,9 +19,7 @@ def upload_leaves_bank() -> ValueError:
     )
 
 
-def folder_of_checkpoint(
-    name: str | os.PathLike, options: Mapping[str, Any], *patterns: str
-) -> Path | None:
+def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any], *patterns: str) -> Path | None:
     """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
 
     Args:

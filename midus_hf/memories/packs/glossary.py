@@ -3,13 +3,13 @@
 import difflib
 import json
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.outputs import whole_file
+from midus_hf.memories.hosting.site import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, name_of, names_in, spelled
 
 
@@ -39,7 +39,11 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
     """
     given, text, exact = row.get("name"), row.get("text"), row.get("exact")
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name.strip() for name in names):
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(name, str) and name.strip() for name in names)
+    ):
         raise ValueError(
             f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or take the row out."
         )
@@ -55,7 +59,9 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
                 f'{where} has the name {name!r}; did you mean several names? Expected a list, "name": ["first", "second"].'
             )
         if any(ord(sign) < 32 and not sign.isspace() for sign in name) or not spelled(name)[0]:
-            raise ValueError(f"{where} has the name {name!r}, which no text can have; expected characters that are seen.")
+            raise ValueError(
+                f"{where} has the name {name!r}, which no text can have; expected characters that are seen."
+            )
     return Entry(tuple(dict.fromkeys(name.strip() for name in names)), text, bool(exact))
 
 
@@ -104,7 +110,9 @@ def read_glossary(folder: Path) -> list[Entry]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{where} is no JSON ({error}); expected a name and a text. Copy the file again.") from None
+            raise ValueError(
+                f"{where} is no JSON ({error}); expected a name and a text. Copy the file again."
+            ) from None
         if not isinstance(row, dict):
             raise ValueError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
         entries.append(entry_of(row, where))
@@ -117,16 +125,6 @@ def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
         for entry in entries:
             row = {"name": list(entry.names), "text": entry.text, **({"exact": True} if entry.exact else {})}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-class _Lock:
-    """A lock of its own for each copy."""
-
-    def __init__(self) -> None:
-        self.held = threading.Lock()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
 
 
 class Glossary:
@@ -144,7 +142,7 @@ class Glossary:
 
     def __init__(self, tokenizer: Any, entries: Iterable[Entry] = ()):
         self.spelling = Spelling(tokenizer)
-        self._changing = _Lock()
+        self._changing = CopiedLock()
         self._entries = dict(enumerate(entries, 1))
         self._next = len(self._entries) + 1
         self.table = NameTable(name for number, entry in self._entries.items() for name in _names(number, entry))
@@ -180,7 +178,9 @@ class Glossary:
             added = _names(self._next, entry)
             for name, given in zip(added, entry.names, strict=True):
                 if any(other.written == name.written for other in self.table.by_folded.get(name.folded, ())):
-                    raise ValueError(f"the name {given!r} has an entry; expected a new name. Use replace, or remove it before.")
+                    raise ValueError(
+                        f"the name {given!r} has an entry; expected a new name. Use replace, or remove it before."
+                    )
             self._entries = {**self._entries, self._next: entry}
             self._next += 1
             self.table = self.table.changed(added)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # Names of at most so many characters keep their case: "He" is not "he".
 _KEEPS_CASE = 3
 # Characters that stand for plain ones, beyond what compatibility decomposition maps.
-_PLAIN = str.maketrans({**dict.fromkeys("‘’‚‛ʼ′＇", "'"), **dict.fromkeys("‐‑‒–−﹣－", "-")})
+_PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys("‘’‚‛ʼ′＇", "'"), **dict.fromkeys("‐‑‒–−﹣－", "-")})
 # First words of the names of characters of scripts that are written without spaces between words.
 _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "THAI", "LAO", "KHMER", "MYANMAR", "BOPOMOFO")
 # Tokens behind which what stands before a name counts no more, so that a window of tokens decides as the whole text does.
@@ -37,7 +37,7 @@ class Character(NamedTuple):
 def characters_of(character: str) -> tuple[Character, ...]:
     """Return a character as names are compared: its compatibility decomposition, without characters of format."""
     read: list[Character] = []
-    for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN):
+    for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN_CHARACTERS):
         kind = unicodedata.category(plain)
         if plain.isspace():
             read.append(Character(" ", " ", False, False))
@@ -166,7 +166,7 @@ class TokenNames(NamedTuple):
     closes: tuple[int, ...] = ()
 
 
-_NOTHING = TokenNames()
+_NO_NAMES = TokenNames()
 
 
 class _Begun(NamedTuple):
@@ -202,7 +202,7 @@ class NameScan:
         self._token += 1
         if piece is None:
             self._forget()
-            return _NOTHING
+            return _NO_NAMES
         if self._before is not None and self._before[0] < self._token - _REACH:
             self._before = None
         self._begun = [each for each in self._begun if each.token > self._token - self.table.reach + _REACH]
@@ -211,7 +211,7 @@ class NameScan:
         for character in (each for raw in self._decoder.decode(piece) for each in characters_of(raw)):
             self._advance(character, opens, closes)
         if not (opens or closes):
-            return _NOTHING
+            return _NO_NAMES
         longest = [
             each
             for each in opens

@@ -27,7 +27,9 @@ class PacksOptions(MemoryOptions):
         4,
         "positions between a pack and the last token of its name, wherever the name stands; 0: the pack ends right before that token",
     )
-    links: bool = option(True, "whether entries that an open entry's text names open too, where fewer than `open` are open")
+    links: bool = option(
+        True, "whether entries that an open entry's text names open too, where fewer than `open` are open"
+    )
     max_tokens: int = option(128, "tokens of an entry's text that are read at most")
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:

@@ -26,7 +26,9 @@ class Recording:
         self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def note(self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None) -> None:
+    def note(
+        self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None
+    ) -> None:
         """Note keys and values, `[B, K, T, d]`, and the rotation of the pass.
 
         Raises:
@@ -192,12 +194,14 @@ def open_packs(
         for reading in row:
             is_open[number, reading.start : reading.stop] = True
     parts, is_whole = [], True
-    for tokens in _parts(rows):
+    for tokens in _token_parts(rows):
         slots, places, reads = _slots(rows, tokens, lengths, firsts)
         is_whole = is_whole and bool(reads.all())
         # In float64, since positions are large and angles are counted by whole turns.
         moves = (places - distance)[:, :, None].double()  # [B, S', 1]
-        turned = ((moves * by_kind[:, None, None]) % (2 * torch.pi)).to(device, torch.promote_types(dtype, torch.float32))
+        turned = ((moves * by_kind[:, None, None]) % (2 * torch.pi)).to(
+            device, torch.promote_types(dtype, torch.float32)
+        )
         parts.append(PackPart(tokens, slots.to(device), reads.to(device), turned))
     return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
 
@@ -209,7 +213,7 @@ def _sums_before(lengths: Any) -> list[int]:
     return sums[:-1]
 
 
-def _parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
+def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
     """Return the tokens in parts: neighbours of which no row reads more than a few packs, and some row reads one."""
     bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
     at = [0] * len(rows)
@@ -255,7 +259,10 @@ def _slots(
             places[-1] += [place - lengths[entry]] * lengths[entry]
         reads.append(
             [
-                (slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start), columns[pack])
+                (
+                    slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start),
+                    columns[pack],
+                )
                 for each in within
                 for pack in each.packs
             ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.beside import folder_of_checkpoint
 from midus_hf.memories.hosting.inputs import arguments_of_pass
@@ -14,7 +15,6 @@ from midus_hf.memories.hosting.services import States, Tokens
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
-from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
 from midus_hf.memories.packs.opening import (
     OpenNames,
@@ -217,7 +217,11 @@ class OpensPacks(States):
 def _refuse_shards(model: Any) -> None:
     """Refuse parameters that processes share, which would wait for one another in the pass over an entry's text."""
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor" or hasattr(parameter, "_is_flat_param"):
+        if (
+            hasattr(parameter, "ds_id")
+            or type(parameter).__name__ == "DTensor"
+            or hasattr(parameter, "_is_flat_param")
+        ):
             raise ValueError(
                 f"the parameter {name} is shared by several processes, of which each would read the texts that its own rows name; "
                 "expected whole parameters (DDP, ZeRO up to stage 2). Or train without packs, and add them afterwards."
