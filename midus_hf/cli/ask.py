@@ -82,7 +82,7 @@ def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str
 
 
 def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[str]) -> None:
-    """Say which entries the last token of what is read reads, which others it names, and which names are near, of a model with packs."""
+    """Say which entries are read behind a text, which others it names, or which names are near; nothing without packs."""
     glossary = _glossary(loaded)
     if glossary is None:
         return

@@ -70,14 +70,14 @@ class Packs(AttachedMemoryMethod):
             )
         if has_glossary(base.layout.memories):
             raise RequestError(
-                f"{base.folder} has packs; expected one glossary for a model. Add entries: midus edit add {base.folder} --corpus FILE "
-                "--output DIR."
+                f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
+                "--corpus FILE --output DIR."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
             raise RequestError(
-                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that the keys of a text that was read on its "
-                "own fit no other; expected a rotation by positions alone. Choose another method."
+                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that the keys of a text that was read "
+                "on its own fit no other; expected a rotation by positions alone. Choose another method."
             )
         super().check(base)
 
@@ -192,7 +192,8 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> None:
     if common:
         raise RequestError(
             f"names of {where} are single characters or frequent words, which almost every text has: "
-            f"{first_few([*map(repr, common)])}; expected names that few texts have. Take them out, or allow them (common_names=true)."
+            f"{first_few([*map(repr, common)])}; expected names that few texts have. Take them out, or allow them "
+            "(common_names=true)."
         )
 
 

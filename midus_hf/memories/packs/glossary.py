@@ -1,6 +1,7 @@
 """The glossary of a model: entries of names and a text, in one readable file beside the weights, which may change at any time."""
 
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,7 +242,7 @@ class Glossary:
     def near(self, text: str) -> list[str]:
         """Return names that a text nearly has: three at most, which share most characters with a word or two of it."""
         words = spelled(text)[0].split(" ")
-        parts = {*words, *map(" ".join, zip(words, words[1:], strict=False))} - {""}
+        parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
 

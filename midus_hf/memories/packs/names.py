@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 # Names of at most so many characters keep their case: "He" is not "he".
 _KEEPS_CASE = 3
-# Characters that stand for plain ones, beyond what compatibility decomposition maps.
-_PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys("‘’‚‛ʼ′＇", "'"), **dict.fromkeys("‐‑‒–−﹣－", "-")})
+# Typographic characters that are compared as the plain ones.
+_APOSTROPHES, _HYPHENS = "\u2018\u2019\u201a\u201b\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
+_PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-")})
 # First words of the names of characters of scripts that are written without spaces between words.
 _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "THAI", "LAO", "KHMER", "MYANMAR", "BOPOMOFO")
 # Tokens behind which what stands before a name counts no more, so that a window of tokens decides as the whole text does.

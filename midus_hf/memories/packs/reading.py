@@ -1,5 +1,6 @@
 """Keys and values of entries: made by a model's pass over their texts, and moved to their places for the tokens that read them."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,7 +220,7 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
     at = [0] * len(rows)
     parts: list[slice] = []
     union: list[set[tuple[int, int]]] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         read: list[set[tuple[int, int]]] = []
         for number, row in enumerate(rows):
             while at[number] < len(row) and row[at[number]].stop <= start:
