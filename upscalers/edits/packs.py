@@ -11,6 +11,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.methods.engram import vocabulary_of
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
@@ -72,7 +73,7 @@ def _added(glossary: "Glossary", corpus: str, common_names: bool) -> list[Sequen
     from upscalers.methods.packs import check_names, entries_of
 
     entries = entries_of(corpus)
-    check_names(Glossary(glossary.spelling.tokenizer, entries), f"corpus {corpus}", common_names)
+    check_names(Glossary(glossary.spelling.tokenizer, entries, glossary.vocab_size), f"corpus {corpus}", common_names)
     for entry in entries:
         glossary.add(entry.names, entry.text, exact=entry.exact)
     return [entry.names for entry in entries]
@@ -93,12 +94,14 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
 
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source, refusing_requests():
-        memories = open_base(source.folder, needs_weights=False).layout.memories
+        opened = open_base(source.folder, needs_weights=False)
+        memories = opened.layout.memories
         if not has_glossary(memories):
             raise RequestError(
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
-        glossary = Glossary(load_tokenizer(str(source.folder)), read_glossary(source.folder))
+        tokenizer = load_tokenizer(str(source.folder))
+        glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened))
         entries = change(glossary)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = [path for path in files_beside_banks(source.folder) if path.name != GLOSSARY_FILE]

@@ -12,7 +12,7 @@ from upscalers.checkpoint.banks import has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method
-from upscalers.methods.engram import tokenizer_of
+from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError, refusing_requests
@@ -103,7 +103,7 @@ class Packs(AttachedMemoryMethod):
             from midus_hf.memories.packs.glossary import Glossary
 
             with refusing_requests():
-                self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus))
+                self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus), vocabulary_of(base))
                 check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
         return self._glossary
 

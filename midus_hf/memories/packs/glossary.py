@@ -136,13 +136,14 @@ class Glossary:
     Args:
         tokenizer: The model's tokenizer.
         entries: The entries. Default: none.
+        vocab_size: Number of tokens that the model has. Default: as many as the tokenizer.
 
     Raises:
         ValueError: If the tokenizer does not tell what its tokens spell.
     """
 
-    def __init__(self, tokenizer: Any, entries: Iterable[Entry] = ()):
-        self.spelling = Spelling(tokenizer)
+    def __init__(self, tokenizer: Any, entries: Iterable[Entry] = (), vocab_size: int | None = None):
+        self.spelling, self.vocab_size = Spelling(tokenizer), vocab_size
         self._changing = CopiedLock()
         self._entries = dict(enumerate(entries, 1))
         self._next = len(self._entries) + 1
@@ -212,14 +213,20 @@ class Glossary:
         self.add(names, text, exact=exact)
 
     def check(self, entry: Entry, where: str) -> None:
-        """Refuse names and texts that the tokens of the model do not spell.
+        """Refuse names and texts that tokens of the model do not spell.
 
         Raises:
             ValueError: If there is one.
         """
         for said, text in [*(("name", name) for name in entry.names), ("text", entry.text)]:
+            shown = text if len(text) <= 60 else f"{text[:60]}..."
+            largest = max(self.spelling.ids(text), default=0)
+            if self.vocab_size is not None and largest >= self.vocab_size:
+                raise ValueError(
+                    f"{where} has the {said} {shown!r}, of which the tokenizer makes token {largest}, and the model has "
+                    f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
+                )
             if not self.spelling.spells(text):
-                shown = text if len(text) <= 60 else f"{text[:60]}..."
                 raise ValueError(
                     f"{where} has the {said} {shown!r}, which the model's tokens do not spell; expected characters that its "
                     "tokenizer knows. Write it otherwise, or take the row out."

@@ -58,6 +58,7 @@ class OpensPacks(States):
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
+        self._vocab_size = model.config.vocab_size
         self._angles: torch.Tensor | None = None
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
@@ -203,7 +204,7 @@ class OpensPacks(States):
 
         trusted = arguments.get("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-        self.glossary = Glossary(tokenizer, read_glossary(folder))
+        self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size)
 
     def before_saving(self, folder: Any) -> None:
         """Write the glossary beside the weights, and the tokenizer by which names are found, if there is none."""

@@ -81,12 +81,22 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
                 f"what trains is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
+        types = {entry.get("name", entry["type"]): entry["type"] for entry in _memory_entries(config)}
+        if not new_layers(config) and {types.get(name) for name in record["new_memories"]} == {"packs"}:
+            raise ValueError(
+                "what trains is what was added, and packs train nothing: they are texts. Name what trains: trainable: all, or "
+                "adapters, such as adapters: {r: 16}."
+            )
     elif resolved != "all":
         raise ValueError(
             f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
             f"{', '.join(_ROLES)}."
         )
     return cast(Resolved, resolved)
+
+
+def _memory_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    return getattr(config.get_text_config(), "memory", None) or []
 
 
 def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> list[int]:
