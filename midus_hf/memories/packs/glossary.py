@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.outputs import whole_file
 from midus_hf.memories.hosting.site import CopiedLock
-from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, name_of, names_in, spelled
+from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
 
 class Entry(NamedTuple):
@@ -263,9 +263,8 @@ class Glossary:
         for token in names_in(self.table, map(self.spelling.piece, ids)):
             for entry in token.closes:
                 found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
-            for new in token.opens:
-                found = [each for each in found if each.first < new.first or each.end > new.end] + [new]
-        return list(dict.fromkeys(each.entry for each in found))
+            found += token.opens
+        return list(dict.fromkeys(each.entry for each in longest_of(found)))
 
 
 def _names(number: int, entry: Entry) -> list[Name]:
@@ -277,4 +276,4 @@ def found_in(table: NameTable, text: str) -> list[Found]:
     found: list[Found] = []
     for token in names_in(table, [text.encode()]):
         found += token.opens
-    return found
+    return longest_of(found)
