@@ -58,8 +58,8 @@ class OpensPacks(States):
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
-        # By the dtype of the model, in which cosines and sines are rounded.
-        self._angles: dict[torch.dtype, torch.Tensor] = {}
+        # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
+        self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
@@ -101,7 +101,8 @@ class OpensPacks(States):
             return {self.name: kept["step"][1]}
         with torch.inference_mode(False), torch.no_grad():
             packs = self._packs(model, glossary, rows, kept)
-            angles = self._angles[model.dtype]
+            assert self._angles is not None, "packs were read before"
+            angles = self._angles[1]
             opened = open_packs(rows, ids.shape[1], packs, angles, self.options.distance, ids.device, model.dtype)
             if ids.shape[1] == 1:
                 opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
@@ -159,8 +160,8 @@ class OpensPacks(States):
         def run(ids: torch.Tensor, positions: torch.Tensor, recording: Recording) -> None:
             model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
 
-        if model.dtype not in self._angles:
-            self._angles[model.dtype] = rotation_angles(run, model.device)
+        if self._angles is None or self._angles[0] != model.dtype:
+            self._angles = model.dtype, rotation_angles(run, model.device)
         texts = [glossary.spelling.ids(entry.text)[: self.options.max_tokens] for entry in new.values()]
         packs |= zip(new, read_texts(run, texts, model.device), strict=True)
         made |= packs
