@@ -1,5 +1,6 @@
 """Names of entries are found in the characters that tokens spell, however tokens split them."""
 
+import itertools
 import unicodedata
 
 import pytest
@@ -81,8 +82,8 @@ FOUND = {
     "zero width space": (["New York"], ["\u200bNew\u200b Yo\u200brk"], [1]),
     "soft hyphen": (["gateway"], ["gate\u00adway"], [1]),
     "a soft hyphen within a word": (["gate"], ["gate\u00adway"], []),
-    "apostrophe": (["O'Reilly"], ["O’Reilly"], [1]),
-    "hyphen": (["Coca-Cola"], ["Coca‑Cola"], [1]),
+    "apostrophe": (["O'Reilly"], ["O\u2019Reilly"], [1]),
+    "hyphen": (["Coca-Cola"], ["Coca\u2011Cola"], [1]),
     "several spaces": (["New York"], ["New", " ", " ", " ", "York"], [1]),
     "a line break": (["New York"], ["New", "\r\n", "York"], [1]),
     "a character over tokens": (["Café"], [b"Caf\xc3", b"\xa9"], [1]),
@@ -131,7 +132,7 @@ def split_texts(draw):
     text = draw(st.text(LETTERS, min_size=1, max_size=40)).encode()
     places = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12)))
     bounds = [0, *places, len(text)]
-    return [piece for first, end in zip(bounds, bounds[1:], strict=False) if (piece := text[first:end])]
+    return [piece for first, end in itertools.pairwise(bounds) if (piece := text[first:end])]
 
 
 @given(split_texts(), st.integers(1, 4))
@@ -203,8 +204,8 @@ def test_names_are_added_and_removed_as_if_they_had_been_there_or_not():
 
 
 def test_a_name_as_it_is_compared():
-    assert spelled("  Ｎew\u00a0\n Yor\u200bk ") == ("new york", "New York")
-    assert spelled("ﬁ²’‑") == ("fi2'-", "fi2'-")
+    assert spelled("  \uff2eew\u00a0\n Yor\u200bk ") == ("new york", "New York")
+    assert spelled("ﬁ²\u2019\u2011") == ("fi2'-", "fi2'-")
 
 
 def _fast(model, decoder=None, **parts):
