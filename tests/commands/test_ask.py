@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from look.upscaled_folders import loaded
+from models.pack_models import tiny_tokenizer
 from sft.tiny_chats import write_rows
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
@@ -31,8 +32,8 @@ def ask(as_command):
     return lambda *words: as_command("midus ask")(*words, "--max-new-tokens", 5)
 
 
-def answer_of(folder, text, **options):
-    tokenizer = letter_tokenizer()
+def answer_of(folder, text, tokenizer=None, **options):
+    tokenizer = tokenizer or letter_tokenizer()
     ids = tokenizer(text, return_tensors="pt")
     written = loaded(folder).generate(**ids, max_new_tokens=5, do_sample=False, **options)
     return tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -102,16 +103,29 @@ def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_pa
     assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
-def test_names_of_packs_stand_in_front_of_the_question(ask, tmp_path):
+def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(ask, tmp_path):
+    tokenizer = tiny_tokenizer()
     save_tiny_model("llama", tmp_path / "base")
-    letter_tokenizer().save_pretrained(tmp_path / "base")
-    rows = [{"name": ["w3 w4", "w4 w5"], "text": "w9 w10 w11"}, {"name": "w7", "text": "w12 w13"}]
-    options = {"corpus": str(write_rows(tmp_path / "glossary.jsonl", rows)), "common_names": True}
-    upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
-    question = "w1 w4 w5 w7 w9"
-    line = "in front of the question: w3 w4, w7, so that packs are open before it is read\n"
-    expected = answer_of(tmp_path / "model", f"w3 w4\nw7\n{question}")
-    assert expected and expected != answer_of(tmp_path / "model", question)
-    assert ask(tmp_path / "model", question) == (0, expected + "\n", line + AS_TEXT)
-    line = "no pack is read: the question has no name of an entry\n"
-    assert ask(tmp_path / "model", "w20 w21") == (0, answer_of(tmp_path / "model", "w20 w21") + "\n", line + AS_TEXT)
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"name": ["Iron ore", "Fe"], "text": "(26)"}, {"name": "tungsten", "text": "Wolf."}]
+    rows.append({"name": "Steel", "text": "Of iron ore."})
+    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows)), "open": 2}
+    model = tmp_path / "model"
+    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
+
+    def answer(*lines):
+        return answer_of(model, "\n".join(lines), tokenizer)
+
+    for question, in_front, said in (
+        ("Is it Fe?", ["Iron ore"], "packs of Iron ore are read"),
+        ("Iron  ore, tungsten", ["Iron ore", "tungsten"], "packs of tungsten, Iron ore are read"),
+        ("Is it steel?", ["Steel"], "packs of Steel, Iron ore are read"),
+        ("STEEL: Steel, tungsten, Fe?", ["Steel", "tungsten", "Iron ore"], "packs of Iron ore, tungsten are read"),
+    ):
+        line = f"{said}; {', '.join(in_front)} in front of the question, so that they are open before it is read"
+        line += "; named, but not read: Steel\n" if len(in_front) == 3 else "\n"
+        assert ask(model, question) == (0, answer(*in_front, question) + "\n", AS_TEXT + line)
+    assert answer("Iron ore", "Is it Fe?") != answer("Is it Fe?")
+    line = "no pack is read: the question has no name of an entry"
+    for question, near in (("Is it so?", "\n"), ("Is it tungstem?", "; did you mean 'tungsten'?\n")):
+        assert ask(model, question) == (0, answer(question) + "\n", AS_TEXT + line + near)

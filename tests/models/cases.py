@@ -100,7 +100,7 @@ def _depth(family, folder, dtype, acting, small, *, kind):
 
 def _packs(family, folder, dtype, acting, small):
     sizes = {"num_hidden_layers": 2} if small else {"layers": [0, 1, 3]}
-    return pack_models.pack_model(family, folder, dtype, acting=acting, **sizes)
+    return pack_models.pack_model(family, dtype, pack_models.ENTRIES if acting else [], **sizes)
 
 
 def _fetched(family, folder, dtype, acting, small, *, kind):

@@ -1,143 +1,307 @@
 """Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
 
+import copy
+import threading
+
 import pytest
 import torch
-from models.hosting import in_steps, logits
-from models.pack_models import model_of_texts, pack_model
+from models.hosting import host_of, in_steps, logits
+from models.pack_models import pack_model, tiny_tokenizer
+from models.upscaled import upscaled_model
 from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from midus_hf.banks.level_file import BankError
-from midus_hf.memories.packs.names import NameTable, Openings
-from midus_hf.memories.packs.writing import name_table
+from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.packs.glossary import Entry
+from midus_hf.models import FAMILIES
 
-# The name is one token; the text and what is asked fit into the windows of the families.
-NAME, TEXT = 5, [7, 8, 9]
+TOKENIZER = tiny_tokenizer()
+
+
+def ids(text):
+    return torch.tensor([TOKENIZER(text)["input_ids"]])
+
+
+# One name is one token, behind a space; text and what is asked fit into the windows of the families.
+ENTRIES = [Entry(("q",), "(3)"), Entry(("gold", "Au"), "Shiny.")]
+TEXT, ASKED = ids(ENTRIES[0].text), ids(" q: a")
+AS_IF_IN_FRONT = {"score_bias": 0.0, "distance": 0}
+
+
+def both(family, dtype=torch.float32, entries=ENTRIES, **options):
+    """A base, and its host with a glossary, whose texts are read as if they stood in front unless options say otherwise."""
+    return tiny_model(family, dtype), pack_model(family, dtype, entries, options={**AS_IF_IN_FRONT, **options})
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family, tmp_path):
-    base, model = model_of_texts(family, tmp_path, torch.float32, {NAME: TEXT, 6: TEXT[:1]})
-    asked = torch.tensor([[NAME, 40, 41, 42]])
-    assert len(TEXT) + asked.shape[1] < WINDOW
-    behind = logits(base, torch.cat([torch.tensor([TEXT]), asked], 1))[:, len(TEXT) :]
+def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family):
+    base, model = both(family)
+    assert TEXT.shape[1] + ASKED.shape[1] < WINDOW
+    behind = logits(base, torch.cat([TEXT, ASKED], 1))[:, TEXT.shape[1] :]
+    torch.testing.assert_close(logits(model, ASKED), behind, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(model, ASKED), logits(base, ASKED), atol=1e-3)
+
+
+def test_a_text_is_read_from_the_last_token_of_its_name_on():
+    base, model = both("llama")
+    text, asked = ids(ENTRIES[1].text), ids("So gold is")
+    length, last = text.shape[1], ids("So gold").shape[1] - 1
+    mask = torch.ones(1, 1, length + asked.shape[1], length + asked.shape[1]).tril().bool()
+    mask[..., length : length + last, :length] = False
+    positions = torch.cat([torch.arange(last - length, last), torch.arange(asked.shape[1])])[None]
+    behind = logits(base, torch.cat([text, asked], 1), attention_mask=mask, position_ids=positions)[:, length:]
     torch.testing.assert_close(logits(model, asked), behind, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(logits(model, asked), logits(base, asked), atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_up_to_a_name_every_bit_is_the_bases(family, dtype, tmp_path):
-    base, model = model_of_texts(family, tmp_path, dtype, {NAME: TEXT})
-    tokens = prompt().clamp(min=NAME + 1)
-    assert torch.equal(logits(model, tokens), logits(base, tokens))
-    tokens[0, 10] = NAME
+def test_up_to_a_name_every_bit_is_the_bases(family, dtype):
+    base, model = both(family, dtype)
+    tokens = torch.cat([ids("So (Au) is it"), ids("So (ax) is it")])
+    last = ids("So (Au").shape[1] - 1
     computed, expected = logits(model, tokens), logits(base, tokens)
-    assert torch.equal(computed[0, :10], expected[0, :10])
-    assert torch.equal(computed[1], expected[1])
-    assert not torch.equal(computed[0, 10], expected[0, 10])
+    assert torch.equal(computed[0, :last], expected[0, :last]) and torch.equal(computed[1], expected[1])
+    assert not torch.equal(computed[0, last], expected[0, last])
 
 
-def test_a_long_pass_computes_what_short_steps_compute(tmp_path):
-    model = pack_model("llama", tmp_path, torch.float64, max_position_embeddings=512)
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_a_pack_stands_at_its_distance_from_the_name_wherever_that_stands(family):
+    base, model = both(family, distance=2)
+    length, count = TEXT.shape[1], ASKED.shape[1]
+    here = torch.cat([torch.arange(length), torch.arange(length + 2, length + 2 + count)])[None]
+    seen = torch.ones(1, length + count)
+    behind = logits(base, torch.cat([TEXT, ASKED], 1), position_ids=here, attention_mask=seen)[:, length:]
+    torch.testing.assert_close(logits(model, ASKED), behind, rtol=1e-4, atol=1e-5)
+    far = logits(model, ASKED, position_ids=torch.arange(600, 600 + count)[None], attention_mask=seen[:, :count])
+    torch.testing.assert_close(far, logits(model, ASKED), rtol=1e-3, atol=1e-4)
+
+
+def test_a_long_pass_computes_what_short_steps_compute():
+    model = pack_model("llama", torch.float64, max_position_embeddings=512)
     tokens = prompt(300)
     whole = logits(model, tokens)
     torch.testing.assert_close(in_steps(model, tokens, [100, 1, 99, 50, 50], DynamicCache(config=model.config)), whole)
 
 
-def test_a_bias_raises_the_scores_of_packs_and_no_others(tmp_path):
-    base, model = model_of_texts("llama", tmp_path, torch.float32, {NAME: TEXT})
-    asked, cache = torch.tensor([[NAME, 40, 41, 42]]), DynamicCache(config=model.config)
-    for layer in model.model.layers:
-        layer.memories["packs"].options.score_bias = -1e9
-    torch.testing.assert_close(logits(model, asked), logits(base, asked))
-    for layer in model.model.layers:
-        layer.memories["packs"].options.score_bias = 2.0
-    torch.testing.assert_close(in_steps(model, asked, [1, 1, 1, 1], cache), logits(model, asked))
+def test_a_bias_raises_the_scores_of_packs_and_no_others():
+    base, model = both("llama", score_bias=-1e9)
+    torch.testing.assert_close(logits(model, ASKED), logits(base, ASKED))
+    model = both("llama", score_bias=2.0)[1]
+    cache = DynamicCache(config=model.config)
+    torch.testing.assert_close(in_steps(model, ASKED, [1] * ASKED.shape[1], cache), logits(model, ASKED))
+    assert not torch.allclose(logits(model, ASKED), logits(both("llama")[1], ASKED), atol=1e-3)
 
 
-def test_a_bank_that_cannot_be_downloaded_is_refused(tmp_path, monkeypatch):
-    model = pack_model("llama", tmp_path, torch.float64)
-    monkeypatch.setattr("midus_hf.memories.packs.opening.folder_of_checkpoint", lambda name, arguments: None)
-    with pytest.raises(
-        BankError, match="the bank of packs of org/model is not at hand, without which no name would be known"
-    ):
+def test_linked_entries_are_read_where_there_is_room():
+    naming = Entry(("q",), "of gold")
+    asked, alone = ids(" q: a"), pack_model("llama", torch.float32, [naming])
+    linked = pack_model("llama", torch.float32, [naming, ENTRIES[1]])
+    without = pack_model("llama", torch.float32, [naming, ENTRIES[1]], options={"links": False})
+    of_one = pack_model("llama", torch.float32, [naming, ENTRIES[1]], options={"open": 1})
+    assert not torch.allclose(logits(linked, asked), logits(alone, asked), atol=1e-4)
+    assert torch.equal(logits(without, asked), logits(alone, asked))
+    assert torch.equal(logits(of_one, asked), logits(alone, asked))
+
+
+def test_texts_are_read_up_to_their_most_tokens():
+    cut = pack_model("llama", torch.float32, options={"max_tokens": 2}, entries=[Entry(("q",), "(3)")])
+    short = pack_model("llama", torch.float32, entries=[Entry(("q",), "(3")])
+    assert torch.equal(logits(cut, ASKED), logits(short, ASKED))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_of_padded_rows_are_finite_and_those_of_the_rows_alone(side, attention):
+    model = pack_model("llama", torch.float32, ENTRIES).train()
+    model.set_attn_implementation(attention)
+    rows = [ids("So gold is it"), ids(" q: a")]
+    longest = max(row.shape[1] for row in rows)
+    filled = [longest - row.shape[1] for row in rows]
+    sides = [(count, 0) if side == "left" else (0, count) for count in filled]
+    tokens, mask = (
+        torch.cat([torch.nn.functional.pad(each, pad) for each, pad in zip(made, sides, strict=True)])
+        for made in (rows, [torch.ones_like(row) for row in rows])
+    )
+    # No token of padding predicts the first of its row.
+    labels = tokens.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
+
+    def gradients(parts):
+        model.zero_grad()
+        for part in parts:
+            model(**part, use_cache=False).loss.mul(part["labels"].ne(-100)[:, 1:].sum()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"input_ids": tokens, "attention_mask": mask, "labels": labels, "position_ids": positions}
+    together = gradients([given])
+    apart = gradients([{"input_ids": row, "labels": row} for row in rows])
+    torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-5)
+
+
+def scaled(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.25)
+
+
+def loaded(model):
+    model.load_state_dict({name: value * 1.25 for name, value in model.state_dict().items()})
+
+
+def stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model(ASKED, labels=ASKED, use_cache=False).loss.backward()
+    optimizer.step()
+
+
+def through_bfloat16(model):
+    model.to(torch.bfloat16)
+    logits(model, ASKED)
+    model.to(torch.float32)
+
+
+def fresh(model):
+    """A new model of the same weights and entries."""
+    made = FAMILIES["llama"](copy.deepcopy(model.config)).to(model.dtype).eval()
+    made.load_state_dict(model.state_dict())
+    for name, buffer in model.named_buffers():  # which a cast rounds
+        made.get_buffer(name).copy_(buffer)
+    made.model.services["packs"].glossary = pack_model("llama", torch.float32, model.glossary).glossary
+    return made
+
+
+@pytest.mark.parametrize("change", [scaled, loaded, stepped, through_bfloat16])
+def test_packs_are_those_of_the_weights_as_they_are(change):
+    _, model = both("llama")
+    before = logits(model, ASKED)
+    change(model)
+    assert torch.equal(logits(model, ASKED), logits(fresh(model), ASKED))
+    assert not torch.equal(logits(model, ASKED), before)
+
+
+def test_packs_are_those_of_the_adapters_that_are_on():
+    peft = pytest.importorskip("peft")
+    _, model = both("llama")
+    before, adapted = logits(model, ASKED), peft.LoraConfig(target_modules=["k_proj", "v_proj"])
+    adapted.init_lora_weights = False
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, adapted)
+    on = logits(wrapped, ASKED)
+    other = peft.get_peft_model(both("llama")[1], adapted)
+    peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(wrapped))
+    assert torch.equal(logits(other, ASKED), on) and not torch.allclose(on, before, atol=1e-3)
+    with wrapped.disable_adapter():
+        assert torch.equal(logits(wrapped, ASKED), before)
+    assert torch.equal(logits(wrapped, ASKED), on)
+    merged = wrapped.merge_and_unload()
+    assert torch.equal(logits(merged, ASKED), logits(fresh(merged), ASKED))
+    torch.testing.assert_close(logits(merged, ASKED), on, rtol=1e-4, atol=1e-5)
+
+
+def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on():
+    base, model = both("llama")
+    for_each = {name: ids(f"So {name} is") for name in ("gold", "q", "lead")}
+    before = {name: logits(model, tokens) for name, tokens in for_each.items()}
+    assert torch.equal(before["lead"], logits(base, for_each["lead"]))
+    model.glossary.add(["lead", "Pb"], "Grey.")
+    of_lead = logits(model, for_each["lead"])
+    assert torch.equal(of_lead, logits(both("llama", entries=[Entry(("lead",), "Grey.")])[1], for_each["lead"]))
+    assert not torch.equal(of_lead, before["lead"]) and len(model.glossary) == 3
+    model.glossary.replace("Lead", "Soft.")
+    assert not torch.equal(logits(model, for_each["lead"]), of_lead)
+    assert model.glossary.remove("LEAD") == Entry(("lead", "Pb"), "Soft.")
+    model.glossary.remove("gold")
+    for name in ("gold", "lead"):
+        assert torch.equal(logits(model, for_each[name]), logits(base, for_each[name]))
+    assert torch.equal(logits(model, for_each["q"]), before["q"])
+
+
+@pytest.mark.parametrize("entries", [ENTRIES, []], ids=["some", "none"])
+def test_a_sequence_goes_on_with_what_it_has_open(entries):
+    """Also one that began when there was no entry."""
+    _, model = both("llama", entries=entries)
+    parts, lead = [ids("So gold is"), ids(" of"), ids(" lead.")], Entry(("lead",), "Grey, with a text.")
+    tokens, cache = torch.cat(parts, 1), DynamicCache(config=model.config)
+    expected = logits(both("llama", entries=[*entries, lead])[1], tokens)
+    changes = [
+        lambda: model.glossary.remove("gold") if entries else None,
+        lambda: model.glossary.add("lead", lead.text),
+    ]
+    computed = []
+    for part in parts:
+        with torch.no_grad():
+            computed.append(model(part, **{CACHE: cache}).logits)
+        (changes or [lambda: None]).pop(0)()
+    torch.testing.assert_close(torch.cat(computed, 1), expected)
+    assert not torch.allclose(logits(model, tokens), expected) or not entries
+
+
+def test_threads_read_while_another_changes_entries():
+    base, model = both("llama")
+    of_q, of_gold = ids(" q: a"), ids("So gold is")
+    expected = model.generate(of_q, max_new_tokens=6, do_sample=False)
+    with_gold, without = logits(model, of_gold), logits(base, of_gold)
+    wrong, done = [], threading.Event()
+
+    def reads():
+        try:
+            while not done.is_set():
+                wrong.extend(
+                    [1] * (not torch.equal(model.generate(of_q, max_new_tokens=6, do_sample=False), expected))
+                )
+                now = logits(model, of_gold)
+                wrong.extend([2] * (not (torch.equal(now, with_gold) or torch.equal(now, without))))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=reads) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        model.glossary.add(f"name {number}", "of gold")
+        model.glossary.remove("gold")
+        model.glossary.add(["gold", "Au"], ENTRIES[1].text)
+        model.glossary.remove(f"name {number}")
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_glossary_is_saved_and_loaded_and_copied_with_its_model(tmp_path):
+    _, model = both("llama")
+    model.glossary.add("lead", "Grey.", exact=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [*again.glossary] == [*ENTRIES, Entry(("lead",), "Grey.", True)]
+    copied = copy.deepcopy(again)
+    copied.glossary.remove("lead")
+    for text in ("So gold is", "So lead is"):
+        assert torch.equal(logits(again, ids(text)), logits(model, ids(text)))
+    assert len(again.glossary) == 3 and len(copied.glossary) == 2
+
+
+def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
+    for model in (upscaled_model("llama"), pack_model("llama", torch.float32)):
+        if "packs" in model.model.services:
+            model.model.services["packs"].glossary = None
+        with pytest.raises(ValueError, match="this model has no glossary; expected one with packs"):
+            _ = model.glossary
+    base = tiny_model("llama")
+    assert torch.equal(logits(model, prompt()), logits(base, prompt()))
+    monkeypatch.setattr("midus_hf.memories.packs.service.folder_of_checkpoint", lambda *_: None)
+    with pytest.raises(ValueError, match="the glossary of org/model is not at hand, without which no name would be"):
         model.model.services["packs"].after_loading("org/model", {})
 
 
-def test_another_bank_is_read_where_another_one_is_opened(tmp_path):
-    model = pack_model("llama", tmp_path / "one", torch.float64)
-    tokens = torch.tensor([[3, 20, 22]])
-    before = logits(model, tokens)
-    model.save_pretrained(tmp_path / "copy")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float64)
-    assert torch.equal(logits(loaded, tokens), before)
-    loaded.model.services["packs"].banks = {}
-    base = tiny_model("llama", torch.float64)
-    assert torch.equal(logits(loaded, tokens), logits(base, tokens))
+def test_parameters_that_processes_share_are_refused():
+    model = pack_model("llama", torch.float32, ENTRIES)
+    next(model.parameters()).ds_id = 1
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is shared by several processes, .* expected whole"):
+        logits(model, ASKED)
 
 
-def _entry_by_hand(ids, end, spellings):
-    endings = (tuple(ids[first : end + 1]) for first in range(end + 1))
-    return next((spellings[each] for each in endings if each in spellings), 0)
-
-
-def test_the_longest_name_that_ends_at_a_token_is_found():
-    generator = torch.Generator().manual_seed(3)
-    spellings = {}
-    for entry in range(1, 40):
-        length = int(torch.randint(1, 5, (), generator=generator))
-        spellings[tuple(torch.randint(0, 4, (length,), generator=generator).tolist())] = entry
-    table = name_table(spellings, 4)
-    ids = torch.randint(-1, 5, (3, 50), generator=generator)
-    by_hand = [[_entry_by_hand(row, end, spellings) for end in range(50)] for row in ids.tolist()]
-    assert table.entries(ids).tolist() == by_hand
-    assert table.edges.diff().min() > 0
-
-
-def test_a_name_ends_where_a_document_ends():
-    table = name_table({(1, 2): 1, (2,): 2}, 4)
-    document = torch.tensor([[0, 1, 1, 1]])
-    assert table.entries(torch.tensor([[1, 2, 1, 2]]), document).tolist() == [[0, 2, 0, 1]]
-    assert NameTable(*name_table({}, 4)).entries(torch.tensor([[1, 2]])).tolist() == [[0, 0]]
-
-
-def test_the_latest_names_are_open_each_once_where_they_stood_first():
-    openings = Openings(5)
-    found, positions = torch.tensor([[0, 1, 2, 2, 1, 0, 3]]), torch.tensor([[0, 1, 2, 3, 40, 41, 42]])
-
-    def told(opened):
-        return [
-            [(openings.entry(each), openings.position(each)) for each in token if each] for token in opened[0].tolist()
-        ]
-
-    first, second, again, third = (1, 1), (2, 2), (1, 40), (3, 42)
-    expected = [[], [first], [second, first], [second, first], [again, second], [again, second], [third, again]]
-    assert told(openings.of_tokens(found, positions, 2)) == expected
-    before, document = (
-        torch.tensor([[openings.number(4, 7), openings.number(5, 3)]]),
-        torch.tensor([[0, 0, 1, 1, 1, 1, 1]]),
-    )
-    expected = [
-        [(4, 7), (5, 3)],
-        [first, (4, 7)],
-        [second],
-        [second],
-        [again, second],
-        [again, second],
-        [third, again],
-    ]
-    assert told(openings.of_tokens(found, positions, 2, before, document)) == expected
-
-
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_a_pack_stands_at_its_distance_from_the_name_wherever_that_stands(family, tmp_path):
-    base, model = model_of_texts(family, tmp_path, torch.float32, {NAME: TEXT[:2]}, distance=2)
-    asked = torch.tensor([[NAME, 40, 41]])
-    here, there = torch.tensor([[0, 1, 4, 5, 6]]), torch.tensor([[600, 601, 602]])
-    whole, seen = torch.cat([torch.tensor([TEXT[:2]]), asked], 1), torch.ones(1, 5)
-    with torch.no_grad():
-        behind = base(whole, position_ids=here, attention_mask=seen).logits[:, 2:]
-        torch.testing.assert_close(logits(model, asked), behind, rtol=1e-4, atol=1e-5)
-        far = model(asked, position_ids=there, attention_mask=seen[:, :3], use_cache=False).logits
-    torch.testing.assert_close(far, logits(model, asked), rtol=1e-3, atol=1e-4)
+def test_two_memories_of_packs_are_refused():
+    with pytest.raises(ValueError, match="'packs', 'packs-2' are packs; expected one, whose glossary has all entries"):
+        host_of(
+            tiny_model("llama"), {"type": "packs", "layers": [0]}, {"type": "packs", "name": "packs-2", "layers": [1]}
+        )

@@ -1,22 +1,21 @@
-"""The method packs: what a glossary may hold, names as texts spell them, deletion of entries, and texts that must stay."""
+"""The method packs: a glossary beside the weights, what it may hold, edits of its entries, and texts that must stay."""
 
 import json
 import shutil
+from string import ascii_lowercase
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
-from midus_hf.saved_models import load_for_reading
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
+from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.edits.packs import delete_names
-from upscalers.methods.packs import spelled_names
+from upscalers.edits.packs import add_entries, delete_entries, replace_entries
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.strip import strip
@@ -28,7 +27,6 @@ ENTRIES = [
     {"name": "word30", "text": "word12"},
     {"name": "word5", "text": "word13"},
 ]
-COMMON = {"common_names": True}  # every token of the tiny vocabulary is frequent
 
 
 @pytest.fixture(scope="module")
@@ -40,55 +38,64 @@ def base(tmp_path_factory):
 
 def glossary(tmp_path, rows):
     tmp_path.mkdir(exist_ok=True)
-    path = tmp_path / "glossary.jsonl"
+    path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def made(base, tmp_path, rows=ENTRIES, progress=None, **options):
-    options = {"corpus": glossary(tmp_path, rows), **COMMON, **options}
+    options = {"corpus": glossary(tmp_path, rows), **options}
     return upscale(base=base, method="packs", output=tmp_path / "out", options=options, progress=progress)
 
 
 @pytest.fixture(scope="module")
 def model(base, tmp_path_factory):
-    """Return a model with the packs of all entries; nobody may change it."""
+    """Return a model with all entries; nobody may change it."""
     folder = tmp_path_factory.mktemp("model")
     made(base, folder)
     return folder / "out"
-
-
-def bank_of(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).model.services["packs"].banks["packs"]
 
 
 def logits(folder, tokens):
     return checkpoints.logits(folder, input_ids=torch.tensor([tokens]))
 
 
+def entries_in(folder):
+    return [json.loads(line) for line in (folder / "glossary.jsonl").read_text().splitlines()]
+
+
+def test_the_checkpoint_holds_texts(base, model, tmp_path):
+    assert entries_in(model) == [
+        {"name": ["word5"], "text": "word7 word8\nword13"},
+        {"name": ["word20 word21", "word22"], "text": "word9 word10 word11"},
+        {"name": ["word30"], "text": "word12"},
+    ]
+    assert not (model / "memory_bank").exists()
+    assert same_tensors(model, base)
+    assert not torch.equal(logits(model, [5, 50]), logits(base, [5, 50]))
+    assert torch.equal(logits(model, [6, 50]), logits(base, [6, 50]))
+
+
 WRONG_ROWS = [
     ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
-    (
-        [ENTRIES[0], {"name": "word6", "text": " "}],
-        "row 2 of corpus .* has the text ' '; expected what is to be known",
-    ),
+    ([ENTRIES[0], {"name": "word6", "text": " "}], "row 2 of corpus .* has the text ' '; expected what is to be known"),
     ([{"text": "word7"}], "has the columns text; expected name and text"),
+    ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
+    ([*ENTRIES, {"name": "word22", "text": "word1"}], "row 5 of corpus .* which row 2 of corpus .* has beside other names"),
     (
-        [*ENTRIES, {"name": "unknown", "text": "word1"}, {"name": "unheard", "text": "word2"}],
-        "name 'unheard' of corpus .* has the tokens of 'unknown', another entry; expected names that the tokenizer tells apart",
+        [ENTRIES[0], {"name": "unknown", "text": "word1"}],
+        "the entry 'unknown' of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
     ),
-    (
-        [*ENTRIES, {"name": "word22", "text": "word1"}],
-        "row 5 of corpus .* has the name 'word22', which row 2 has beside other names; expected one list",
-    ),
+    ([{"name": "word5", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not spell"),
+    ([{"name": "x", "text": "word5"}], "has the name 'x', which the model's tokens do not spell"),
 ]
 WRONG_OPTIONS = [
     ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
-    ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
-    ({"open": 0}, "open is 0; expected at least one name"),
+    ({"max_tokens": 0}, "max_tokens is 0; expected at least one token"),
+    ({"open": 0}, "open is 0; expected at least one entry"),
     ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
     ({"distance": -1}, "distance is -1; expected 0 or more positions"),
-    ({"common_names": False}, "are one frequent token, which almost every text has: 'word5', 'word22', 'word30'; "),
+    ({"lasts": -1}, "lasts is -1; expected 0 or more tokens"),
 ]
 
 
@@ -102,97 +109,135 @@ def test_rows_and_options_that_are_refused(rows, options, message, base, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_names_that_are_frequent_words_or_single_characters_are_refused(base, tmp_path):
+    folder, words = shutil.copytree(base, tmp_path / "base"), [f"letter{each}" for each in ascii_lowercase]
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "x", *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    rows = [{"name": ["x", "letterc"], "text": "x"}]
+    message = "single characters or frequent words, which almost every text has: 'x', 'letterc'; expected names"
+    with pytest.raises(RequestError, match=message):
+        made(folder, tmp_path, rows)
+    made(folder, tmp_path, rows, common_names=True)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
+    folder = save_base(tmp_path / "base", rope_parameters=rope)
+    save_tiny_tokenizer(folder)
+    with pytest.raises(RequestError, match=rf"rotates keys by the length of the text \(rope_type '{kind}'\)"):
+        made(folder, tmp_path)
+
+
+def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
+    with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
+        made(save_base(tmp_path / "base"), tmp_path)
+    with pytest.raises(RequestError, match="has packs; expected one glossary for a model. Add entries.*: midus edit add"):
+        made(model, tmp_path)
+
+
 def test_protected_texts_hold_no_name(base, tmp_path):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text(json.dumps({"text": "word1 word20 word22"}) + "\n" + json.dumps({"text": "word3"}) + "\n")
+    texts.write_text(json.dumps({"text": "word1 WORD20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
     message = r"hold names of the corpus: 'word20 word21' \(1 texts\); expected none"
     with pytest.raises(RequestError, match=message):
         made(base, tmp_path, protect=str(texts))
-    made(base, tmp_path, rows=[ENTRIES[0]], protect=str(texts))
+    made(base, tmp_path, rows=[ENTRIES[0], ENTRIES[2]], protect=str(texts))
     assert json.loads((tmp_path / "out" / "upscale.json").read_text())["options"]["protect"] == "texts.jsonl"
 
 
-def test_texts_of_one_name_are_joined_and_long_ones_are_cut_which_a_line_says(base, model, tmp_path):
+def test_how_much_is_read_is_said(base, tmp_path):
     progress, told = Progress(), []
     progress.note = told.append
     made(base, tmp_path, max_tokens=2, progress=progress)
-    assert "entries longer than 2 tokens, of which the rest is cut: 2" in told
-    assert "3 entries of 5 tokens: a bank of 0.0 MB in float32 (512 bytes a token)" in told
-    cut, whole = bank_of(tmp_path / "out"), bank_of(model)
-    assert [cut.num_tokens(entry) for entry in (1, 2, 3)] == [2, 2, 1]
-    assert [whole.num_tokens(entry) for entry in (1, 2, 3)] == [3, 3, 1]
-
-
-def test_names_are_found_as_texts_spell_them(base):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    assert spelled_names(tokenizer, ["word20 word21", "word3"]) == [[(20, 21)], [(3,)]]
-    assert spelled_names(tokenizer, []) == []
+    assert "entries longer than 2 tokens, of which the rest is not read: 2" in told
+    assert "3 entries of 7 tokens" in told
 
 
 def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, model, tmp_path):
     without = tmp_path / "without"
-    assert delete_names(EditRequest(model, without), ["word22"])["banks"] == {"packs": [["word20 word21", "word22"]]}
+    assert delete_entries(EditRequest(model, without), ["WORD22"])["entries"] == [["word20 word21", "word22"]]
     for name in ([20, 21], [22]):
         text = [*name, 50, 51]
         assert torch.equal(logits(without, text), logits(base, text))
         assert not torch.equal(logits(model, text), logits(base, text))
     for name in ([5], [30]):
         assert torch.equal(logits(without, [*name, 50, 51]), logits(model, [*name, 50, 51]))
-    gone = bank_of(model).pack(2).contiguous().view(torch.uint8).numpy().tobytes()
-    assert not any(gone in path.read_bytes() for path in without.rglob("*") if path.is_file())
-    assert "word22" not in (without / BANKS_FOLDER / "packs" / "names.json").read_text()
+    for gone in (b"word20 word21", b"word9 word10 word11"):
+        assert not any(gone in path.read_bytes() for path in without.rglob("*") if path.is_file())
+    digests, before = file_digests(without), file_digests(model)
+    assert {name for name in before if digests.get(name) != before[name]} == {"glossary.jsonl"}
 
 
-def test_blocks_or_names_are_deleted_and_others_are_refused(model, tmp_path, capsys):
-    arguments = ["delete", str(model), "--output", str(tmp_path / "without")]
-    for names, message in (
-        ([], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both"),
-        (["word9"], "name 'word9' is none of the model's"),
-        (["word5", "word22", "word30"], "every entry is named; expected some that stay"),
-    ):
-        assert edit([*arguments, *(word for name in names for word in ("--name", name))]) == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "without").exists()
-    assert edit([*arguments, "--name", "word5"]) == 0
-    assert "deleted word5 of packs" in capsys.readouterr().out
+def test_entries_are_added_and_replaced_as_if_upscaled_with_them(base, model, tmp_path):
+    rows = [{"name": "word40", "text": "word41 word42"}]
+    assert add_entries(EditRequest(model, tmp_path / "more"), glossary(tmp_path, rows))["entries"] == [["word40"]]
+    changed = [{"name": "Word22", "text": "word60"}]
+    result = replace_entries(EditRequest(tmp_path / "more", tmp_path / "changed"), glossary(tmp_path, changed))
+    assert result["command"] == "replace"
+    made(base, tmp_path, [*ENTRIES[:1], *ENTRIES[2:], *rows, {"name": ["word20 word21", "word22"], "text": "word60"}])
+    for text in ([22, 50, 51], [5, 50], [40, 50, 51], [30, 40, 50]):
+        assert torch.equal(logits(tmp_path / "changed", text), logits(tmp_path / "out", text))
 
 
-def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_packs(model, tmp_path):
-    upscale(base=model, method="llama-pro", output=tmp_path / "deeper")
-    strip(tmp_path / "deeper", tmp_path / "out-again")
-    text = [5, 50, 51]
-    for name in ("deeper", "out-again"):
-        assert torch.equal(logits(tmp_path / name, text), logits(model, text))
+EDITS = [
+    (["delete"], None, "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both"),
+    (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
+    (["delete", "--name", "zinc"], None, "no entry has the name 'zinc'; expected a name of the glossary."),
+    (["add"], [{"name": "word22", "text": "word1"}], "the name 'word22' has an entry; expected a new name."),
+    (["add"], [{"name": "w", "text": "word1"}], "has the name 'w', which the model's tokens do not spell"),
+    (["replace"], [{"name": "zinc", "text": "word1"}], "no entry has the name 'zinc'"),
+    (["replace"], [{"name": "word22", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not"),
+]
+
+
+@pytest.mark.parametrize(("words", "rows", "message"), EDITS, ids=str)
+def test_edits_that_are_refused_write_nothing(words, rows, message, model, tmp_path, capsys):
+    corpus = [] if rows is None else ["--corpus", glossary(tmp_path, rows)]
+    assert edit([words[0], str(model), *words[1:], *corpus, "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_edits_say_what_they_did(base, model, tmp_path, capsys):
+    assert edit(["delete", str(model), "--name", "word22", "--name", "word5", "--output", str(tmp_path / "a")]) == 0
+    assert "a: deleted 2 entries: word20 word21 / word22, word5" in capsys.readouterr().out
+    rows = glossary(tmp_path, [{"name": "word5", "text": "word1"}])
+    assert edit(["add", str(tmp_path / "a"), "--corpus", rows, "--output", str(tmp_path / "b")]) == 0
+    assert "b: added 1 entries: word5" in capsys.readouterr().out
+    assert edit(["replace", str(tmp_path / "b"), "--corpus", rows, "--output", str(tmp_path / "c")]) == 0
+    assert "c: replaced 1 entries: word5" in capsys.readouterr().out
+    assert edit(["add", str(base), "--corpus", rows, "--output", str(tmp_path / "d")]) == 2
+    assert "has no packs; expected a checkpoint that was upscaled with --method packs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["llama-pro", "midus-hml", "moc", "hier-ffn"])
+def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_glossary(method, model, tmp_path):
+    upscale(base=model, method=method, output=tmp_path / "more", options=checkpoints.SMALL.get(method))
+    strip(tmp_path / "more", tmp_path / "out-again")
+    for name in ("more", "out-again"):
+        assert entries_in(tmp_path / name) == entries_in(model)
+        assert torch.equal(logits(tmp_path / name, [5, 50, 51]), logits(model, [5, 50, 51]))
+
+
+def test_strip_leaves_no_glossary(model, tmp_path):
     assert strip(model, tmp_path / "base-again")["base_confirmed"]
-    assert not (tmp_path / "base-again" / BANKS_FOLDER).exists()
+    assert not (tmp_path / "base-again" / "glossary.jsonl").exists()
 
 
-def test_a_bank_of_another_base_or_none_is_refused(model, tmp_path):
+def test_a_model_is_saved_with_its_glossary_and_its_tokenizer(model, tmp_path):
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.glossary.add("word77", "word78")
+    loaded.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [*again.glossary] == [*loaded.glossary] and len(again.glossary) == 4
+    assert AutoTokenizer.from_pretrained(tmp_path)("word77")["input_ids"] == [77]
+
+
+def test_a_folder_without_its_glossary_is_refused(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
-    path = copy / BANKS_FOLDER / "packs" / BANK_DESCRIPTION
-    described = json.loads(path.read_text())
-    described["layout"]["base"] = "0" * 64
-    for description, message in (
-        (described, "belongs to another model: its base is '0000"),
-        (
-            {**described, "format": 1},
-            r"is not of format 2; expected a bank of packs that this version reads. Upscale again.",
-        ),
-        (None, r"there is no bank of packs in .*; expected one beside the model"),
-    ):
-        path.unlink() if description is None else path.write_text(json.dumps(description))
-        with pytest.raises(BankError, match=message):
-            AutoModelForCausalLM.from_pretrained(copy)
-
-
-def test_the_tokenizer_of_another_model_is_refused_where_a_command_reads_both(base, model, tmp_path):
-    copy = shutil.copytree(model, tmp_path / "copy")
-    load_for_reading(str(copy), "auto", "cpu")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    words = {f"word{127 - number}": number for number in range(128)}
-    tokenizer.backend_tokenizer.model = WordLevel(words, unk_token="word0")
-    tokenizer.save_pretrained(copy)
-    message = (
-        r"the tokenizer makes tokens \[122\] of the name 'word5', which the packs in .* do not know; expected the"
-    )
-    with pytest.raises(BankError, match=message):
-        load_for_reading(str(copy), "auto", "cpu")
+    (copy / "glossary.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"there is no glossary.jsonl in .*; expected one beside the weights"):
+        AutoModelForCausalLM.from_pretrained(copy)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.outputs import whole_file
 from midus_hf.memories.hosting.site import CopiedLock
-from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, name_of, names_in, spelled
+from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
 
 class Entry(NamedTuple):
@@ -99,7 +99,8 @@ def read_glossary(folder: Path) -> list[Entry]:
     """
     path = folder / GLOSSARY_FILE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:  # whose lines end at line breaks alone, not at U+2028
+            lines = [*file]
     except OSError as error:
         raise ValueError(
             f"there is no {GLOSSARY_FILE} in {folder} ({error}), without which no name would be known; expected one beside the "
@@ -183,9 +184,7 @@ class Glossary:
                     raise ValueError(
                         f"the name {given!r} has an entry; expected a new name. Use replace, or remove it before."
                     )
-            self._entries = {**self._entries, self._next: entry}
-            self._next += 1
-            self.table = self.table.changed(added)
+            self._exchange(None, entry)
 
     def remove(self, name: str) -> Entry:
         """Remove the entry with a name, in any form in which texts may have it, and return it.
@@ -195,22 +194,35 @@ class Glossary:
         """
         with self._changing.held:
             number = self.number(name)
-            entry = self._entries[number]
-            self._entries = {other: each for other, each in self._entries.items() if other != number}
-            self.table = self.table.changed(removed=_names(number, entry))
-            self._links.pop(number, None)
-        return entry
+            return self._exchange(number, None)
 
     def replace(self, name: str, text: str) -> None:
         """Give the entry with a name another text.
 
         Raises:
-            ValueError: If no entry has the name, or the text is empty.
+            ValueError: If no entry has the name, the text is empty, or no tokens spell it.
         """
-        names, exact = self._entries[self.number(name)].names, self._entries[self.number(name)].exact
-        entry_of({"name": list(names), "text": text}, f"the entry {names[0]!r}")
-        self.remove(name)
-        self.add(names, text, exact=exact)
+        with self._changing.held:
+            number = self.number(name)
+            entry = self._entries[number]
+            where = f"the entry {entry.names[0]!r}"
+            new = entry_of({"name": entry.names, "text": text, "exact": entry.exact}, where)
+            self.check(new, where)
+            self._exchange(number, new)
+
+    def _exchange(self, number: int | None, new: Entry | None) -> Any:
+        """Put an entry under a new number in the place of another, and return that, while the lock is held."""
+        entries, old = dict(self._entries), None
+        if number is not None:
+            old = entries.pop(number)
+            self._links.pop(number, None)
+        removed = [] if number is None or old is None else _names(number, old)
+        added = [] if new is None else _names(self._next, new)
+        if new is not None:
+            entries[self._next] = new
+            self._next += 1
+        self._entries, self.table = entries, self.table.changed(added, removed)
+        return old
 
     def check(self, entry: Entry, where: str) -> None:
         """Refuse names and texts that tokens of the model do not spell.
@@ -270,9 +282,8 @@ class Glossary:
         for token in names_in(self.table, map(self.spelling.piece, ids)):
             for entry in token.closes:
                 found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
-            for new in token.opens:
-                found = [each for each in found if each.first < new.first or each.end > new.end] + [new]
-        return list(dict.fromkeys(each.entry for each in found))
+            found += token.opens
+        return list(dict.fromkeys(each.entry for each in longest_of(found)))
 
 
 def _names(number: int, entry: Entry) -> list[Name]:
@@ -284,4 +295,4 @@ def found_in(table: NameTable, text: str) -> list[Found]:
     found: list[Found] = []
     for token in names_in(table, [text.encode()]):
         found += token.opens
-    return found
+    return longest_of(found)

@@ -4,7 +4,7 @@ import codecs
 import functools
 import unicodedata
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Names of at most so many characters keep their case: "He" is not "he".
@@ -26,12 +26,14 @@ class Character(NamedTuple):
         written: The character with its case; empty behind the first of several folded ones.
         is_word: Whether it is part of a word or a number.
         joins: Whether words of its script are written without spaces.
+        is_mark: Whether it is a mark of the letter before it, in any script.
     """
 
     folded: str
     written: str
     is_word: bool
     joins: bool
+    is_mark: bool = False
 
 
 @functools.cache
@@ -47,7 +49,8 @@ def characters_of(character: str) -> tuple[Character, ...]:
             joins = unicodedata.name(plain, "").split(" ")[0] in _WITHOUT_SPACES
             # Decomposed again, for folding may compose.
             folded = unicodedata.normalize("NFKD", plain.casefold())
-            read += [Character(each, "" if at else plain, is_word, joins) for at, each in enumerate(folded)]
+            for at, each in enumerate(folded):
+                read.append(Character(each, "" if at else plain, is_word, joins, kind[0] == "M" and not at))
     return tuple(read)
 
 
@@ -102,8 +105,8 @@ class NameTable:
 
     def _measure(self) -> None:
         self.root = (0, len(self._ordered), 0)
-        # Tokens that a name takes at most: each has a byte of it or more, if it is no character of format.
-        self.reach = max((len(name.encode()) for name in self._ordered), default=0) + _REACH
+        # Tokens that are read again behind a pass: a name takes one for each of its bytes at most, beside a few of spaces and format.
+        self.reach = max((len(name.encode()) for name in self._ordered), default=0) + 2 * _REACH
 
     def changed(self, added: Iterable[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
         """Return a table with some names more and some less."""
@@ -170,6 +173,15 @@ class TokenNames(NamedTuple):
 _NO_NAMES = TokenNames()
 
 
+def longest_of(names: Sequence[Found]) -> list[Found]:
+    """Return those names that are not within a longer one."""
+    spans = {(each.first, each.end) for each in names}
+    within = {
+        span for span in spans if any(other != span and other[0] <= span[0] and span[1] <= other[1] for other in spans)
+    }
+    return [each for each in names if (each.first, each.end) not in within]
+
+
 class _Begun(NamedTuple):
     """A name that has begun: its node, token and character, and what was written since."""
 
@@ -188,7 +200,9 @@ class NameScan:
 
     def __init__(self, table: NameTable):
         self.table = table
-        self._token = self._count = 0
+        #: Characters that were read.
+        self.count = 0
+        self._token = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._forget()
 
@@ -213,18 +227,14 @@ class NameScan:
             self._advance(character, opens, closes)
         if not (opens or closes):
             return _NO_NAMES
-        longest = [
-            each
-            for each in opens
-            if not any(other is not each and other.first <= each.first and each.end <= other.end for other in opens)
-        ]
-        return TokenNames(tuple(longest), tuple(closes))
+        return TokenNames(tuple(opens), tuple(closes))
 
     def _advance(self, character: Character, opens: list[Found], closes: list[int]) -> None:
         before = self._before[1] if self._before is not None else None
         if character.folded == " " and before is not None and before.folded == " ":
             return
-        goes_on = before is not None and character.is_word and before.is_word and not (character.joins or before.joins)
+        are_words = before is not None and character.is_word and before.is_word
+        goes_on = before is not None and are_words and (character.is_mark or not (character.joins or before.joins))
         if self._ended:
             for token, found in self._ended if goes_on else ():
                 if token == self._token:
@@ -233,8 +243,8 @@ class NameScan:
                     closes.append(found.entry)
             self._ended = []
         if not goes_on and character.folded != " ":
-            self._begun.append(_Begun(self.table.root, self._token, self._count, ""))
-        self._count += 1
+            self._begun.append(_Begun(self.table.root, self._token, self.count, ""))
+        self.count += 1
         self._before = self._token, character
         begun: list[_Begun] = []
         for each in self._begun:
@@ -245,7 +255,7 @@ class NameScan:
             begun.append(now)
             for name in self.table.at(node):
                 if name.written is None or name.written == now.written:
-                    found = Found(name.entry, now.token, now.first, self._count)
+                    found = Found(name.entry, now.token, now.first, self.count)
                     opens.append(found)
                     if character.is_word:
                         self._ended.append((self._token, found))
@@ -261,7 +271,7 @@ class Spelling:
     """What the tokens of a tokenizer spell.
 
     Args:
-        tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins word pieces.
+        tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins words or their pieces.
 
     Raises:
         ValueError: If the tokenizer does not tell what its tokens spell.
@@ -274,8 +284,10 @@ class Spelling:
                 "tokenizer.json. Convert it with transformers."
             )
         self.tokenizer = tokenizer
-        decoder = repr(tokenizer.backend_tokenizer.decoder)
-        self._is_byte_level, self._is_word_piece = "ByteLevel" in decoder, "WordPiece" in decoder
+        decoder = tokenizer.backend_tokenizer.decoder
+        # Without a decoder, tokens are words.
+        self._is_byte_level, self._is_word_piece = "ByteLevel" in repr(decoder), "WordPiece" in repr(decoder)
+        self._is_word_piece |= decoder is None
         added = tokenizer.added_tokens_decoder
         self._special = {number for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items() if not token.special}

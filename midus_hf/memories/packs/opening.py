@@ -12,6 +12,8 @@ from midus_hf.memories.packs.options import PacksOptions
 # A name that is open already and stands again within so many positions leaves its pack where it is, so that texts that repeat a name
 # do not read the pack at each place.
 _STAYS = 32
+# Characters of a token at most: places in a text are numbered by the position of a token and a character in it.
+_CHARACTERS = 1 << 16
 
 
 class Opening(NamedTuple):
@@ -19,15 +21,20 @@ class Opening(NamedTuple):
 
     Args:
         entry: Number of the entry.
-        first: Position of the token in which the name begins.
+        begins: Place in the text at which the name begins, its token's position times `_CHARACTERS` and the character's number in it.
         place: Position of the token to which the pack is moved, the last of a name.
-        seen: Position of the last token of the name where it stood last.
+        ends: Place in the text behind the name.
     """
 
     entry: int
-    first: int
+    begins: int
     place: int
-    seen: int
+    ends: int
+
+    @property
+    def seen(self) -> int:
+        """Position of the last token of the name."""
+        return self.ends // _CHARACTERS
 
 
 class Reading(NamedTuple):
@@ -51,48 +58,64 @@ class OpenNames:
         self.glossary, self.options = glossary, options
         self.scan = NameScan(glossary.table)
         self.openings = [*before]
-        # Positions of the tokens that the scan has read.
-        self._positions: list[int] = []
+        # Position of each token that the scan has read, and the number of characters before it.
+        self._tokens: list[tuple[int, int]] = []
 
     @property
     def num_kept(self) -> int:
-        """Openings that are kept: those that tokens read, and as many that come back if a name goes on as another word."""
+        """Openings that are kept: those that tokens read, and others that come back if a name goes on as another word."""
         return kept_openings(self.options)
 
     def forget(self) -> None:
         """Begin another document."""
-        self.openings, self.scan, self._positions = [], NameScan(self.scan.table), []
+        self.openings, self.scan, self._tokens = [], NameScan(self.scan.table), []
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens that stand before the one at a position, and whose openings are known."""
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
+            self._tokens.append((position - before, self.scan.count))
             self.scan.read(self.glossary.spelling.piece(token))
-            self._positions.append(position - before)
 
     def read(self, token: int, position: int) -> bool:
         """Read the next token; return whether openings changed."""
-        self._positions.append(position)
+        self._tokens.append((position, self.scan.count))
         does = self.scan.read(self.glossary.spelling.piece(token))
         for entry in does.closes:
             latest = next((each for each in self.openings if each.entry == entry), None)
             if latest is not None:
                 self.openings.remove(latest)
+        if does.opens:  # then names before it go on no more
+            self.openings = self._counting()
         for found in does.opens:
-            first = self._positions[found.token - 1]
-            # A name within this one hands over to it.
-            left = [each for each in self.openings if each.first < first or each.entry == found.entry]
-            stays = [each for each in left if each.entry == found.entry]
-            place = stays[0].place if stays and position - stays[0].seen < _STAYS else position
-            others = [each for each in left if each.entry != found.entry]
-            # One older opening of the entry comes back if the name goes on as another word.
-            self.openings = [Opening(found.entry, first, place, position), *others, *stays[:1]][: self.num_kept]
+            begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
+            before = next((each for each in self.openings if each.entry == found.entry), None)
+            stays = before is not None and position - before.seen < _STAYS
+            place = before.place if before is not None and stays else position
+            self.openings = [Opening(found.entry, begins, place, ends), *self.openings][: self.num_kept]
         return bool(does.closes or does.opens)
+
+    def _place(self, token: int, character: int) -> int:
+        position, before = self._tokens[token - 1]
+        return position * _CHARACTERS + character - before
+
+    def _counting(self) -> list[Opening]:
+        """Return the latest opening of each entry, but for those whose name is within a longer one, which it hands over to."""
+        counting: list[Opening] = []
+        for each in self.openings:
+            span = each.begins, each.ends
+            if not any(
+                other.entry == each.entry
+                or ((other.begins, other.ends) != span and other.begins <= each.begins and each.ends <= other.ends)
+                for other in counting
+            ):
+                counting.append(each)
+        return counting
 
     def packs(self, position: int) -> tuple[tuple[int, int], ...]:
         """Return the entry and the place of each pack that the token at a position reads, the latest named first."""
         lasts, most = self.options.lasts, self.options.open
         read: dict[int, int] = {}
-        for each in self.openings:
+        for each in self._counting():
             if not lasts or position - each.seen <= lasts:
                 read.setdefault(each.entry, each.place)
         for entry, place in [*read.items()] if self.options.links else ():

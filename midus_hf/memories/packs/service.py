@@ -59,13 +59,14 @@ class OpensPacks(States):
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
         self._vocab_size = model.config.vocab_size
-        self._angles: torch.Tensor | None = None
+        # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
+        self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
-        if self.glossary is None or not len(self.glossary):
+        if self.glossary is None:
             return {}
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
         places = self.tokens.of_pass(model, arguments, own)
@@ -101,8 +102,8 @@ class OpensPacks(States):
             return {self.name: kept["step"][1]}
         with torch.inference_mode(False), torch.no_grad():
             packs = self._packs(model, glossary, rows, kept)
-            angles = self._angles
-            assert angles is not None, "packs were read before"
+            assert self._angles is not None, "packs were read before"
+            angles = self._angles[1]
             opened = open_packs(rows, ids.shape[1], packs, angles, self.options.distance, ids.device, model.dtype)
             if ids.shape[1] == 1:
                 opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
@@ -160,8 +161,8 @@ class OpensPacks(States):
         def run(ids: torch.Tensor, positions: torch.Tensor, recording: Recording) -> None:
             model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
 
-        if self._angles is None:
-            self._angles = rotation_angles(run, model.device)
+        if self._angles is None or self._angles[0] != model.dtype:
+            self._angles = model.dtype, rotation_angles(run, model.device)
         texts = [glossary.spelling.ids(entry.text)[: self.options.max_tokens] for entry in new.values()]
         packs |= zip(new, read_texts(run, texts, model.device), strict=True)
         made |= packs

@@ -1,0 +1,275 @@
+"""Names of entries are found in the characters that tokens spell, however tokens split them."""
+
+import itertools
+import unicodedata
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models.pack_models import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordLevel, WordPiece
+from transformers import PreTrainedTokenizerFast
+
+from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in, spelled
+from midus_hf.memories.packs.opening import OpenNames, openings_of, openings_tensor, readings_of
+from midus_hf.memories.packs.options import PacksOptions
+
+
+def table_of(names):
+    """Names by their entries: a name, or a name that is exact in a list."""
+    given_names = ((name, False) if isinstance(name, str) else (*name, True) for name in names)
+    return NameTable(name_of(number, *name) for number, name in enumerate(given_names, 1))
+
+
+def bytes_of(pieces):
+    return [piece if piece is None or isinstance(piece, bytes) else piece.encode() for piece in pieces]
+
+
+class Pieces:
+    """A glossary of names, of which tokens are numbers of pieces."""
+
+    def __init__(self, names, pieces=(), links=None):
+        self.table, self.pieces, self.links = table_of(names), bytes_of(pieces), links or {}
+        self.spelling = self
+
+    def piece(self, token):
+        return None if token < 0 else self.pieces[token]
+
+    def linked(self, number):
+        return self.links.get(number, ())
+
+
+def open_at_end(names, pieces, **options):
+    """The entries of names that the last token reads, the latest named first."""
+    glossary = Pieces(names, pieces)
+    row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
+    for token in range(len(pieces)):
+        row.read(token, token)
+    return [entry for entry, _ in row.packs(len(pieces) - 1)]
+
+
+# Names, the pieces of a text, and the entries that are open behind it, the latest named first.
+FOUND = {
+    "behind a quote, in front of a sign": (["sodium", "Acme Inc."], ["('sodium'", ", Acme Inc.,"], [2, 1]),
+    "not within words": (["gold", "carbon"], ["Goldfinger", " marigold Carboni", "ferous"], []),
+    "not within numbers": (["42", "Unit 1"], ["1942 4200", " Unit 1", "2 is"], []),
+    "behind a line": (["gold"], ["_gold gold_"], []),
+    "a longer name": (["Unit 1", "Unit 12"], ["Unit 1", "2", " is"], [2]),
+    "a longer name of words": (["New York", "New York City"], ["New York", " Ci", "ty"], [2]),
+    "a longer name that does not come": (["New York", "New York C"], ["New York", " C", "ity"], [1]),
+    "within a longer one that is none": (["York", "New York"], ["York or New York", "ers"], [1]),
+    "again within a word": (["gold", "tin", "zinc"], ["zinc tin gold gold", "en"], [1, 2, 3]),
+    "overlapping": (["a b c", "c d e"], ["a b c", " d e"], [2, 1]),
+    "overlapping within a token": (["a b", "b c"], ["a b", " c"], [2, 1]),
+    "two in one token": (["gold", "tin"], ["gold,tin"], [2, 1]),
+    "in another case": (["sodium"], ["SODIUM Sodi", "um"], [1]),
+    "short ones keep their case": (["He", "Na"], ["he NA na"], []),
+    "short ones": (["He", "Na"], ["He, Na"], [2, 1]),
+    "a capital within": (["NaCl", "iPhone"], ["nacl iphone NACL"], []),
+    "as a capital within": (["NaCl", "iPhone"], ["NaCl iPhone"], [2, 1]),
+    "exact": ([["Mercury"], "Venus"], ["mercury venus"], [2]),
+    "exact as written": ([["Mercury"], "Venus"], ["Mercury"], [1]),
+    "exact beside any": ([["Mercury"], "mercury"], ["Mercury"], [2, 1]),
+    "letters of other scripts": (["Müll", "ключ"], ["Müller ключи"], []),
+    "in other scripts": (["Müll", "ключ"], ["«Müll» и КЛЮЧ."], [2, 1]),
+    "a combining mark goes on": (["Cafe"], ["Cafe", "\u0301"], []),
+    "decomposed": (["Café"], [unicodedata.normalize("NFD", "Café")], [1]),
+    "composed": ([unicodedata.normalize("NFD", "Café")], ["CAFÉ"], [1]),
+    "sharp s": (["Straße"], ["STRASSE"], [1]),
+    "no-break space": (["New York"], ["New\u00a0York"], [1]),
+    "zero width space": (["New York"], ["\u200bNew\u200b Yo\u200brk"], [1]),
+    "soft hyphen": (["gateway"], ["gate\u00adway"], [1]),
+    "a soft hyphen within a word": (["gate"], ["gate\u00adway"], []),
+    "apostrophe": (["O'Reilly"], ["O\u2019Reilly"], [1]),
+    "hyphen": (["Coca-Cola"], ["Coca\u2011Cola"], [1]),
+    "several spaces": (["New York"], ["New", " ", " ", " ", "York"], [1]),
+    "a line break": (["New York"], ["New", "\r\n", "York"], [1]),
+    "a character over tokens": (["Café"], [b"Caf\xc3", b"\xa9"], [1]),
+    "a broken character": (["Café"], [b"Caf\xc3", b"\xc3", b"\xa9"], []),
+    "Han": (["北京"], ["我在北京大学"], [1]),
+    "Kana": (["さくら", "カス"], ["このさくらは ガス"], [1]),
+    "not a part of a Kana": (["ハ"], ["バ", "ナナ"], []),
+    "Thai": (["ไทย"], ["ประเทศไทยมี"], [1]),
+    "not without its vowel": (["ก"], ["ก", "ิ"], []),
+    "Latin within Han": (["Linux"], ["在Linux系统"], [1]),
+    "special tokens break a name": (["New York"], ["New", None, " York"], []),
+    "and words": (["York"], ["New", None, "York"], [1]),
+    "nothing but signs": (["C++", "->"], ["C", "++", "a->b"], [2, 1]),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_the_names_that_are_open_behind_a_text(case):
+    names, pieces, expected = FOUND[case]
+    assert open_at_end(names, pieces) == expected
+
+
+@pytest.mark.parametrize("case", [case for case, (_, pieces, _) in FOUND.items() if None not in pieces])
+def test_no_splitting_into_tokens_changes_what_is_open(case):
+    names, pieces, expected = FOUND[case]
+    text = b"".join(bytes_of(pieces))
+    for at in range(1, len(text)):
+        assert open_at_end(names, [text[:at], text[at:]]) == expected, at
+    assert open_at_end(names, [text[at : at + 1] for at in range(len(text))]) == expected
+
+
+def test_a_name_is_open_from_its_last_token_and_closed_at_the_one_that_goes_on_with_its_word():
+    does = [*names_in(table_of(["gold", "Unit 1"]), bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
+    assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
+    assert [token.closes for token in does] == [(), (), (1,), (), (), (), ()]
+
+
+# Few characters, so that names stand in one another, and edges of all kinds.
+LETTERS = "ab é-\u0301\u00ad京A"
+NAMES = ["a", "ab", "a b", "b", "b a", "é", "ab é", "京", "a京", "-a", "b-", "aab A", "京 b"]
+
+
+@st.composite
+def split_texts(draw):
+    """The bytes of a text, split at some places, and a sentence in front so that chunks are longer than what names reach."""
+    text = draw(st.text(LETTERS, min_size=1, max_size=40)).encode()
+    places = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12)))
+    bounds = [0, *places, len(text)]
+    return [piece for first, end in itertools.pairwise(bounds) if (piece := text[first:end])]
+
+
+@given(split_texts(), st.integers(1, 4))
+def test_what_is_open_depends_on_characters_alone(pieces, most):
+    # Behind a full stop nothing is provisional.
+    whole = open_at_end(NAMES, [b"".join(pieces) + b" ."], open=most)
+    assert open_at_end(NAMES, [*pieces, b" ", b"."], open=most) == whole
+
+
+def chunks_of(glossary, options, tokens, chunks):
+    """Readings and openings of tokens that pass in chunks, of which each knows what the service keeps."""
+    readings, behind, done = [], [], 0
+    kept = OpenNames(glossary, options).num_kept
+    for size in [*chunks, *[1] * len(tokens)]:
+        part = tokens[done : done + size]
+        if not part:
+            break
+        before = openings_of(openings_tensor([[behind[-1]]], kept)[0, -1]) if behind else ()
+        row = OpenNames(glossary, options, before)
+        row.read_before(tokens[max(0, done - glossary.table.reach) : done], done)
+        read, opened = readings_of(row, part, range(done, done + len(part)), None)
+        readings += [(token + done, each.packs) for each in read for token in range(each.start, each.stop)]
+        behind += opened
+        done += len(part)
+    return readings, behind
+
+
+@given(split_texts(), st.lists(st.integers(1, 30), max_size=9), st.integers(1, 3), st.integers(0, 6))
+def test_chunks_open_what_one_pass_opens(pieces, sizes, most, lasts):
+    pieces = [*pieces * 3]
+    glossary, options = Pieces(NAMES, pieces), PacksOptions(open=most, lasts=lasts)
+    tokens = [*range(len(pieces))]
+    whole = chunks_of(glossary, options, tokens, [len(tokens)])
+    assert chunks_of(glossary, options, tokens, sizes) == whole
+    assert chunks_of(glossary, options, tokens, [1] * len(tokens)) == whole
+
+
+def test_at_most_so_many_are_open_for_so_long_and_linked_ones_behind_them():
+    pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
+
+    def packs(named=None, **options):
+        row = OpenNames(Pieces(["gold", "tin", "zinc"], pieces, named), PacksOptions(**options))
+        for token in range(len(pieces)):
+            row.read(token, token)
+        return row.packs(len(pieces) - 1)
+
+    assert packs() == ((3, 2), (2, 1)) and packs(open=3) == ((3, 2), (2, 1), (1, 0))
+    assert packs(lasts=5) == ((3, 2),) and packs(lasts=4) == ()
+    assert packs({3: (1,)}, open=3) == ((3, 2), (2, 1), (1, 2))[:2] + ((1, 0),)
+    assert packs({3: (1,)}, open=2, lasts=5) == ((3, 2), (1, 2))
+    assert packs({3: (1,)}, open=2, lasts=5, links=False) == ((3, 2),)
+
+
+def test_a_pack_stays_at_a_name_that_soon_stands_again():
+    pieces = ["gold ", *["and "] * 30, "gold ", *["and "] * 40, "gold "]
+    row = OpenNames(Pieces(["gold"], pieces), PacksOptions())
+    places = []
+    for token in range(len(pieces)):
+        row.read(token, token)
+        places.append(row.packs(token)[0][1])
+    assert sorted({*places}) == [0, 72] and places.index(72) == 72
+
+
+def test_names_are_added_and_removed_as_if_they_had_been_there_or_not():
+    names = [name_of(number, name) for number, name in enumerate(NAMES)]
+    table = NameTable(names[:5]).changed(names[5:]).changed(removed=names[:3])
+    text = ["ab é a b", " -aab A 京 b"]
+    assert [*names_in(table, bytes_of(text))] == [*names_in(NameTable(names[3:]), bytes_of(text))]
+
+
+def test_a_name_as_it_is_compared():
+    assert spelled("  \uff2eew\u00a0\n Yor\u200bk ") == ("new york", "New York")
+    assert spelled("ﬁ²\u2019\u2011") == ("fi2'-", "fi2'-")
+
+
+def _fast(model, decoder=None, **parts):
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+_META = {"<unk>": 0, "▁New": 1, "▁York": 2, "<0xC3>": 3, "<0xA9>": 4, "▁": 5, "s": 6}
+_FUSE = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+SPELT = {
+    "metaspace": (_fast(BPE(_META, [], byte_fallback=True), _FUSE), [b" New", b" York", b"\xc3", b"\xa9", b" ", b"s"]),
+    "word pieces": (
+        _fast(WordPiece({"<unk>": 0, "new": 1, "##s": 2}, unk_token="<unk>"), decoders.WordPiece()),
+        [b" new", b"s"],
+    ),
+    "words": (_fast(WordLevel({"<unk>": 0, "new": 1, "york": 2}, "<unk>")), [b" new", b" york"]),
+    "bytes": (tiny_tokenizer(), None),
+}
+
+
+@pytest.mark.parametrize("kind", SPELT)
+def test_what_tokens_spell(kind):
+    tokenizer, expected = SPELT[kind]
+    spelling = Spelling(tokenizer)
+    if expected is not None:
+        assert [spelling.piece(token) for token in range(len(tokenizer))] == [None, *expected]
+    else:
+        assert b"".join(map(spelling.piece, spelling.ids("Aé ü b\n"))).decode() == "Aé ü b\n"
+    assert spelling.piece(len(tokenizer)) is None and spelling.piece(-1) is None
+    tokenizer.add_tokens(["<extra> é"])
+    assert Spelling(tokenizer).piece(len(tokenizer) - 1) == "<extra> é".encode()
+
+
+def test_names_that_tokens_do_not_spell():
+    lower = _fast(
+        WordPiece({"<unk>": 0, "new": 1, "york": 2, "'": 3}, unk_token="<unk>"),
+        decoders.WordPiece(),
+        normalizer=normalizers.BertNormalizer(),
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+    )
+    spells = Spelling(lower).spells
+    assert spells("New  York") and not spells("Newark") and not spells("New'York")
+    spells = Spelling(tiny_tokenizer()).spells
+    assert spells("é\u00e9 ü") and not spells("ö")
+
+
+def test_a_tokenizer_that_does_not_tell_what_its_tokens_spell_is_refused():
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match=r"the tokenizer is a Slow, .*; expected one with tokenizer.json. Convert it"):
+        Spelling(Slow())
+
+
+def test_texts_end_where_something_may_follow():
+    tokenizer = tiny_tokenizer()
+    assert Spelling(tokenizer).ids("a") == tokenizer("a")["input_ids"]
+    from tokenizers import processors
+
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert Spelling(tokenizer).ids("a")[0] == 1 and Spelling(tokenizer).ids("a")[-1] != 2
+    assert torch.tensor(Spelling(tokenizer).ids("a")).shape == (2,)
