@@ -12,6 +12,10 @@ from midus_hf.memories.packs.options import PacksOptions
 # A name that is open already and stands again within so many positions leaves its pack where it is, so that texts that repeat a name
 # do not read the pack at each place.
 _STAYS = 32
+# Tokens behind which what a line has counts no more, so that a window of tokens decides as the whole text does.
+_REACH = 16
+# A line break so many tokens behind a special token at most is a chat template's, as in `<|im_start|>assistant` and a line break.
+_BESIDE_SPECIAL = 3
 
 
 class Opening(NamedTuple):
@@ -39,7 +43,7 @@ class Reading(NamedTuple):
 
 
 class OpenNames:
-    """Openings of a row, which change token by token.
+    """Openings of a row, which change token by token: a pack is open to the end of the line in which something follows its name.
 
     Args:
         glossary: The entries.
@@ -53,6 +57,8 @@ class OpenNames:
         self.openings = [*before]
         # Positions of the tokens that the scan has read.
         self._positions: list[int] = []
+        # Numbers of the last special token, and of the last one with a letter or digit of its line.
+        self._special = self._written = -_REACH
 
     @property
     def num_kept(self) -> int:
@@ -62,16 +68,36 @@ class OpenNames:
     def forget(self) -> None:
         """Begin another document."""
         self.openings, self.scan, self._positions = [], NameScan(self.scan.table), []
+        self._special = self._written = -_REACH
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens that stand before the one at a position, and whose openings are known."""
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
             self.scan.read(self.glossary.spelling.piece(token))
             self._positions.append(position - before)
+            self._line_ends(token)
+
+    def _line_ends(self, token: int) -> int | None:
+        """Note the latest token; return the position of the last letter or digit of the line that ends in it, None if none ends."""
+        piece, number = self.glossary.spelling.piece(token), len(self._positions) - 1
+        if piece is None:
+            self._special = number if token >= 0 else self._special
+            return None
+        line, _, rest = piece.decode("utf-8", "replace").partition("\n")
+        if any(map(str.isalnum, line)):
+            self._written = number
+        if b"\n" not in piece:
+            return None
+        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_REACH
+        is_far = written < number - _REACH or number - self._special <= _BESIDE_SPECIAL
+        return None if is_far or written < 0 else self._positions[written]
 
     def read(self, token: int, position: int) -> bool:
         """Read the next token; return whether openings changed."""
         self._positions.append(position)
+        written = self._line_ends(token)
+        ended = [] if written is None else [each for each in self.openings if each.seen < written]
+        self.openings = [each for each in self.openings if each not in ended]
         does = self.scan.read(self.glossary.spelling.piece(token))
         for entry in does.closes:
             latest = next((each for each in self.openings if each.entry == entry), None)
@@ -86,7 +112,7 @@ class OpenNames:
             others = [each for each in left if each.entry != found.entry]
             # One older opening of the entry comes back if the name goes on as another word.
             self.openings = [Opening(found.entry, first, place, position), *others, *stays[:1]][: self.num_kept]
-        return bool(does.closes or does.opens)
+        return bool(does.closes or does.opens or ended)
 
     def packs(self, position: int) -> tuple[tuple[int, int], ...]:
         """Return the entry and the place of each pack that the token at a position reads, the latest named first."""
