@@ -13,7 +13,7 @@ from midus_hf.memories.packs.options import PacksOptions
 # do not read the pack at each place.
 _STAYS = 32
 # Tokens behind which what a line has counts no more, so that a window of tokens decides as the whole text does.
-_REACH = 16
+_LINE_REACH = 16
 # A line break so many tokens behind a special token at most is a chat template's, as in `<|im_start|>assistant` and a line break.
 _BESIDE_SPECIAL = 3
 
@@ -58,7 +58,7 @@ class OpenNames:
         # Positions of the tokens that the scan has read.
         self._positions: list[int] = []
         # Numbers of the last special token, and of the last one with a letter or digit of its line.
-        self._special = self._written = -_REACH
+        self._special = self._written = -_LINE_REACH
 
     @property
     def num_kept(self) -> int:
@@ -68,7 +68,7 @@ class OpenNames:
     def forget(self) -> None:
         """Begin another document."""
         self.openings, self.scan, self._positions = [], NameScan(self.scan.table), []
-        self._special = self._written = -_REACH
+        self._special = self._written = -_LINE_REACH
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens that stand before the one at a position, and whose openings are known."""
@@ -88,8 +88,8 @@ class OpenNames:
             self._written = number
         if b"\n" not in piece:
             return None
-        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_REACH
-        is_far = written < number - _REACH or number - self._special <= _BESIDE_SPECIAL
+        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_LINE_REACH
+        is_far = written < number - _LINE_REACH or number - self._special <= _BESIDE_SPECIAL
         return None if is_far or written < 0 else self._positions[written]
 
     def read(self, token: int, position: int) -> bool:
