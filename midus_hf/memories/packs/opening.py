@@ -14,6 +14,10 @@ from midus_hf.memories.packs.options import PacksOptions
 _STAYS = 32
 # Characters of a token at most: places in a text are numbered by the position of a token and a character in it.
 _CHARACTERS = 1 << 16
+# Tokens behind which what a line has counts no more, so that a window of tokens decides as the whole text does.
+_LINE_REACH = 16
+# A line break so many tokens behind a special token at most is a chat template's, as in `<|im_start|>assistant` and a line break.
+_BESIDE_SPECIAL = 3
 
 
 class Opening(NamedTuple):
@@ -60,6 +64,8 @@ class OpenNames:
         self.openings = [*before]
         # Position of each token that the scan has read, and the number of characters before it.
         self._tokens: list[tuple[int, int]] = []
+        # Numbers of the last special token, and of the last one with a letter or digit of its line.
+        self._special = self._written = -_LINE_REACH
 
     @property
     def num_kept(self) -> int:
@@ -69,16 +75,36 @@ class OpenNames:
     def forget(self) -> None:
         """Begin another document."""
         self.openings, self.scan, self._tokens = [], NameScan(self.scan.table), []
+        self._special = self._written = -_LINE_REACH
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens that stand before the one at a position, and whose openings are known."""
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
             self._tokens.append((position - before, self.scan.count))
             self.scan.read(self.glossary.spelling.piece(token))
+            self._line_ends(token)
+
+    def _line_ends(self, token: int) -> int | None:
+        """Note the latest token; return the position of the last letter or digit of the line that ends in it, None if none ends."""
+        piece, number = self.glossary.spelling.piece(token), len(self._tokens) - 1
+        if piece is None:
+            self._special = number if token >= 0 else self._special
+            return None
+        line, _, rest = piece.decode("utf-8", "replace").partition("\n")
+        if any(map(str.isalnum, line)):
+            self._written = number
+        if b"\n" not in piece:
+            return None
+        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_LINE_REACH
+        is_far = written < number - _LINE_REACH or number - self._special <= _BESIDE_SPECIAL
+        return None if is_far or written < 0 else self._tokens[written][0]
 
     def read(self, token: int, position: int) -> bool:
         """Read the next token; return whether openings changed."""
         self._tokens.append((position, self.scan.count))
+        written = self._line_ends(token)
+        ended = [] if written is None else [each for each in self.openings if each.seen < written]
+        self.openings = [each for each in self.openings if each not in ended]
         does = self.scan.read(self.glossary.spelling.piece(token))
         for entry in does.closes:
             latest = next((each for each in self.openings if each.entry == entry), None)
@@ -92,7 +118,7 @@ class OpenNames:
             stays = before is not None and position - before.seen < _STAYS
             place = before.place if before is not None and stays else position
             self.openings = [Opening(found.entry, begins, place, ends), *self.openings][: self.num_kept]
-        return bool(does.closes or does.opens)
+        return bool(does.closes or does.opens or ended)
 
     def _place(self, token: int, character: int) -> int:
         position, before = self._tokens[token - 1]

@@ -18,9 +18,9 @@ class PacksOptions(MemoryOptions):
     attends = True
 
     open: int = option(2, "entries that a token reads at most, the latest named in front of it")
-    lasts: int = option(0, "tokens behind a name for which its pack is open; 0: to the end of the text")
+    lasts: int = option(0, "tokens behind a name for which its pack is open at most; 0: to the end of the line")
     score_bias: float = option(
-        1.0,
+        0.0,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
     distance: int = option(
