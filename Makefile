@@ -158,6 +158,7 @@ check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
