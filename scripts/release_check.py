@@ -3,8 +3,8 @@
 Every environment installs the wheel or the sdist with the versions of `constraints.txt`, or sees the packages of `--oldest`, and
 runs the same steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare
 the base's bytes; where the extras are installed, train and evaluate as well. A wheel that was built without a C compiler is tried
-too: its native code is built at first use, or PyTorch computes instead. If all passed, the files lie in `dist/`, with a list of what the
-wheel was tried with (SBOM, CycloneDX), and the commands that sign and publish them are printed.
+too: its native code is built at first use, or PyTorch computes instead. If all passed, the files lie in `dist/`, with a list of what
+the wheel was tried with (SBOM, CycloneDX), and the commands that sign and publish them are printed.
 """
 
 import argparse

@@ -98,7 +98,11 @@ def datatrove_names() -> dict[str, Any]:
     return {"reader": JsonlReader("documents"), "writer": writer}
 
 
-METHODS: dict[str, Any] = {"midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}}
+METHODS: dict[str, Any] = {
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
+    "moda": {},
+    "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
+}
 SESSIONS = {
     "README.md": Session(),
     "docs/quickstart.md": Session(),
