@@ -15,7 +15,7 @@ from midus_hf.evaluation.report import ABOUT_THE_TASK
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import whole_file
 
-_TASK = {"task_type": "text-generation", "task_name": "Text Generation"}
+_TASK: dict[str, Any] = {"task_type": "text-generation", "task_name": "Text Generation"}
 # Metrics of lm-eval that the Hub has under another name.
 _TYPES = {"acc": "accuracy"}
 
@@ -43,9 +43,10 @@ def write_results(report: dict[str, Any]) -> list[str]:
         results, left_out = _results(measured, report["settings"])
         if results:
             card, new = _read(folder), {_measure(result) for result in results}
-            earlier = [result for result in card.data.eval_results or [] if _measure(result) not in new]
-            card.data.eval_results = earlier + results
-            card.data.model_name = card.data.model_name or Path(os.path.realpath(folder)).name
+            data: Any = card.data
+            earlier = [result for result in data.eval_results or [] if _measure(result) not in new]
+            data.eval_results = earlier + results
+            data.model_name = data.model_name or Path(os.path.realpath(folder)).name
             with whole_file(folder / CARD_FILE) as unfinished:
                 card.save(unfinished)
             lines.append(f"{folder / CARD_FILE}: results in its metadata: {len(results)} new, {len(earlier)} earlier")
