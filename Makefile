@@ -158,6 +158,7 @@ check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
@@ -201,9 +202,11 @@ $(VENV)-mutants/installed: constraints.txt
 	$(VENV)-mutants/bin/python -m pip install -q 'cosmic-ray>=8.7,<9'
 	touch $@
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# Every file that pip downloads has a digest in constraints-hashed.txt, but torch and what it brings: which build an index has differs.
+$(VENV)/installed: pyproject.toml constraints.txt constraints-hashed.txt
 	@echo "Setting up $(VENV): packages of 3 GB on the disk, once."
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --require-hashes --no-deps -r constraints-hashed.txt
 	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@

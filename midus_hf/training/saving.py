@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.wording import first_line
-from midus_hf.files.card_example import card_example
+from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.secrets import for_record
 from midus_hf.training.checkpoints import latest_whole
@@ -104,7 +104,7 @@ def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
     state, settings, files = run.trainer.state, run.model.generation_config, dict(run.files)
     if CARD_FILE in files:
         # A byte that is no UTF-8 stays as it is.
-        card = without_section(files[CARD_FILE].decode(errors="surrogateescape"))
+        card = without_section(without_results(files[CARD_FILE].decode(errors="surrogateescape"), "training"))
         files[CARD_FILE] = add_training(card.encode(errors="surrogateescape"), run.arguments, state)
     shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
 

@@ -98,7 +98,11 @@ def datatrove_names() -> dict[str, Any]:
     return {"reader": JsonlReader("documents"), "writer": writer}
 
 
-METHODS: dict[str, Any] = {"midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}}
+METHODS: dict[str, Any] = {
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
+    "moda": {},
+    "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
+}
 SESSIONS = {
     "README.md": Session(),
     "docs/quickstart.md": Session(),
@@ -151,6 +155,7 @@ SESSIONS = {
             "--tasks facts": "--tasks facts --limit 2",
         },
     ),
+    "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session(

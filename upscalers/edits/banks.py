@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
-from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
+from midus_hf.files.cards import without_results
+from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
 from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
@@ -84,6 +85,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 target = partial / path.relative_to(source.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
+            card = partial / CARD_FILE
+            if card.is_file():
+                card.write_bytes(without_results(card.read_bytes().decode(), "the edit").encode())
             tree_folder = Path(scratch) if gone else None
             carry_banks(source.folder, partial, banks_beside(memories), deleted, after, tree_folder)
     return {

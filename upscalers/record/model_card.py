@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from midus_hf.files.card_example import card_example
+from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
 from upscalers.architecture.family import Config

@@ -112,8 +112,11 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
 
 def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
     nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
+    card, path = (upscaled / "one" / "README.md").read_text(), upscaled / "one" / "README.md"
+    path.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1))
     done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
     assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
+    path.write_text(card)  # without results, which the result does not have either
     before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
     assert after.keys() == before.keys() - {(1, 0), (2, 7)}
     assert all(torch.equal(before[node], after[node]) for node in after)
