@@ -151,6 +151,7 @@ SOURCES = [file for folder in ("midus_hf", "upscalers", "scripts", "demo") for f
 FROM_A_REGISTRY = re.compile(r"midus[-_]hf\[[a-z,]+\]|pip install [^.]*midus[-_]hf")
 # Commands that the README shows, and the extra that each needs.
 NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "clusters", "midus look": "look"}
+NEEDED |= {"python -m material": "material"}
 
 
 def test_the_package_is_installed_from_a_clone_with_extras_that_exist():
