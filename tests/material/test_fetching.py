@@ -173,7 +173,9 @@ def test_a_client_that_is_missing_is_named_with_what_to_install(folder, tmp_path
 def test_without_gguf_the_model_is_refused_with_the_extra_before_anything_is_fetched(cache, monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     monkeypatch.setattr(smollm2, "extract", None)
-    with pytest.raises(MaterialError, match=r"smollm2 needs gguf.* pip install -c constraints\.txt -e '\.\[material\]'"):
+    with pytest.raises(
+        MaterialError, match=r"smollm2 needs gguf.* pip install -c constraints\.txt -e '\.\[material\]'"
+    ):
         smollm2.smollm2_135m()
     assert not list(cache.glob("smollm2*/*"))
 
