@@ -118,6 +118,7 @@ def methods(
             "name": method.name,
             "summary": method.summary,
             "identity": method.identity,
+            "identity_except": method.identity_except,
             "trainable": method.trainable,
             "placement": method.default_placement,
             "adds_layers": method.adds_layers,

@@ -73,7 +73,12 @@ def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     assert starts.keys() == METHODS.keys()
-    assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
+    assert [starts[name] for name in ("midus-hml", "packs", "solar", "lesa")] == [
+        "exact",
+        "exact*",
+        "changed",
+        "changed*",
+    ]
 
 
 def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
