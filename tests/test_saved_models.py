@@ -225,7 +225,7 @@ def test_where_torch_asserts_that_it_was_built_for_a_device_that_is_the_reason(m
     ("models", "expected"),
     [
         (["runs/base", "runs/trained/"], ["base", "trained"]),
-        (["HuggingFaceTB/SmolLM2-135M"], ["SmolLM2-135M"]),
+        (["HuggingFaceTB/SmolLM2-135M-Instruct"], ["SmolLM2-135M-Instruct"]),
         (["a/model", "b/model"], ["a/model", "b/model"]),
         (["."], ["."]),
         ([], []),

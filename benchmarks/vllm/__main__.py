@@ -3,7 +3,7 @@
     python -m benchmarks.vllm --python .venv-vllm/bin/python --work outputs/vllm
     python -m benchmarks.vllm --python .venv-vllm/bin/python --work outputs/vllm --families qwen3 --methods moc,solar
 
-Bases are SmolLM2-135M (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
+Bases are SmolLM2-135M-Instruct (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
 everything new computes something, answers prompts of mixed lengths, which vLLM batches. vLLM runs methods with memory by its
 Transformers backend with the code that the checkpoint carries, and other models by its own classes. A token counts as
 `equal` if Transformers chooses the token after the same tokens, as `tie` if its logit is less than 1e-4 below the largest, and

@@ -73,7 +73,12 @@ def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     assert starts.keys() == METHODS.keys()
-    assert [starts[name] for name in ("midus-hml", "solar", "lesa")] == ["exact", "changed", "changed*"]
+    assert [starts[name] for name in ("midus-hml", "packs", "solar", "lesa")] == [
+        "exact",
+        "exact*",
+        "changed",
+        "changed*",
+    ]
 
 
 def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
@@ -103,7 +108,7 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     shown = command("--help").out
     beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
-    assert "upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT" in beginning
+    assert "upscale --base HuggingFaceTB/SmolLM2-135M-Instruct --method midus-hml --output OUT" in beginning
     keys = [key for key in signature(upscale).parameters if key not in ("options", "progress")]
     options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from midus_hf.banks.level_file import BankError
 from midus_hf.cli.edit import main as edit
+from midus_hf.cli.upscale import main as upscale_command
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
+from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.saved_models import load_for_reading
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
@@ -154,6 +156,23 @@ def test_blocks_or_names_are_deleted_and_others_are_refused(model, tmp_path, cap
         assert message in capsys.readouterr().err and not (tmp_path / "without").exists()
     assert edit([*arguments, "--name", "word5"]) == 0
     assert "deleted word5 of packs" in capsys.readouterr().out
+
+
+def test_what_is_printed_and_the_card_promise_the_base_for_texts_without_a_name_alone(base, model, tmp_path, capsys):
+    left_out = ", but for texts with a name of the glossary, which change from the name on"
+    corpus = ["--set", f"corpus={glossary(tmp_path, ENTRIES)}", *(f"--set={key}=true" for key in COMMON)]
+    request = ["--base", str(base), "--method", "packs", "--output", str(tmp_path / "out"), *corpus]
+    for more, said in (
+        (["--dry-run"], f"promised{left_out}"),
+        (["--no-verify"], f"promised by the method{left_out}; nothing was compared"),
+        (["--overwrite"], f"largest difference 0 (base and result in float32){left_out}"),
+    ):
+        upscale_command([*request, *more])
+        assert said in " ".join(capsys.readouterr().out.split())
+    start = "Before any training it computes exactly what the base computes"
+    assert f"{start}{left_out}.\n" in (model / CARD_FILE).read_text()
+    upscale_command(["methods", "packs"])
+    assert f"exact at the start{left_out}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_packs(model, tmp_path):

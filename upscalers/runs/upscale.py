@@ -174,6 +174,7 @@ def upscale(
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         promises_identity=chosen.identity,
+        identity_except=chosen.identity_except if chosen.identity else None,
         renumbers_layers=job.plan.renumbers,
         **outcome,
     )
