@@ -1,6 +1,8 @@
 """Loading of saved models and their tokenizers, for all commands."""
 
 import contextlib
+import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,39 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """Load the tokenizer saved with a model; errors of transformers are raised unchanged."""
     refuse_lfs_pointers(Path(name), TOKENIZER)
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def open_ended(tokenizer: Any) -> Any:
+    """Return a tokenizer for texts that go on: the one given, or a copy of one that puts a token behind every text, which does not.
+
+    Raises:
+        ValueError: If the token cannot be left out.
+    """
+    if not _puts_behind(tokenizer):
+        return tokenizer
+    open_one = copy.deepcopy(tokenizer)
+    backend = getattr(open_one, "backend_tokenizer", None)
+    if backend is not None:
+        processor = copy.deepcopy(backend.post_processor)
+        state = json.loads(processor.__getstate__())
+        for template in [each["single"] for each in [state, *state.get("processors", [])] if "single" in each]:
+            while template and "SpecialToken" in template[-1]:
+                template.pop()
+        processor.__setstate__(json.dumps(state).encode())
+        backend.post_processor = processor
+    elif hasattr(open_one, "add_eos_token"):
+        open_one.add_eos_token = False
+    if _puts_behind(open_one):
+        raise ValueError(
+            f"the tokenizer puts {tokenizer.decode(tokenizer('a').input_ids[-1:])!r} behind every text, so that no text can go on; "
+            "expected one without it. Set add_eos_token to false in its tokenizer_config.json."
+        )
+    return open_one
+
+
+def _puts_behind(tokenizer: Any) -> bool:
+    plain = tokenizer("a", add_special_tokens=False).input_ids  # empty if the vocabulary has no token for the letter
+    return bool(plain) and tokenizer("a").input_ids[-1] != plain[-1]
 
 
 def check_ids(largest: int, vocab_size: int) -> None:
@@ -94,7 +129,7 @@ def check_whole(name: str, missing: list[str], label: str = "model") -> None:
 def load_for_reading(
     name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only."""
+    """Load a model, in eval mode, and its tokenizer, without an end token behind texts. Bars are shown on terminals only."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
     usable = usable_device(device)
@@ -108,4 +143,4 @@ def load_for_reading(
         stack: Any = model.stack
         for service in stack.services.values():
             service.check_tokenizer(tokenizer)
-    return model.eval(), tokenizer
+    return model.eval(), open_ended(tokenizer)

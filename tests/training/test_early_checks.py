@@ -77,6 +77,8 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
         ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
         ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
         ("a.csv", "a;b\n1;2\n", ["a", "b"]),
+        ("a.csv", "sep=;\na;b, c\n1;2\n", ["a", "b, c"]),
+        ("a.tsv", '"a\tb"\n1\t2\n', ['"a', 'b"']),
         ("a.tsv", "a\tb\n", ["a", "b"]),
         ("a.jsonl", "{", None),
         ("a.jsonl", "[1]", None),
