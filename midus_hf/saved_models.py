@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import processors
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -42,36 +43,50 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def open_ended(tokenizer: Any) -> Any:
-    """Return a tokenizer for texts that go on: the one given, or a copy of one that puts a token behind every text, which does not.
+    """Return a tokenizer for texts that go on: the one given, or a copy of one that puts special tokens behind texts, without these.
 
     Raises:
-        ValueError: If the token cannot be left out.
+        ValueError: If it is not a fast one, and they cannot be left out.
     """
-    if not _puts_behind(tokenizer):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _slow_open_ended(tokenizer)
+    state = json.loads(backend.post_processor.__getstate__()) if backend.post_processor is not None else {}
+    opened = _without_end(state)
+    if opened == state:
         return tokenizer
-    open_one = copy.deepcopy(tokenizer)
-    backend = getattr(open_one, "backend_tokenizer", None)
-    if backend is not None:
-        processor = copy.deepcopy(backend.post_processor)
-        state = json.loads(processor.__getstate__())
-        for template in [each["single"] for each in [state, *state.get("processors", [])] if "single" in each]:
-            while template and "SpecialToken" in template[-1]:
-                template.pop()
-        processor.__setstate__(json.dumps(state).encode())
-        backend.post_processor = processor
-    elif hasattr(open_one, "add_eos_token"):
-        open_one.add_eos_token = False
-    if _puts_behind(open_one):
+    processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    processor.__setstate__(json.dumps(opened).encode())
+    copied = copy.deepcopy(tokenizer)
+    copied.backend_tokenizer.post_processor = processor
+    return copied
+
+
+def _without_end(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a post-processor of tokenizers that puts nothing behind a text."""
+    if "processors" in state:
+        return {**state, "processors": [*map(_without_end, state["processors"])]}
+    if "single" in state:
+        last = max((at for at, part in enumerate(state["single"]) if "Sequence" in part), default=-1)
+        return {**state, "single": state["single"][: last + 1]}
+    if "sep" in state:  # of BERT and RoBERTa
+        (name, number), template = state["cls"], processors.TemplateProcessing
+        return json.loads(template(single=f"{name} $A", special_tokens=[(name, number)]).__getstate__())
+    return state
+
+
+def _slow_open_ended(tokenizer: Any) -> Any:
+    framed = tokenizer.build_inputs_with_special_tokens
+    if framed([-1])[-1] == -1:  # stands for a text
+        return tokenizer
+    copied = copy.deepcopy(tokenizer)
+    copied.add_eos_token = False
+    if copied.build_inputs_with_special_tokens([-1])[-1] != -1:
         raise ValueError(
-            f"the tokenizer puts {tokenizer.decode(tokenizer('a').input_ids[-1:])!r} behind every text, so that no text can go on; "
-            "expected one without it. Set add_eos_token to false in its tokenizer_config.json."
+            f"the tokenizer puts {tokenizer.decode(framed([-1])[-1:])!r} behind every text, so that no text can go on; expected one "
+            "without it. Set add_eos_token to false in its tokenizer_config.json."
         )
-    return open_one
-
-
-def _puts_behind(tokenizer: Any) -> bool:
-    plain = tokenizer("a", add_special_tokens=False).input_ids  # empty if the vocabulary has no token for the letter
-    return bool(plain) and tokenizer("a").input_ids[-1] != plain[-1]
+    return copied
 
 
 def check_ids(largest: int, vocab_size: int) -> None:

@@ -14,8 +14,10 @@ _LONGEST_FIELD = 2**31 - 1
 
 
 def separator_in(text: str, usual: str) -> str:
-    """Return what separates the fields of a table: what its first line declares, as in `sep=;`, else `usual`, unless that separates
-    nothing in the line of the columns' names and another does."""
+    """Return what separates the fields of a table: what its first line declares, or `usual`, or what separates its first line.
+
+    `usual` it is, unless that separates nothing in the line of the columns' names and another does.
+    """
     if (declared := declared_separator(text)) is not None:
         return declared
     numbers = {each: len(_fields(text, each, is_literal=each == usual == "\t")) for each in (usual, *SEPARATORS)}
@@ -84,7 +86,9 @@ def _check_quoted(lines: Iterable[str], first: int, dialect: dict[str, Any]) -> 
             taken.clear()
     except csv.Error as error:
         end = begin + len(taken) - 1
-        problem = f"is closed in line {end} with text behind it" if "expected after" in str(error) else "is never closed"
+        problem = (
+            f"is closed in line {end} with text behind it" if "expected after" in str(error) else "is never closed"
+        )
     if problem:
         raise ValueError(
             f"a field that a quote opens in line {begin} {problem}; expected a field with quotes to stand in quotes and to have each "

@@ -224,7 +224,7 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
 
 
 def quoting_of(separator: str, usual: str) -> int:
-    """Return how fields of a table may stand in quotes, as `csv` has it: in a TSV file, whose `usual` separator is a tab, quotes are text."""
+    """Return how fields of a table may stand in quotes, as `csv` says it; where tabs are `usual`, in a TSV file, quotes are text."""
     return csv.QUOTE_NONE if separator == usual == "\t" else csv.QUOTE_MINIMAL
 
 

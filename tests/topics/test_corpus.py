@@ -392,18 +392,24 @@ REFUSALS = {
         for case, name, text, said in (
             (
                 "text behind", "x.csv", 'id,text\n1,a\n2,"fast, it\n3,b\n4,"low" is\n',
-                "a field that a quote opens in line 3 is closed in line 5 with text behind it; expected a field with quotes to stand in",
+                "a field that a quote opens in line 3 is closed in line 5 with text behind it; expected a field with quotes to",
             ),
-            ("in a line", "x.csv", 'sep=,\nid,text\n1,"Hello" she\n', "a field that a quote opens in line 3 is closed in line 3 with text"),
-            ("never closed", "x.csv", 'id,text\n1,a\n2,"fast\n3,b\n', "a field that a quote opens in line 3 is never closed; expected"),
+            (
+                "in a line", "x.csv", 'sep=,\nid,text\n1,"Hello" she\n',
+                "a field that a quote opens in line 3 is closed in line 3 with text behind it",
+            ),
+            (
+                "never closed", "x.csv", 'id,text\n1,a\n2,"fast\n3,b\n',
+                "a field that a quote opens in line 3 is never closed; expected",
+            ),
             (
                 "over rows", "x.csv", 'id,text\n1,"fast\n2,b\n3,c\n4,6"\n',
-                "a field that a quote opens in line 2 goes on to line 5, though each of these lines would be a row; expected a field",
+                "a field that a quote opens in line 2 goes on to line 5, though each of these lines would be a row; expected a",
             ),
             (
                 "over lines of a TSV", "x.tsv", 'id\ttext\n1\t"a\n\nb"\n2\tc\n',
-                "a quote opens a field in line 2, and line 4 has 1 of 2 fields; quotes in a TSV file are text, and a field ends with its "
-                "line. Save it as CSV or JSON lines. Mend",
+                "a quote opens a field in line 2, and line 4 has 1 of 2 fields; quotes in a TSV file are text, and a field ends "
+                "with its line. Save it as CSV or JSON lines. Mend",
             ),
         )
     },

@@ -142,6 +142,7 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
+        num_bytes += bytes_of_banks(source.folder, banks_beside(opened.layout.memories)) + chosen.bank_bytes(opened)
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
@@ -157,8 +158,7 @@ def upscale(
                     )
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, banks_beside(opened.layout.memories)) + chosen.bank_bytes(opened)
-            folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
+            folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)

@@ -35,7 +35,7 @@ def keys_of_texts(
     token_numbers: torch.Tensor | None = None,
     special_tokens: bool = True,
 ) -> Iterator[TextKeys]:
-    """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; none reaches into another text or past an end.
+    """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; none reaches past the end of its text.
 
     `token_numbers`, `[V]`, int64, are the numbers of tokens of like text, by default their ids.
     """
