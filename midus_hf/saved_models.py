@@ -24,7 +24,7 @@ from transformers import (
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import ADAPTERS, BANKS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
-from midus_hf.model_names import usable_device
+from midus_hf.model_names import check_dtype, usable_device
 
 
 @contextlib.contextmanager
@@ -145,8 +145,7 @@ def load_for_reading(
     name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer, without an end token behind texts. Bars are shown on terminals only."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
+    check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
     with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
