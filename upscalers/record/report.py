@@ -19,7 +19,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Number of bytes read from the base, and of bytes written to the output."""
+    """Number of bytes read from the base, and of bytes written to the output, as weights and in banks."""
 
     read: int
     written: int

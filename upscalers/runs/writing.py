@@ -10,7 +10,7 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.banks import banks_beside, carry_banks, create_banks, tie_banks
+from upscalers.checkpoint.banks import banks_beside, bytes_of_banks, carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.quantised_weights import with_products
@@ -58,8 +58,9 @@ class Writing:
             identity, kl_divergence = self._verify(partial, shards, config)
             job.method.fill_banks(job.base, job.plan, partial, progress)
             progress.stage("recording what was done", 1)
+            banks = banks_beside(job.layout.memories)
             outcome = {
-                "bytes": Bytes(written.bytes_read, written.bytes_written),
+                "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
                 "identity": identity,
                 "kl_divergence": kl_divergence,
                 "measurements": written.measurements,
