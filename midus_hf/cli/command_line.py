@@ -146,7 +146,7 @@ def _lasting_output() -> Iterator[list[str]]:
 def _lasting(stream: Any, errors: list[str]) -> Any:
     """Return a stream in place of a standard one; a stream that a program or a notebook put there stays."""
     if stream is None:  # closed by the shell
-        return open(os.devnull, "w", encoding="utf-8")
+        return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
     buffer: Any = getattr(stream, "buffer", None)
     if type(stream) is not io.TextIOWrapper or type(getattr(buffer, "raw", buffer)) is not io.FileIO:
         return stream

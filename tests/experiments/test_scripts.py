@@ -99,10 +99,10 @@ def test_a_loop_of_ones_own_is_measured(room, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("stages", "BASE ROOM/greek ROOM/absent --output ROOM/new --train max_steps=1", "no file .*absent/corpus.jsonl; expected the"),
+        ("stages", "BASE ROOM/greek ROOM/absent --output ROOM/new --train max_steps=1", "no file .*absent/corpus.jsonl; expected"),
         ("stages", "ROOM/absent ROOM/greek --output ROOM/new --train max_steps=1", "base is '.*absent', which does not exist; exp"),
         ("stages", "BASE ROOM/greek --output ROOM/greek --train max_steps=1", "--output is '.*greek', which exists; expected a new"),
-        ("stages", "BASE ROOM/greek --output ROOM/new --retention x.txt --train max_steps=1", "--retention is 'x.txt', which does not"),
+        ("stages", "BASE ROOM/greek --output ROOM/new --retention x.txt --train max_steps=1", "--retention is 'x.txt', which does"),
         ("own_training", "BASE ROOM/absent --output ROOM/new", "no file .*absent/corpus.jsonl; expected the folder of a stage"),
         ("facts", "ROOM/absent", "model is '.*absent', which does not exist; expected the folder of a model"),
     ],

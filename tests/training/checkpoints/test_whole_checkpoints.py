@@ -8,15 +8,14 @@ from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
-import torch
 from safetensors import SafetensorError
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
 from midus_hf.files.outputs import alone_in
 from midus_hf.training import checkpoints
-from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.callbacks import RunInterrupted
+from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
 from midus_hf.training.saving import SavedInPart
 
@@ -227,6 +226,7 @@ def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output,
 
 def test_random_numbers_of_another_number_of_processes_are_said_to_begin_anew(resumed, output, capsys):
     (output / "checkpoint-4" / "rng_state.pth").rename(output / "checkpoint-4" / "rng_state_0.pth")
+    (output / "checkpoint-4" / "manifest.json").unlink()
     checkpoints.finish_checkpoint(output / "checkpoint-4")
     train(resumed())
     assert "checkpoint-4 has the random numbers of another number of processes: those of" in capsys.readouterr().err
