@@ -201,17 +201,21 @@ $(VENV)-mutants/installed: constraints.txt
 	$(VENV)-mutants/bin/python -m pip install 'cosmic-ray>=8.7,<9'
 	touch $@
 
+# Runs pip with a line each minute, since it says nothing while it writes and compiles what it has fetched.
+with_minutes = @echo "$(1)"; (n=0; while sleep 60 > /dev/null 2>&1; do n=$$((n + 1)); echo "  $$n min: pip is still at work"; done) & \
+	minutes=$$!; trap "kill $$minutes" EXIT; $(1)
+
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): packages of 3 GB on the disk, once."
+	@echo "Setting up $(VENV): packages of 3 GB on the disk, once. Two cores need about 5 minutes, and the time of the downloads."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -c constraints.txt torch
-	$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	$(call with_minutes,$(VENV)/bin/python -m pip install -c constraints.txt torch)
+	$(call with_minutes,$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]')
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	@echo "Setting up $(OLDEST), with the oldest supported versions: packages of 5 GB on the disk, once."
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis
+	$(call with_minutes,$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis)
 	touch $@
 
 clean:
