@@ -59,7 +59,7 @@ def not_written(error: BaseException, path: Path | None = None, needed: int | No
     places = (
         [path, Path(tempfile.gettempdir())] if path is not None else [Path.cwd(), Path(tempfile.gettempdir()), caches]
     )
-    disks = {}
+    disks: dict[int, Path] = {}
     for place in map(Path.absolute, places):
         folder = next(each for each in (place, *place.parents) if each.is_dir())
         disks.setdefault(folder.stat().st_dev, folder)

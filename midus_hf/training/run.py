@@ -250,8 +250,8 @@ class TrainingRun:
                 if arguments.push_to_hub and arguments.process_index == 0:
                     upload_model(trainer, arguments)
         except NotWritten as error:
-            saved = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
-            raise SavedInPart(f"{saved}{error.facts}. Make room there, and {way_on(output)}.") from error
+            kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
+            raise SavedInPart(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
         finally:
             self._opened.close()
         losses = [event["loss"] for event in state.log_history if "loss" in event]
