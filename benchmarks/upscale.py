@@ -165,6 +165,8 @@ def main() -> None:
     if arguments.only_make:
         make_checkpoint(Path(arguments.only_make), arguments.gigabytes)
         return
+    if arguments.mergekit and not os.access(arguments.mergekit, os.X_OK):  # before minutes of work, not behind them
+        parser.error(f"--mergekit is {arguments.mergekit!r}, which cannot be run; expected the path of mergekit-yaml.")
     upscale = str(Path(sys.executable).with_name("upscale"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:

@@ -11,6 +11,7 @@ as `different` otherwise. `changed` counts the tokens that the base would not ch
 with LLaMA-Pro's, both by the same engine in the same run; `eager` is without vLLM's compilation.
 """
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ def main() -> None:
         "--compiled", action="store_true", help="with vLLM's compilation, which takes a minute per model"
     )
     arguments = parser.parse_args()
+    if not os.access(arguments.python, os.X_OK):
+        parser.error(
+            f"--python is {str(arguments.python)!r}, which cannot be run; expected the Python of an environment with vLLM."
+        )
     arguments.work.mkdir(parents=True, exist_ok=True)
     tell(_rows(arguments), COLUMNS, None if arguments.no_append else RESULTS / "vllm.csv", run_columns())
 

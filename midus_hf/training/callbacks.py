@@ -1,5 +1,6 @@
 """Callbacks of a run: one says how much it reads; by the other it may stop in order, and logs as one without a stop."""
 
+import contextlib
 import math
 import os
 import signal
@@ -110,7 +111,8 @@ class StopInOrder(TrainerCallback):
             self._noted, self._noted_at = number, time.monotonic()
             if int(os.environ.get("RANK", 0)) == 0:
                 # print is unsafe here: the signal may have interrupted another print.
-                os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
             self.release()
             signal.raise_signal(number)
