@@ -1,5 +1,6 @@
 """A bank whose blocks train: each block has its own optimizer state, and is updated only after a pass has fetched it."""
 
+import hashlib
 import math
 import os
 import tempfile
@@ -125,6 +126,13 @@ class TrainedBank(BlockReader):
     def touched(self) -> list[BlockKey]:
         """Return the level and node of every block that was updated, ascending."""
         return sorted(self._steps)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all blocks, as training has left them."""
+        digest = hashlib.sha256(self.bank.digest().encode())
+        for name, values in self.named_values():
+            digest.update(name.encode() + values.numpy().tobytes())
+        return digest.hexdigest()
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the bank with its trained blocks into a folder, in the dtype of the bank."""

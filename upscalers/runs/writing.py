@@ -16,7 +16,7 @@ from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, w
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
-from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
+from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
@@ -75,17 +75,19 @@ class Writing:
         copy_travelling_files(self.job.source.folder, partial, self.progress)
         validated = _validated(partial)
         self.progress.advance()
-        tokenizer_config = partial / TOKENIZER_CONFIG
-        before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
-        is_changed = keep_tokenizer_class(self.job.source.folder, partial, self.progress)
+        changed = keep_tokenizer(self.job.source, partial, self.progress)
         if config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.carried.module import write_code
 
             write_code(partial, validated)
+            if self.job.base.composite is not None:
+                native = str(self.job.base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
+                if named := name_processors(native, partial, self.progress):
+                    changed[CHANGED_KEY] = {**named, **changed.get(CHANGED_KEY, {})}
             config["auto_map"] = validated.to_dict()["auto_map"]
             write_config(partial, self.job.base.whole_config(config))
         self.progress.advance()
-        return {"tokenizer_config": before} if is_changed else {}
+        return changed
 
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
