@@ -10,13 +10,15 @@ a sync, one after the other, so that the ratio compares runs under the same cond
 recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. A method that solves for its
 tensors also gives one row per kind of matrix, in `solvers.csv`.
 
-Dry runs of each method on a Llama, of one method on each other family, and a refused request are rows of `plans.csv`: their seconds
-beside those of the last commit there on such a machine, how many functions of this project ran, and whether torch was imported.
+Dry runs of each method on a Llama, of one method on each other family, and a refused request are rows of `plans.csv`: their seconds,
+those of a processor beside the last commit's there on such a machine, how many functions of this project ran, and whether torch
+was imported.
 """
 
 import csv
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -50,7 +52,7 @@ PLANNED = {
 NEEDED = {"engram": ("--set", "compress=false")}
 REFUSED = "a refused placement"
 
-# Runs `upscale` with words, and prints to standard error how many functions of this project were called, and whether torch is imported.
+# Runs `upscale` with words, and says on standard error how many functions of this project were called, and whether torch is imported.
 COUNTED = """
 import sys
 called = set()
@@ -201,24 +203,30 @@ def plan_rows(rounds: int, results: Path = PLAN_RESULTS) -> list[Row]:
             rows = [row for row in csv.DictReader(stream) if row["machine"] == MACHINE and row["commit"] != now]
         last = {row["request"]: row for row in rows}
     upscale, measured = str(Path(sys.executable).with_name("upscale")), []
-    with tempfile.TemporaryDirectory() as work:
-        for request, words in planned_requests(Path(work)).items():
+    with tempfile.TemporaryDirectory() as folder:
+        for request, words in planned_requests(Path(folder)).items():
             status = 2 if request == REFUSED else 0
-            seconds = statistics.median(timed([upscale, *words], status)[0] for _ in range(rounds))
+            seconds, work_seconds = [], []
+            for _ in range(rounds):
+                before = resource.getrusage(resource.RUSAGE_CHILDREN)
+                seconds.append(timed([upscale, *words], status)[0])
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                work_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             counting = subprocess.run(
                 [sys.executable, "-c", COUNTED, *words], capture_output=True, text=True, check=True
             )
             functions, torch = counting.stderr.split()[-2:]
-            before = last.get(request, {})
+            earlier = last.get(request, {})
             row = {
                 "date": date.today().isoformat(),
                 "commit": now,
                 "machine": MACHINE,
                 "request": request,
                 "rounds": rounds,
-                "seconds": round(seconds, 2),
-                "last_seconds": before.get("seconds", ""),
-                "last_commit": before.get("commit", ""),
+                "seconds": round(statistics.median(seconds), 2),
+                "processor_seconds": round(statistics.median(work_seconds), 2),
+                "last_processor_seconds": earlier.get("processor_seconds", ""),
+                "last_commit": earlier.get("commit", ""),
                 "functions": int(functions),
                 "torch": torch,
             }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,12 +85,12 @@ def by_layout(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[
     return tensors, layout.layer_types
 
 
-def configs(choices: dict[str, list[Any]]) -> st.SearchStrategy:
-    return st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in choices.items()}).map(
-        lambda config: {**SIZES, **config}
-    )
-
-
+CONFIGS = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in CHOICES.items()}).map(
+    lambda config: {**SIZES, **config}
+)
+# A few of all values, which are often all written down.
+SAID = [(key, value) for key, values in [*CHOICES.items(), *FURTHER.items()] for value in values]
+USUAL = st.lists(st.sampled_from(SAID), max_size=5).map(lambda said: {**SIZES, "num_key_value_heads": 2, **dict(said)})
 LARGE = {
     **SIZES,
     "num_key_value_heads": 2,
@@ -105,7 +105,7 @@ LARGE = {
 @settings(max_examples=12)
 @example(LARGE)
 @example(SIZES)
-@given(configs(CHOICES))
+@given(CONFIGS)
 def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type, config):
     config = {"model_type": model_type, **config}
     real = by_transformers(config)
@@ -114,11 +114,11 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type,
 
 
 @pytest.mark.parametrize("model_type", PROVEN)
-@settings(max_examples=20)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_much])
 @example(LARGE)
 @example({**LARGE, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False})
 @example({**LARGE, "num_hidden_layers": 31, "use_sliding_window": True, "sliding_window": 4})
-@given(configs(CHOICES | FURTHER))
+@given(USUAL)
 def test_what_is_written_down_of_a_model_is_what_is_read_from_it(model_type, config):
     config = {"model_type": model_type, **config}
     is_written = written.written_model(config) is not None
