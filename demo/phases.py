@@ -111,7 +111,7 @@ class Phases:
         print(f"$ {command}", flush=True)
         if makes is not None and steps is None:
             shutil.rmtree(makes, ignore_errors=True)
-        progress = Progress(about) if steps is None else TrainingProgress(steps)
+        progress = Progress(about) if steps is None else TrainingProgress(steps, "--eval_on_start=true" in line)
         started, before = time.monotonic(), phase["seconds"]
         try:
             status, printed, stopped = _show(line, progress, is_shown=output is None)
@@ -152,7 +152,9 @@ class Progress:
         return True
 
     def __str__(self) -> str:
-        return f"{duration(time.monotonic() - self.started)} so far, of about {duration(self._about)}"
+        taken = time.monotonic() - self.started
+        expected = "of about" if taken <= self._about else "longer than the expected"
+        return f"{duration(taken)} so far, {expected} {duration(self._about)}"
 
 
 class TrainingProgress(Progress):
@@ -160,10 +162,12 @@ class TrainingProgress(Progress):
 
     Args:
         steps: Number of steps at the end.
+        measures_first: Whether held-out texts are measured before the first step. Default: false.
     """
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, measures_first: bool = False):
         super().__init__(0)
+        self._measures_first = measures_first
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
         self._began = self._stepped = self.started
         self._doing = "reading texts and model"
@@ -172,7 +176,9 @@ class TrainingProgress(Progress):
         if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
             self._first = self._done = int(resumed[1])
         if not line.startswith("{'"):
-            self._began, self._doing = time.monotonic(), "before the next step"  # texts and model are read now
+            if self._done == self._first:  # texts and model are read now
+                measured = "measuring held-out texts, then " if self._measures_first else ""
+                self._began, self._doing = time.monotonic(), f"{measured}in step {self._first + 1}"
             return True
         event = ast.literal_eval(line)
         if "loss" in event:
@@ -185,9 +191,16 @@ class TrainingProgress(Progress):
     def __str__(self) -> str:
         new, now = self._done - self._first, time.monotonic()
         ending = self._doing
-        if new:
-            left = (self._stepped - self._began) / new * (self._steps - self._done) - (now - self._stepped)
-            ending = f"about {duration(max(left, 0))} left"
+        if self._done >= self._steps:
+            ending = "measuring held-out texts and saving"
+        elif new:
+            of_a_step = (self._stepped - self._began) / new
+            left = of_a_step * (self._steps - self._done) - (now - self._stepped)
+            ending = f"about {duration(left)} left"
+            if now - self._stepped > 2 * of_a_step:
+                ending = (
+                    f"the next has taken {duration(now - self._stepped)}, and those before {duration(of_a_step)} each"
+                )
         return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}, {ending}"
 
 

@@ -37,6 +37,7 @@ from material.elements import elements
 from material.factbook import FACTS, factbook
 from midus_hf.look.pictures import as_png, new_figure
 from midus_hf.memories.packs.writing import name_table
+from midus_hf.model_names import check_model_name
 from midus_hf.topics.corpus import read_corpus
 from upscalers.methods.packs import spelled_names
 
@@ -352,12 +353,19 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     asked = parser.parse_args()
+    for name in [asked.base, *asked.models] if asked.base else ():
+        try:
+            check_model_name("model", name)
+        except ValueError as error:
+            parser.error(str(error))
     if asked.write:
+        asked.write.mkdir(parents=True, exist_ok=True)
         for name, made in ABOUT.items():
             entries, _ = made()
             rows = [json.dumps({"name": each["name"], "text": each["text"]}) + "\n" for each in entries]
             (asked.write / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     if asked.picture:
+        asked.picture.parent.mkdir(parents=True, exist_ok=True)
         asked.picture.write_bytes(draw([json.loads(line) for line in sys.stdin]))
     if asked.base:
         for report in reports(asked):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.stages import means, measure, texts_of
+from experiments.stages import check_paths, means, measure, texts_of
 
 
 def train_embeddings(
@@ -43,11 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base")
     parser.add_argument("stage", type=Path, help="folder with corpus.jsonl and text.jsonl")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model, which must not exist")
     parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--sequence-length", type=int, default=128)
     asked = parser.parse_args()
+    check_paths(parser, asked.base, [asked.stage], ("corpus.jsonl", "text.jsonl"), asked.output)
     texts = {asked.stage.name: texts_of(asked.stage / "text.jsonl")}
     before = means(measure(asked.base, texts, asked.sequence_length))
     corpus = texts_of(asked.stage / "corpus.jsonl")

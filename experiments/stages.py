@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.text_rows import read_rows, text_rows
+from midus_hf.model_names import check_model_name
 from midus_hf.topics.building import calibrate
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
@@ -134,6 +135,21 @@ class Router:
         return torch.where(near, tree.paths(embeddings)[:, 0], -1).tolist()
 
 
+def check_paths(
+    parser: argparse.ArgumentParser, base: str, stages: Sequence[Path], files: Sequence[str], output: Path
+) -> None:
+    """End the program with a line where the base is no model, a file of a stage is absent, or the output is there."""
+    try:
+        check_model_name("base", base)
+    except ValueError as error:
+        parser.error(str(error))
+    absent = [str(stage / file) for stage in stages for file in files if not (stage / file).is_file()]
+    if absent:
+        parser.error(f"no file {absent[0]}; expected the folder of a stage, as 'python -m material stages' makes it.")
+    if output.exists():
+        parser.error(f"--output is {str(output)!r}, which exists; expected a new folder.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base")
@@ -150,6 +166,11 @@ def main() -> None:
     keys = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in asked.train)}
     if "max_steps" not in keys or not 0 < (asked.replay or 0.5) < 1 or (asked.upscale and asked.routed):
         parser.error("expected --train max_steps=N, a --replay above 0 and below 1, and --upscale or --routed.")
+    files = ("corpus.jsonl", "text.jsonl", *(["validation.jsonl"] if asked.routed else []))
+    check_paths(parser, asked.base, asked.stages, files, asked.output)
+    for path in asked.retention:
+        if not path.exists():
+            parser.error(f"--retention is {str(path)!r}, which does not exist; expected a text.")
     keys = {"sequence_length": 256, "per_device_train_batch_size": 4, "seed": 0, "dataloader_drop_last": True, **keys}
     if asked.upscale is None and "adapters" not in keys:
         keys.setdefault("trainable", "all")

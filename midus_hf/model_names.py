@@ -161,6 +161,12 @@ def answer_of_hub(error: Exception) -> str | None:
     return f"the Hub answers with status {status} ({reason}); {remedy}"
 
 
+def check_dtype(dtype: str) -> None:
+    """Check the name of a dtype to load a model in."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
+
+
 def usable_device(name: str | None, precision: str = "float32") -> str:
     """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads."""
     import torch

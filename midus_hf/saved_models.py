@@ -1,11 +1,14 @@
 """Loading of saved models and their tokenizers, for all commands."""
 
 import contextlib
+import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import processors
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -21,7 +24,7 @@ from transformers import (
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import ADAPTERS, BANKS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
-from midus_hf.model_names import usable_device
+from midus_hf.model_names import check_dtype, usable_device
 
 
 @contextlib.contextmanager
@@ -37,6 +40,53 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     """Load the tokenizer saved with a model; errors of transformers are raised unchanged."""
     refuse_lfs_pointers(Path(name), TOKENIZER)
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def open_ended(tokenizer: Any) -> Any:
+    """Return a tokenizer for texts that go on: the one given, or a copy of one that puts special tokens behind texts, without these.
+
+    Raises:
+        ValueError: If it is not a fast one, and they cannot be left out.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _slow_open_ended(tokenizer)
+    state = json.loads(backend.post_processor.__getstate__()) if backend.post_processor is not None else {}
+    opened = _without_end(state)
+    if opened == state:
+        return tokenizer
+    processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    processor.__setstate__(json.dumps(opened).encode())
+    copied = copy.deepcopy(tokenizer)
+    copied.backend_tokenizer.post_processor = processor
+    return copied
+
+
+def _without_end(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a post-processor of tokenizers that puts nothing behind a text."""
+    if "processors" in state:
+        return {**state, "processors": [*map(_without_end, state["processors"])]}
+    if "single" in state:
+        last = max((at for at, part in enumerate(state["single"]) if "Sequence" in part), default=-1)
+        return {**state, "single": state["single"][: last + 1]}
+    if "sep" in state:  # of BERT and RoBERTa
+        (name, number), template = state["cls"], processors.TemplateProcessing
+        return json.loads(template(single=f"{name} $A", special_tokens=[(name, number)]).__getstate__())
+    return state
+
+
+def _slow_open_ended(tokenizer: Any) -> Any:
+    framed = tokenizer.build_inputs_with_special_tokens
+    if framed([-1])[-1] == -1:  # stands for a text
+        return tokenizer
+    copied = copy.deepcopy(tokenizer)
+    copied.add_eos_token = False
+    if copied.build_inputs_with_special_tokens([-1])[-1] != -1:
+        raise ValueError(
+            f"the tokenizer puts {tokenizer.decode(framed([-1])[-1:])!r} behind every text, so that no text can go on; expected one "
+            "without it. Set add_eos_token to false in its tokenizer_config.json."
+        )
+    return copied
 
 
 def check_ids(largest: int, vocab_size: int) -> None:
@@ -94,9 +144,8 @@ def check_whole(name: str, missing: list[str], label: str = "model") -> None:
 def load_for_reading(
     name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
+    """Load a model, in eval mode, and its tokenizer, without an end token behind texts. Bars are shown on terminals only."""
+    check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
     with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
@@ -108,4 +157,4 @@ def load_for_reading(
         stack: Any = model.stack
         for service in stack.services.values():
             service.check_tokenizer(tokenizer)
-    return model.eval(), tokenizer
+    return model.eval(), open_ended(tokenizer)

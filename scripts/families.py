@@ -1,6 +1,6 @@
 """Write the modules of families, and the table of docs/families.md: what works for each type of Transformers, and why nothing does.
 
-    python scripts/families.py --modules    write midus_hf/models/families/
+    python scripts/families.py --modules    write midus_hf/models/families/ and upscalers/architecture/written.json
     python scripts/families.py              say whether the page is what the installed Transformers gives
     python scripts/families.py --write      write the page's table
 
@@ -10,13 +10,15 @@ all takes some fifteen minutes on one core. The page names the version of Transf
 """
 
 import argparse
+import json
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 import torch
 import transformers
@@ -30,6 +32,8 @@ from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import family_source, is_composite
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
 from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of, tiny_composite_model, tiny_model
+from upscalers.architecture.layout import layout_read
+from upscalers.architecture.written import FILE as WRITTEN
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
@@ -262,6 +266,73 @@ def composite_table_of(rows: list[Row]) -> str:
     return "\n".join([*head, *lines, "", *counted(refused), ""])
 
 
+#: A model all of whose sizes differ, so that a size tells its name.
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 44,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 18,
+}
+_DIMENSIONS = {_SIZES[name]: name for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
+_DIMENSIONS |= {4 * 18: "queries", 2 * 18: "keys"}
+
+
+def written_layouts() -> str:
+    """Return what `upscalers/architecture/written.json` holds: config keys and tensors of the proven families."""
+    families = []
+    for model_type in PROVEN:
+        keys = [
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in _written(model_type).items() if key != "layer"
+        ]
+        layer = [f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in _written(model_type)["layer"].items()]
+        lines = [*keys, '"layer": {\n   ' + ",\n   ".join(layer) + "\n  }"]
+        families.append(f"{json.dumps(model_type)}: {{\n  " + ",\n  ".join(lines) + "\n }")
+    return "{\n " + ",\n ".join(families) + "\n}\n"
+
+
+def _written(model_type: str) -> dict[str, Any]:
+    config_class = CONFIG_MAPPING[model_type]
+    own = [field for field in fields(config_class) if field.name in vars(config_class)["__annotations__"]]
+    flags = [field.name for field in own if field.name.endswith("_bias")]
+
+    def read(**changes: bool) -> Any:
+        off = dict.fromkeys((*flags, "tie_word_embeddings"), False)
+        return layout_read({"model_type": model_type, **_SIZES, **off, **changes})
+
+    def dimensions(shape: tuple[int, ...]) -> list[str]:
+        return [_DIMENSIONS[size] for size in shape]
+
+    whole, without = (
+        read(**dict.fromkeys(flags, True)),
+        {flag: read(**dict.fromkeys(flags, True) | {flag: False}) for flag in flags},
+    )
+    assert (
+        whole.layers[0] == whole.layers[1] and not whole.buffers and not whole.expert_layers and not whole.is_converted
+    )
+    layer = {}
+    for name, tensor in whole.layers[0].items():
+        assert tensor.parts is None
+        condition = next((flag for flag in flags if name not in without[flag].layers[0]), None)
+        layer[name] = [tensor.role, dimensions(tensor.shape), tensor.offset, condition]
+    architecture = architecture_of(model_type)
+    return {
+        "class_name": architecture.class_name,
+        "norms_all_heads": architecture.norms_all_heads,
+        "keys": {field.name: [field.default, *_names_of(field.type)] for field in own},
+        "outer": {name: dimensions(shape) for name, shape in whole.outer.items()},
+        "tied": sorted(read(tie_word_embeddings=True).tied),
+        "layer": layer,
+    }
+
+
+def _names_of(hint: Any) -> list[str]:
+    """Return the names of the types that a key of a config takes."""
+    return sorted((get_origin(kind) or kind).__name__ for kind in get_args(hint) or (hint,))
+
+
 def _plain(error: Exception) -> str:
     """Return an exception's message in one line, in which no character ends a cell of a table."""
     return " ".join(str(error).split()).replace("|", "/")
@@ -271,13 +342,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the table, or compare the page with the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the page's table")
-    parser.add_argument("--modules", action="store_true", help="write the modules of families, and nothing else")
+    parser.add_argument(
+        "--modules", action="store_true", help="write the modules and layouts of families, and nothing else"
+    )
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     if options.modules:
         for model_type in PROVEN:
             Path(families.__path__[0], f"{model_type}.py").write_text(family_source(model_type), encoding="utf-8")
+        WRITTEN.write_text(written_layouts(), encoding="utf-8")
         return 0
     text = PAGE.read_text(encoding="utf-8")
     above = text.partition(f"{HEADING}\n")[0]

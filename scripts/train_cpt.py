@@ -1,7 +1,7 @@
 """Continue the pretraining of an upscaled model with the Trainer of Transformers. Copy this script and change it.
 
-    upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output smollm2-135m-hml
-    python scripts/train_cpt.py --model_name_or_path smollm2-135m-hml --train_files 'texts/*.txt' --output_dir trained \
+    upscale --base HuggingFaceTB/SmolLM2-135M-Instruct --method midus-hml --output smollm2-hml
+    python scripts/train_cpt.py --model_name_or_path smollm2-hml --train_files 'texts/*.txt' --output_dir trained \
         --learning_rate 1e-4 --per_device_train_batch_size 4 --max_steps 50
 
 Two lines differ from a script for any other model: `set_trainable` freezes the base, and `MemoryTrainer` gives memory keys and values

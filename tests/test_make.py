@@ -111,6 +111,17 @@ def test_pages_and_files_name_the_same_newest_version_that_was_tried():
     assert line in (ROOT / "pyproject.toml").read_text()
 
 
+def test_every_version_has_digests_but_that_of_torch():
+    def versions(name: str, ends: str = "") -> set[str]:
+        lines = re.findall(rf"^([\w.-]+==[^\s;]+).*{ends}$", (ROOT / name).read_text(), re.MULTILINE)
+        return {line.lower().replace("_", "-") for line in lines}
+
+    digested = versions("constraints-hashed.txt", r"\\\n    --hash=sha256:[0-9a-f]{64}.*")
+    torch = {line for line in versions("constraints.txt") if line.startswith("torch==")}
+    remedy = "run the command at the top of constraints-hashed.txt"
+    assert torch and digested == versions("constraints-hashed.txt") == versions("constraints.txt") - torch, remedy
+
+
 def test_files_and_tests_that_mutants_name_exist():
     """A path that is gone would leave a file to tests that never run it."""
     tree = ast.parse((ROOT / "scripts" / "mutants.py").read_text())

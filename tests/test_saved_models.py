@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation.byte_models import save_byte_model
+from evaluation.byte_models import byte_tokenizer, save_byte_model
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 from transformers.utils import logging
 
 from midus_hf.config.wording import first_line
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import check_model_name, check_sources, usable_device
-from midus_hf.saved_models import load_model, load_tokenizer, refusing
+from midus_hf.saved_models import load_for_reading, load_model, load_tokenizer, open_ended, refusing
 from midus_hf.short_names import short_names
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +97,61 @@ def test_what_the_weights_lack_is_named_in_order(tmp_path):
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model, missing = load_model(str(tmp_path), "bfloat16")
     assert (missing, model.dtype) == (lacking, torch.bfloat16)
+
+
+def _behind(single: str) -> processors.PostProcessor:
+    return processors.TemplateProcessing(single=single, special_tokens=[("<bos>", 1), ("<eos>", 2)])
+
+
+@pytest.mark.parametrize(
+    ("processor", "before"),
+    [
+        (None, []),
+        (_behind("<bos> $A"), [1]),
+        (_behind("$A <eos>"), []),
+        (_behind("<bos> $A <eos>"), [1]),
+        (_behind("<bos> $A <eos> <bos>"), [1]),
+        (processors.Sequence([processors.ByteLevel(), _behind("<bos> $A <eos>")]), [1]),
+        (processors.ByteLevel(), []),
+        (processors.BertProcessing(("<eos>", 2), ("<bos>", 1)), [1]),
+        (processors.RobertaProcessing(("<eos>", 2), ("<bos>", 1)), [1]),
+    ],
+)
+def test_a_text_that_goes_on_has_what_stands_before_texts_and_nothing_behind(processor, before, tmp_path):
+    folder = save_byte_model("llama", tmp_path)
+    tokenizer = byte_tokenizer()
+    plain = tokenizer("a text").input_ids
+    if processor is not None:
+        tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(folder)
+    whole = tokenizer("a text").input_ids
+    for read in (open_ended(tokenizer), load_for_reading(str(folder), "auto", "cpu")[1]):
+        assert read("a text").input_ids == [*before, *plain]
+        assert read("a text<eos>").input_ids == [*before, *plain, 2]
+    assert tokenizer("a text").input_ids == whole
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_slow_tokenizer_leaves_the_end_token_out_if_it_can(obeys):
+    class Slow:
+        add_eos_token = True
+
+        def build_inputs_with_special_tokens(self, ids):
+            return [1, *ids, 2] if self.add_eos_token or not obeys else [1, *ids]
+
+        def decode(self, ids):
+            return "</s>" if ids == [2] else ""
+
+    tokenizer = Slow()
+    if obeys:
+        assert open_ended(tokenizer).build_inputs_with_special_tokens([5]) == [1, 5] and tokenizer.add_eos_token
+        bare = open_ended(tokenizer)
+        assert open_ended(bare) is bare
+    else:
+        with pytest.raises(
+            ValueError, match=r"puts '</s>' behind every text, .* expected one without it\. Set add_eos_token to"
+        ):
+            open_ended(tokenizer)
 
 
 def test_a_refusal_is_the_callers_words_and_what_the_library_says():
@@ -225,7 +281,7 @@ def test_where_torch_asserts_that_it_was_built_for_a_device_that_is_the_reason(m
     ("models", "expected"),
     [
         (["runs/base", "runs/trained/"], ["base", "trained"]),
-        (["HuggingFaceTB/SmolLM2-135M"], ["SmolLM2-135M"]),
+        (["HuggingFaceTB/SmolLM2-135M-Instruct"], ["SmolLM2-135M-Instruct"]),
         (["a/model", "b/model"], ["a/model", "b/model"]),
         (["."], ["."]),
         ([], []),

@@ -98,7 +98,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         )
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
-        rows["identity"] = "promised" if report.promises_identity else "not promised by the method"
+        rows["identity"] = ("promised" if report.promises_identity else "not promised by the method") + _except(report)
     else:
         rows["written"] = (
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
@@ -110,11 +110,15 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
 
 def _identity(report: UpscaleReport) -> str:
     if report.identity.checked is None:
-        return f"{'promised' if report.promises_identity else 'not promised'} by the method; nothing was compared"
+        return f"{'promised' if report.promises_identity else 'not promised'} by the method{_except(report)}; nothing was compared"
     promise = "" if report.promises_identity else "not promised by the method; "
     divergence = f", KL {report.kl_divergence:.3g} nats" if report.kl_divergence else ""
     difference = f"largest difference {report.identity.max_abs_diff:g}{divergence} ({report.identity.compared})"
-    return f"{promise}{report.identity.checked}: {difference}"
+    return f"{promise}{report.identity.checked}: {difference}{_except(report)}"
+
+
+def _except(report: UpscaleReport) -> str:
+    return "" if report.identity_except is None else f", but for {report.identity_except}"
 
 
 def _print_measurements(measurements: list[dict[str, Any]]) -> None:
@@ -128,11 +132,19 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
     for method in methods:
         start = _starts_as(method)
-        start = "exact" if start == "exact at the start" else "changed" if start == "no" else "changed*"
+        start = (
+            "changed"
+            if start == "no"
+            else "exact"
+            if start == "exact at the start"
+            else "exact*"
+            if method["identity"]
+            else "changed*"
+        )
         _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _say(
-        "\nexact: until it is trained, the model computes what the base computes; changed*: with --set identity=auto, too.\n"
-        "'upscale methods NAME' says a method's options, their defaults and the paper."
+        "\nexact: until it is trained, the model computes what the base computes; exact*: but for some texts; changed*: with --set "
+        "identity=auto, too.\n'upscale methods NAME' says for which texts, and a method's options, their defaults and the paper."
     )
 
 
@@ -156,7 +168,8 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
 
 def _starts_as(method: dict[str, Any]) -> str:
     if method["identity"]:
-        return "exact at the start"
+        left_out = method["identity_except"]
+        return "exact at the start" if left_out is None else f"exact at the start, but for {left_out}"
     chosen = any(option["name"] == "identity" for option in method["options"])
     return "no; exact with --set identity=auto" if chosen else "no"
 

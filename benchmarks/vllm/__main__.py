@@ -3,7 +3,7 @@
     python -m benchmarks.vllm --python .venv-vllm/bin/python --work outputs/vllm
     python -m benchmarks.vllm --python .venv-vllm/bin/python --work outputs/vllm --families qwen3 --methods moc,solar
 
-Bases are SmolLM2-135M (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
+Bases are SmolLM2-135M-Instruct (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
 everything new computes something, answers prompts of mixed lengths, which vLLM batches. vLLM runs methods with memory by its
 Transformers backend with the code that the checkpoint carries, and other models by its own classes. A token counts as
 `equal` if Transformers chooses the token after the same tokens, as `tie` if its logit is less than 1e-4 below the largest, and
@@ -11,6 +11,7 @@ as `different` otherwise. `changed` counts the tokens that the base would not ch
 with LLaMA-Pro's, both by the same engine in the same run; `eager` is without vLLM's compilation.
 """
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ def main() -> None:
         "--compiled", action="store_true", help="with vLLM's compilation, which takes a minute per model"
     )
     arguments = parser.parse_args()
+    if not os.access(arguments.python, os.X_OK):
+        parser.error(
+            f"--python is {str(arguments.python)!r}, which cannot be run; expected the Python of an environment with vLLM."
+        )
     arguments.work.mkdir(parents=True, exist_ok=True)
     tell(_rows(arguments), COLUMNS, None if arguments.no_append else RESULTS / "vllm.csv", run_columns())
 

@@ -69,6 +69,16 @@ class MappedBank(BlockReader):
             return record
         return initial_block(self.layout, level, index, self.description["seed"], self.dtype)
 
+    def digest(self) -> str:
+        """Return the SHA-256 of all blocks that were written, and of the seed that the others are drawn from."""
+        digest = hashlib.sha256(str(self.description["seed"]).encode())
+        for rows in self._levels.values():
+            digest.update(rows.marks.numpy())
+            for row in rows.marked():
+                record = rows.row(row)
+                digest.update(b"" if record is None else record.view(torch.uint8).numpy())
+        return digest.hexdigest()
+
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`."""

@@ -1,12 +1,13 @@
 """A bank whose blocks train: each block has its own optimizer state, and is updated only after a pass has fetched it."""
 
+import hashlib
 import math
 import os
 import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
@@ -58,6 +59,8 @@ class TrainedBank(BlockReader):
         self.bank, self.tree = bank, bank.tree
         # The mapped states of each level, `[rows, 3, numel]`.
         self._states: dict[int, torch.Tensor] = {}
+        self._files: dict[int, BinaryIO] = {}
+        self._has_room: set[BlockKey] = set()
         # Numbers of updates of blocks that were updated.
         self._steps: dict[BlockKey, int] = {}
         # Leaves that gather gradients, of the blocks that were fetched since the last step.
@@ -124,6 +127,13 @@ class TrainedBank(BlockReader):
         """Return the level and node of every block that was updated, ascending."""
         return sorted(self._steps)
 
+    def digest(self) -> str:
+        """Return the SHA-256 of all blocks, as training has left them."""
+        digest = hashlib.sha256(self.bank.digest().encode())
+        for name, values in self.named_values():
+            digest.update(name.encode() + values.numpy().tobytes())
+        return digest.hexdigest()
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write the bank with its trained blocks into a folder, in the dtype of the bank."""
         trained = {key: partial(self._values, key) for key in self.touched()}
@@ -144,7 +154,8 @@ class TrainedBank(BlockReader):
 
     def load_state(self, folder: Path) -> None:
         """Resume from the files that `save_state` wrote, or raise a `BankError` about them."""
-        for held in (self._states, self._steps, self._leaves):
+        self._has_room.clear()
+        for held in (self._states, self._files, self._steps, self._leaves):
             held.clear()
         self.changed()
         try:
@@ -178,13 +189,19 @@ class TrainedBank(BlockReader):
     def _state(self, key: BlockKey) -> torch.Tensor:
         """Return the mapped state of a block, `[3, numel]`."""
         level, index = key
+        size = 3 * 4 * self.layout.record_numel(level)
         if level not in self._states:
             shape = (self.layout.num_records(level), 3, self.layout.record_numel(level))
             with tempfile.TemporaryDirectory(prefix="midus-blocks-") as folder:
                 path = Path(folder, level_file(level))
                 path.touch()
-                size = math.prod(shape)
-                os.truncate(path, 4 * size)
+                os.truncate(path, size * shape[0])
                 with torch.inference_mode(False):
-                    self._states[level] = torch.from_file(str(path), shared=True, size=size).view(shape)
+                    mapped = torch.from_file(str(path), shared=True, size=math.prod(shape))
+                self._states[level], self._files[level] = mapped.view(shape), path.open("r+b")
+        if key not in self._has_room and hasattr(
+            os, "posix_fallocate"
+        ):  # a full disk would kill the process where it is mapped
+            os.posix_fallocate(self._files[level].fileno(), size * (index + 1), size)
+            self._has_room.add(key)
         return self._states[level][index + 1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, flag, option
 from midus_hf.config.fetched_blocks import TREE_FILES
-from midus_hf.model_names import check_model_name
+from midus_hf.model_names import check_dtype, check_model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +30,7 @@ def midus_ask(
     reads stand in front of it as well, so that they are open before it is read.
     """
     check_model_name("model", model)
+    check_dtype(dtype)
     import torch
     from jinja2 import TemplateError
     from transformers import TextStreamer

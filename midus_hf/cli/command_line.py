@@ -7,24 +7,28 @@ A command ends with an exit status. If the status is not 0, one line on standard
 | 0 | done |
 | 1 | the work failed |
 | 2 | the request is wrong |
+| 3 | done, but not all that it prints could be written, since a disk is full, say |
 | 130, 143 | interrupted, terminated: 128 and the number of the signal |
 """
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
+from midus_hf.files.full_disk import not_written
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
 
-FAILED, WRONG_REQUEST = 1, 2
+FAILED, WRONG_REQUEST, NOT_PRINTED = 1, 2, 3
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -50,10 +54,22 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
 
     SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
     """
-    line_words = list(sys.argv[1:] if arguments is None else arguments)
+    with _lasting_output() as not_printed:
+        status, line = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
+        if line is not None and is_main_process():
+            print(f"{' '.join(without_secrets(line).split())}{_unnamable(line)}", file=sys.stderr)
+        sys.stdout.flush()
+        if not_printed and status == 0:
+            status = NOT_PRINTED
+            print(f"{name}: done, but not all that it prints could be written: {not_printed[0]}", file=sys.stderr)
+    return status
+
+
+def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None]:
+    """Run a command line, and return its exit status and the line that says why, with the command's name."""
     if "--version" in line_words:
         print(__version__)
-        return 0
+        return 0, None
     command = typer.main.get_command(app)
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
@@ -64,24 +80,24 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
             # `app()` would treat an EOFError of the work as an interruption.
             with command.make_context(name, line_words.copy(), help_option_names=["-h", "--help"]) as context:
                 command.invoke(context)
-            return 0
+            return 0, None
         except typer.Exit as end:
-            return end.exit_code
+            return end.exit_code, None
         except Ending as end:
             status, line = end.status, end.line
         except KeyboardInterrupt:
             status, line = INTERRUPTED, "interrupted"
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-                status, line = FAILED, None
-            elif hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
+            if hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
                 error_context = getattr(error, "ctx", None)
                 if error_context is not None and [*name.split(), *line_words] == path.split():
                     print(error_context.get_help())
-                    return 0
+                    return 0, None
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
+            elif (told := not_written(error)) is not None:
+                status, line = FAILED, str(told)
             elif raises:
                 raise
             elif isinstance(error, ValueError):
@@ -90,9 +106,70 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
                 status, line = FAILED, f"failed: {type(error).__name__}: {error}"
         if terminations and status == INTERRUPTED:
             status = TERMINATED
-    if line is not None and is_main_process():
-        print(f"{path}: {' '.join(without_secrets(line).split())}", file=sys.stderr)
-    return status
+    return status, None if line is None else f"{path}: {line}"
+
+
+class _Lasting(io.FileIO):
+    """Output of this process that never fails: after the first error it is dropped, and `errors` gets the reason.
+
+    A closed pipe is no reason to name: whoever read it wants no more, as in `| head`.
+    """
+
+    def __init__(self, descriptor: int, errors: list[str]):
+        super().__init__(descriptor, "wb", closefd=False)
+        self._errors = errors
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self._errors.append(error.strerror or str(error))
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())  # for threads and libraries that write to it themselves, too
+            os.close(nothing)
+            return len(content)
+
+
+@contextlib.contextmanager
+def _lasting_output() -> Iterator[list[str]]:
+    """Let no print raise: output that cannot be written is dropped, and the list gets why; letters that it lacks are escaped."""
+    before, errors = (sys.stdout, sys.stderr), list[str]()
+    sys.stdout, sys.stderr = (_lasting(stream, errors) for stream in before)
+    try:
+        yield errors
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lasting(stream: Any, errors: list[str]) -> Any:
+    """Return a stream in place of a standard one; a stream that a program or a notebook put there stays."""
+    if stream is None:  # closed by the shell
+        return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
+    buffer: Any = getattr(stream, "buffer", None)
+    if type(stream) is not io.TextIOWrapper or type(getattr(buffer, "raw", buffer)) is not io.FileIO:
+        return stream
+    stream.flush()
+    raw = _Lasting(stream.fileno(), errors)
+    return io.TextIOWrapper(
+        raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _unnamable(line: str) -> str:
+    """Return what to do where a message names files by letters that this locale has in no name of a file."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        line.encode(encoding, "surrogateescape")
+    except UnicodeEncodeError as error:
+        letter = line[error.start]
+        return f" (In this locale, names of files have no {letter!r}, in {encoding}: set PYTHONUTF8=1.)"
+    return ""
 
 
 def is_main_process() -> bool:
@@ -108,18 +185,6 @@ def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
             break
         command, name = subcommand, f"{name} {word}"
     return name
-
-
-def _is_unread(output: TextIO) -> bool:
-    """Return whether nobody reads the output any more, as behind `| head`, and drop what is still to be written to it."""
-    try:
-        output.flush()
-    except BrokenPipeError:
-        # Otherwise Python flushes the output once more at its end, and reports the same error.
-        with open(os.devnull, "w", encoding="utf-8") as nothing:
-            os.dup2(nothing.fileno(), output.fileno())
-        return True
-    return False
 
 
 def _refuse_empty(line_words: Sequence[str]) -> None:

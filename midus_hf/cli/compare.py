@@ -42,11 +42,15 @@ def midus_compare(
     """
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.compare.options import Comparison
+        from midus_hf.compare.options import Comparison, check_names
+
+        asked = read_config(Comparison, config, set_ or [])
+        if not report_only:
+            check_names(asked)
         from midus_hf.compare.runs import check
         from midus_hf.compare.variants import plan
 
-        comparison, variants = plan(read_config(Comparison, config, set_ or []))
+        comparison, variants = plan(asked)
         if not report_only:
             with needing_harness():
                 check(comparison, variants)

@@ -113,7 +113,38 @@ def delete(
         )
     if centroids.get("kept"):
         lines.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
-    show(result, json_, lambda _: print("\n".join(lines)))
+    show(result, json_, lambda _: print("\n".join([*lines, *_left(result)])))
+
+
+# Blocks that texts of a deleted topic have taught too, and what deletes them.
+_ALSO_TAUGHT = {
+    "same": ("the topic's own blocks in other banks, {}", "leave out --memory"),
+    "above": ("blocks above it, {}", "name them by --node too"),
+    "below": ("blocks below it, {}", "--subtree"),
+    "generic": (
+        "the generic memory, {}",
+        "--node 1:generic --subtree; a run with --generic_share 0 teaches it nothing",
+    ),
+}
+
+
+def _left(result: dict[str, Any]) -> list[str]:
+    """Return lines about what deletion leaves: other parts that the topics' texts taught, and copies."""
+    taught = result["also_taught"]
+    lines = [
+        f"also taught by its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
+        for where, (what, remedy) in _ALSO_TAUGHT.items()
+        if taught[where]
+    ]
+    if taught["weights"]:
+        lines.append(
+            "also taught by its texts, and kept: other weights, which the run trained; nothing proves that they forgot"
+        )
+    else:
+        said = "no run is recorded there" if taught["weights"] is None else "its run trained blocks alone"
+        lines.append(f"other weights: {said}; upscale strip proves whether they are the base's, byte for byte")
+    lines.append(f"delete copies yourself: {', '.join(result['copies'])}, logs and backups")
+    return lines
 
 
 @app.command()

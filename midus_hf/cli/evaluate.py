@@ -33,6 +33,7 @@ def midus_eval(
     device: Device = None,
     trust_remote_code: Annotated[bool | None, flag("--trust-remote-code", "Run code of a checkpoint.")] = None,
     config: Annotated[Path | None, option("YAML file of these keys; options win.", "FILE")] = None,
+    write_card: Annotated[bool, flag("--write-card", "Write results into the cards of the folders.")] = False,
     json_: Json = False,
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
@@ -41,7 +42,7 @@ def midus_eval(
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
     options = {key: value for key, value in locals().items() if value is not None}
-    for name in ("models", "config", "json_"):
+    for name in ("models", "config", "write_card", "json_"):
         options.pop(name, None)
     if tasks is not None:
         options["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
@@ -51,9 +52,12 @@ def midus_eval(
         check_column("text", settings.text, settings.column)
     from rich.console import Console
 
+    from midus_hf.evaluation.card import check_cards, write_results
     from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.report import comparison_table
 
+    if write_card:
+        check_cards(models)
     with needing_harness(), quiet_libraries():
         from midus_hf.evaluation.evaluate import evaluate
 
@@ -66,6 +70,8 @@ def midus_eval(
                 file=sys.stderr,
             )
     show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
+    for line in write_results(report) if write_card else ():
+        print(line, file=sys.stderr)
 
 
 main = partial(run_command, app, name="midus eval")

@@ -25,7 +25,7 @@ from midus_hf.cli.options import argument
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.model_names import check_sources, saved_config
-from midus_hf.training.early_checks import SOURCES, check_early, key_names
+from midus_hf.training.early_checks import SOURCES, as_numbers, check_early, key_types
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 # Of a command that passes its flags on, to the parser that `--help` describes.
@@ -88,10 +88,11 @@ def train_in_group(command: str, words: Sequence[str]) -> None:
 
 def _train(command: str, words: Sequence[str]) -> Ending | None:
     try:
-        if (names := key_names(command)) is not None:  # what can be told before torch and transformers are imported
+        if (types := key_types(command)) is not None:  # what can be told before torch and transformers are imported
             several: Any = list[str] | dict[str, str] | str
-            hints = {**dict.fromkeys(names, str), **dict.fromkeys(SOURCES, several)}
-            check_early(command, _keys(command, words, hints)[0])
+            hints = {**dict.fromkeys(types, str), **dict.fromkeys(SOURCES, several)}
+            keys = _keys(command, words, hints)[0]
+            check_early(command, keys | as_numbers(keys, types))
         from midus_hf.library_bars import library_bars_on_terminals
 
         arguments = read_arguments(command, words)

@@ -56,7 +56,7 @@ def run(
     """Add memory or layers to a pretrained model. Until it is trained, the new model computes what the base computes.
 
     \b
-    upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output OUT
+    upscale --base HuggingFaceTB/SmolLM2-135M-Instruct --method midus-hml --output OUT
     """
     if context.invoked_subcommand is not None:
         return
@@ -118,6 +118,7 @@ def methods(
             "name": method.name,
             "summary": method.summary,
             "identity": method.identity,
+            "identity_except": method.identity_except,
             "trainable": method.trainable,
             "placement": method.default_placement,
             "adds_layers": method.adds_layers,

@@ -3,7 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from midus_hf.model_names import check_model_name, check_sources
 
 # Rate keys of `midus train`, such as `learning_rate`, with their values.
 Rate = Mapping[str, float]
@@ -165,3 +168,24 @@ class Comparison:
         """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""
         rates = self.variants[variant].rates or self.rates
         return [{}] if rates is None else [as_keys(rate) for rate in rates]
+
+
+def check_names(comparison: Comparison) -> None:
+    """Refuse a base, texts and an output that cannot be, as far as that can be told before torch is imported."""
+    output = Path(comparison.output_dir)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
+    for name, path in comparison.texts.items():
+        if not Path(path).expanduser().exists():
+            raise ValueError(
+                f"{comparison.label(name)} is {path!r}, which does not exist; expected a file or a folder of text."
+            )
+    trains = {
+        "train": comparison.train,
+        **{f"variants.{name}.train": one.train for name, one in comparison.variants.items()},
+    }
+    for label, train in trains.items():
+        corpus = train.get("corpus") if isinstance(train, Mapping) else None
+        corpora = [corpus] if isinstance(corpus, str) else corpus or []
+        check_sources((f"{label}.corpus", name) for name in corpora)
+    check_model_name("base", comparison.base)

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.options import Comparison, Rate, rate_name
+from midus_hf.compare.options import Comparison, Rate, check_names, rate_name
 from midus_hf.compare.variants import BASE, Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.outputs import whole_file
 from midus_hf.files.secrets import for_record
-from midus_hf.model_names import check_model_name
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
 
@@ -216,9 +215,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
     Raises a ValueError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed. Texts are cached as tokens.
     """
-    output = Path(comparison.output_dir)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
+    check_names(comparison)
     _check_texts(comparison, variants)
     for variant in variants:
         _check_keys(variant, comparison)
@@ -233,12 +230,10 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that all measured texts exist and differ, and that none of them is trained on."""
+    """Check that all measured texts differ, and that none of them is trained on."""
     texts: dict[str, Path] = {}
     for name, path in comparison.texts.items():
         label, text = comparison.label(name), Path(path).expanduser()
-        if not text.exists():
-            raise ValueError(f"{label} is {path!r}, which does not exist; expected a file or a folder of text.")
         for other, before in texts.items():
             if _overlap(text, before):
                 raise ValueError(
@@ -314,7 +309,6 @@ def _check_base(comparison: Comparison) -> None:
     assert isinstance(comparison.train, Mapping), "files have been read"
     apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)
     length, column = keys["sequence_length"], keys["column"]
-    check_model_name("base", comparison.base)
     with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
         tokenizer = load_tokenizer(comparison.base)

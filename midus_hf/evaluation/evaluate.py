@@ -1,6 +1,7 @@
 """Evaluation of checkpoints, one after the other, with the same settings."""
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,16 +29,19 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
             settings.retriever
         )  # a tree that cannot be read is refused, also where no model fetches blocks
     documents = tasks = written = None
+    dataset: dict[str, str | None] = {"id": None, "config": None, "split": None}
     if settings.text is not None:
         texts = read_corpus(settings.text, key="text", text_column=settings.column)
         documents = texts[settings.column][:]
+        if not Path(settings.text).expanduser().exists():
+            dataset = {"id": settings.text, "config": texts.config_name, "split": str(texts.split)}
         if settings.path_column is not None:
             written = read_paths(texts, settings.path_column, f"text {settings.text!r}")
     if settings.tasks:
         from midus_hf.evaluation.harness import Tasks
 
         tasks = Tasks(settings.tasks, data=settings.data, include_path=settings.include_path)
-    measured = [_measure(name, settings, documents, written, tasks) for name in models]
+    measured = [_measure(name, settings, documents, dataset, written, tasks) for name in models]
     return {"models": measured, "settings": dataclasses.asdict(settings)}
 
 
@@ -45,6 +49,7 @@ def _measure(
     name: str,
     settings: EvaluationSettings,
     documents: list[str] | None,
+    dataset: dict[str, str | None],
     written: DocumentPaths | None,
     tasks: "Tasks | None",
 ) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def _measure(
             "perplexity": read_rows(model, rows, batch_size=settings.batch_size).perplexity,
             "tokens": rows.num_tokens,
             "sequence_length": max(len(row) - 1 for row in rows.rows),
+            "dataset": dataset,
         }
     if tasks is not None:
         measured["tasks"] = tasks.run(

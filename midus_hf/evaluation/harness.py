@@ -144,12 +144,21 @@ class Tasks:
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
+            score["dataset"] = _dataset_of(loaded["tasks"].get(harness_name))
             scores[harness_name.removeprefix(PREFIX)] = score
         return scores
 
     def load(self) -> dict[str, Any]:
         """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
         return self.manager.load(self.specs)
+
+
+def _dataset_of(task: Any) -> dict[str, str | None]:
+    """Return the id, configuration and split of the dataset on the Hub that a task reads; None of a group or of local files."""
+    if task is None or "data_files" in (task.get_config("dataset_kwargs") or {}):
+        return {"id": None, "config": None, "split": None}
+    split = task.get_config("test_split") or task.get_config("validation_split")
+    return {"id": task.get_config("dataset_path"), "config": task.get_config("dataset_name"), "split": split}
 
 
 def _plain(value: Any) -> float | int | str | None:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from midus_hf.short_names import short_names
 
-_ABOUT_THE_TASK = ("num_fewshot", "num_questions")
+ABOUT_THE_TASK = ("num_fewshot", "num_questions", "dataset")
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
@@ -24,7 +24,7 @@ def comparison_table(report: dict[str, Any]) -> Table:
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
     for task, scores in models[0]["tasks"].items():
         for metric in scores:
-            if metric in _ABOUT_THE_TASK or _is_error_of_another(metric, scores):
+            if metric in ABOUT_THE_TASK or _is_error_of_another(metric, scores):
                 continue
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from midus_hf.model_names import check_dtype
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
@@ -40,6 +42,7 @@ class EvaluationSettings:
             raise ValueError(
                 f"path_column is {self.path_column!r}, but a retriever is given; expected one of them. Leave one out."
             )
+        check_dtype(self.dtype)
         for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

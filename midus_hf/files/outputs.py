@@ -14,6 +14,7 @@ from typing import Any
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import CONFIG_FILE, OF_UPSCALED, RECORD_FILE, indexed_weights, is_of, named_code
+from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
 
 # Entry of a config that describes how the model was made, and of a record that says that the new parts were removed.
@@ -61,17 +62,18 @@ def alone_in(folder: Path, refusal: ValueError) -> Iterator[None]:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
-    partial = unfinished_path(path)
-    partial.touch()
-    with _locked(partial, ValueError(f"{path} is being written by another process. Wait for it.")):
-        try:
-            os.truncate(partial, 0)
-            yield partial
-            _sync(partial)
-            os.replace(partial, path)
-        except BaseException:  # after the move, what has this name is another process's
-            partial.unlink(missing_ok=True)
-            raise
+    partial, busy = unfinished_path(path), ValueError(f"{path} is being written by another process. Wait for it.")
+    with telling_room(path):
+        partial.touch()
+        with _locked(partial, busy):
+            try:
+                os.truncate(partial, 0)
+                yield partial
+                _sync(partial)
+                os.replace(partial, path)
+            except BaseException:  # after the move, what has this name is another process's
+                partial.unlink(missing_ok=True)
+                raise
 
 
 class OutputFolder:
@@ -133,7 +135,7 @@ class OutputFolder:
     def writing(self) -> Iterator[Path]:
         """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-        with alone_in(self.partial, self.error(busy)):
+        with telling_room(self.path), alone_in(self.partial, self.error(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

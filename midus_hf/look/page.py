@@ -98,6 +98,10 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["base64"] = lambda picture: base64.b64encode(picture).decode()
     text = environment.from_string(_PAGE).render(title=title, sections=sections)
+    _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -120,14 +124,15 @@ class Answer:
     def write(self, path: Path) -> None:
         """Write the answer to a file, as its ending says: a page, a picture, a table of numbers, or JSON."""
         if path.suffix == ".json":
-            path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            _write(path, json.dumps(self.report, indent=2, allow_nan=False) + "\n")
         elif path.suffix == ".html":
             first = [Section(paragraphs=[*self.finding.splitlines(), self.summary])] if self.sections else []
             write_page(path, self.title, [*first, *(answer._section() for answer in self.sections or [self])])
         elif path.suffix == ".csv" and self.details is not None:
-            path.write_text(csv_text(self.details()), encoding="utf-8")
+            _write(path, csv_text(self.details()))
         elif path.suffix != ".csv" and self.panels:
-            draw_panels(self.panels, self.one_scale).savefig(path, bbox_inches="tight")
+            with whole_file(path) as partial:
+                draw_panels(self.panels, self.one_scale).savefig(partial, format=path.suffix[1:], bbox_inches="tight")
         else:
             lack = "CSV" if path.suffix == ".csv" else "picture"
             raise ValueError(

@@ -76,8 +76,8 @@ class HostLayer(NamesParts):
         if built:
             self.memories = nn.ModuleDict(built)
         self.attached = [site(self, config, memories) for site in sites]
-        for site in self.attached:
-            site.attach()  # now, since a compiled forward would have to register hooks while it is traced
+        for each in self.attached:
+            each.attach()  # now, since a compiled forward would have to register hooks while it is traced
 
     def __call__(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any

@@ -17,7 +17,7 @@ import numpy as np
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_few, first_line, no_column
 from midus_hf.files.checkpoint_files import is_lfs_pointer
-from midus_hf.files.table_text import SEPARATORS
+from midus_hf.files.table_text import name_of
 from midus_hf.library_bars import data_bars_on_terminals
 from midus_hf.model_names import check_hub_id
 
@@ -304,7 +304,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
-    from midus_hf.topics.readers import READERS, VERSION, data_files_of, separator_of
+    from midus_hf.topics.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
@@ -327,7 +327,8 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         options: dict[str, Any] = _OPTIONS_OF_TEXT if kind == "text" else {}
         if kind in _SEPARATORS:
             compressions = {file: _COMPRESSIONS.get(file.suffix.lower()) for each in files.values() for file in each}
-            options = {"sep": separator_of(compressions, _SEPARATORS[kind])}
+            separator = separator_of(compressions, _SEPARATORS[kind])
+            options = {"sep": separator, "quoting": quoting_of(separator, _SEPARATORS[kind])}
         reader = "csv" if kind == "tsv" else kind
         builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=data_files_of(files), **options)
         builder.download_and_prepare()
@@ -347,9 +348,8 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
             "the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
-    if kind in _SEPARATORS and builder.config.sep != _SEPARATORS[kind]:
-        found, usual = SEPARATORS[builder.config.sep], SEPARATORS[_SEPARATORS[kind]]
-        say(f"{key} {str(path)!r}: fields are separated by {found}, not by {usual}")
+    if kind in _SEPARATORS:
+        _say_of_tables(key, path, read, builder, _SEPARATORS[kind])
     with _reading(f"{key} is {str(path)!r}"):
         rows = builder.as_dataset(split=split)
     if kind != "text":
@@ -370,6 +370,31 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         names = [file.relative_to(path).as_posix() for file in read]
         rows = rows["train"].add_column(_FILE_COLUMN, names)
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
+
+
+def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, usual: str) -> None:
+    """Say what differs from a row in each line, between tabs or commas."""
+    import fsspec
+
+    separator, phrases = builder.config.sep, []
+    if separator != usual:
+        phrases.append(f"fields are separated by {name_of(separator)}, not by {name_of(usual)}")
+    lines = not_blank = in_quotes = 0
+    for file in files:
+        compression = _COMPRESSIONS.get(file.suffix.lower())
+        with fsspec.open(str(file), "rb", compression=compression) as opened:
+            for line in opened:
+                lines += 1
+                not_blank += not line.isspace()
+                if separator == usual == "\t" and b'"' in line:
+                    in_quotes += sum(field[:1] == field[-1:] == b'"' for field in line.strip(b"\r\n").split(b"\t"))
+    rows = sum(split.num_examples for split in builder.info.splits.values())
+    if rows + len(files) != not_blank:
+        phrases.append(f"rows: {rows:,}, in {lines:,} lines")
+    if in_quotes:
+        phrases.append(f"quotes around {in_quotes:,} fields are text, as all of a TSV file")
+    if phrases:
+        say(f"{key} {str(path)!r}: {'; '.join(phrases)}")
 
 
 def _files_of(key: str, path: Path) -> list[Path]:

@@ -4,6 +4,7 @@ The readers of `datasets` guess types from what values look like, so that "2004-
 stands for whatever another row has.
 """
 
+import csv
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +29,10 @@ from datasets.packaged_modules.text.text import Text
 from datasets.table import array_cast
 
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.table_text import SEPARATORS, separator_in
+from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
 
 # Changes with what the readers make of a file, so that the cache of `datasets` keeps no older rows.
-VERSION = "midus-1"
+VERSION = "midus-2"
 
 _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
@@ -153,12 +154,31 @@ class TableReader(Csv):
         options = {**self.config.pd_read_csv_kwargs, "dtype": str, "keep_default_na": False, "iterator": True}
         for shard, files in enumerate(files_iterables):
             for file in files:
-                with pd.read_csv(file, **options) as frames:
+                of_file = {**options, **self._checked(file)}
+                with pd.read_csv(file, **of_file) as frames:
                     for number, frame in enumerate(frames):
                         if not isinstance(frame.index, pd.RangeIndex):
                             raise ValueError("its rows have more fields than its first line, which names the columns")
                         schema = pa.schema([(name, pa.string()) for name in frame.columns])
                         yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
+
+    def _checked(self, file: str) -> dict[str, Any]:
+        """Return the options that the first line of a table stands for, or refuse quotes that would swallow rows."""
+        config = self.config
+        encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
+        with open(file, encoding=encoding, errors=config.encoding_errors, newline="") as opened:
+            declared = None if config.skiprows else declared_separator(opened.readline())
+            of_file = {} if declared is None else {"sep": declared, "skiprows": 1}
+            options = {"sep": config.sep, "skiprows": config.skiprows or 0, **of_file}
+            # pandas takes longer separators as patterns, and lists and functions of lines to skip
+            if len(options["sep"]) == 1 and isinstance(options["skiprows"], int):
+                opened.seek(0)
+                for _ in range(options["skiprows"]):
+                    opened.readline()
+                names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
+                dialect = {name: getattr(config, name) for name in names}
+                check_quotes(opened, options["skiprows"] + 1, delimiter=options["sep"], **dialect)
+        return of_file
 
 
 # The reader of each kind of files, by the name of the kind in `datasets`.
@@ -174,6 +194,9 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
     config = declared.config
     inherited = ("name", "version", "data_dir", "data_files", "description", "features")
     settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in inherited}
+    names = [Path(name) for of_split in (config.data_files or {}).values() for name in of_split]
+    if kind == "csv" and not config.quoting and all(".tsv" in name.suffixes[-2:] for name in names):
+        settings["quoting"] = quoting_of(config.sep, "\t")
     return READERS[kind](
         dataset_name=declared.dataset_name,
         config_name=config.name,
@@ -200,6 +223,11 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
     return DataFilesDict(lists)
 
 
+def quoting_of(separator: str, usual: str) -> int:
+    """Return how fields of a table may stand in quotes, as `csv` says it; where tabs are `usual`, in a TSV file, quotes are text."""
+    return csv.QUOTE_NONE if separator == usual == "\t" else csv.QUOTE_MINIMAL
+
+
 def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
     """Return what separates the fields of tables, each with its compression or None: `usual`, or what does in their first lines."""
     found = {}
@@ -209,6 +237,6 @@ def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
     if len(found) > 1:
         (one, its_table), (other, other_table), *_ = found.items()
         raise ValueError(
-            f"fields are separated by {SEPARATORS[one]} in {its_table!r}, and by {SEPARATORS[other]} in {other_table!r}"
+            f"fields are separated by {name_of(one)} in {its_table!r}, and by {name_of(other)} in {other_table!r}"
         )
     return next(iter(found))

@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import alone_in, whole_file
 from midus_hf.saved_models import load_tokenizer, refusing
@@ -112,7 +115,11 @@ def store_windows(
             documents = np.array([window.document for window in cut], np.int64)
             write_array(folder / _DOCUMENTS, documents)
             shape = (len(documents), embedder.width)
-            np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", dtype, shape).flush()
+            with telling_room(folder / _EMBEDDINGS, math.prod(shape) * np.dtype(dtype).itemsize):
+                np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", dtype, shape).flush()
+                if hasattr(os, "posix_fallocate"):  # a full disk would kill the process where it is mapped
+                    with (folder / _EMBEDDINGS).open("r+b") as file:
+                        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
             record["windows"] = len(documents)
             _write_record(folder, record)
         if record["embedded"] < record["windows"]:

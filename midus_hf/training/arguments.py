@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.secrets import for_record
-from midus_hf.training.early_checks import check_data, sources_of
+from midus_hf.training.early_checks import check_data, check_ranges, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
@@ -140,13 +140,10 @@ class MemoryArguments(Rates):
                 f"{key} is {value!r}, for an optimizer that chooses its parameters itself, where a run makes the groups; expected "
                 "one such as adamw_torch. Leave it out."
             )
-        roles, sizes = get_args(TrainedRole), [(name, getattr(self, name, None)) for name in _BATCH_KEYS]
+        check_ranges(vars(self))
+        roles = get_args(TrainedRole)
         is_choice = isinstance(self.trainable, list) or self.trainable in ("auto", "new", "all")
         for key, is_wrong, expected in (
-            *((name, size is not None and size < 1, "at least 1") for name, size in sizes),
-            ("max_steps", getattr(self, "max_steps", -1) == 0, "more than 0, or -1 for num_train_epochs"),
-            ("num_train_epochs", self.num_train_epochs <= 0, "more than 0"),
-            ("generic_share", not 0 <= self.generic_share <= 1, "a share from 0 to 1"),
             ("frozen", not set(self.frozen) <= set(roles), f"roles of memory tensors: {', '.join(roles)}"),
             ("trainable", not is_choice, "'auto', 'new', 'all', or a list such as [3, 7]"),
             ("adapters", isinstance(self.adapters, str), 'a mapping, such as {"r": 16}'),
@@ -229,9 +226,6 @@ class MemoryArguments(Rates):
 
 # Optimizers that choose the parameters of their groups themselves.
 _OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")
-
-# Keys of the size of batches. Transformers takes 0 and fails when it first reads data.
-_BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 # Keys that Transformers sets from others, or from the launcher.
 _DERIVED = set(

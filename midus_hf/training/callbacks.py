@@ -1,5 +1,6 @@
 """Callbacks of a run: one says how much it reads; by the other it may stop in order, and logs as one without a stop."""
 
+import contextlib
 import math
 import os
 import signal
@@ -28,6 +29,15 @@ class RunInterrupted(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
+def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
+    """Return how often steps read each of some sequences. The last step of an epoch may read fewer sequences than the others."""
+    batch = arguments.train_batch_size * arguments.world_size
+    batches = max(1, num_sequences // batch if arguments.dataloader_drop_last else math.ceil(num_sequences / batch))
+    of_epoch = min(batches * batch, num_sequences)
+    epochs, others = divmod(steps, math.ceil(batches / arguments.gradient_accumulation_steps))
+    return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
+
+
 class SaysSteps(TrainerCallback):
     """Says before the first step what a run reads, in how many steps, and whether these are few."""
 
@@ -38,8 +48,9 @@ class SaysSteps(TrainerCallback):
         if args.process_index != 0:
             return
         steps = state.max_steps
-        times = steps * args.sequences_per_step / self.num_sequences
-        how_often = f"{times:.3g} times each" if times >= 1 else f"{times:.0%} of the sequences"
+        times = _times_read(steps, args, self.num_sequences)
+        often = "once" if times == 1 else f"{times:.3g} times"
+        how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
         chosen = (
             f"; num_train_epochs={args.num_train_epochs:g}, for {self.least_steps} steps" if self.least_steps else ""
         )
@@ -100,7 +111,8 @@ class StopInOrder(TrainerCallback):
             self._noted, self._noted_at = number, time.monotonic()
             if int(os.environ.get("RANK", 0)) == 0:
                 # print is unsafe here: the signal may have interrupted another print.
-                os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
             self.release()
             signal.raise_signal(number)

@@ -16,6 +16,9 @@ from torch import nn
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import whole_file
 
+# What a Trainer saves of a schedule, unless it saves the model alone.
+SCHEDULER_FILE = "scheduler.pt"
+
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of everything in a model that a run may change: what trains, and saved buffers."""
@@ -143,6 +146,20 @@ def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> 
             "with save_steps to have checkpoints."
         )
     return whole
+
+
+def can_go_on(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has optimizer and schedule, which one of `save_only_model` lacks."""
+    has_optimizer = any(next(checkpoint.glob(pattern), None) for pattern in ("optimizer*", "global_step*"))
+    return has_optimizer and (checkpoint / SCHEDULER_FILE).is_file()
+
+
+def way_on(output: str | os.PathLike) -> str:
+    """Return what to do after a run that failed, in words that end a sentence."""
+    whole = latest_whole(output)
+    if whole is None or not can_go_on(whole):
+        return "start the run again"
+    return f"--resume_from_checkpoint true goes on from {whole}"
 
 
 def remove_checkpoint(checkpoint: Path) -> None:

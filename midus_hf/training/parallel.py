@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
+from midus_hf.topics.corpus import say
+from midus_hf.training.checkpoints import can_go_on
+
 
 def prepare_sharing(trainer: Any) -> None:
     """Prepare FSDP or DeepSpeed for a Trainer's model, or refuse what would fail to share, or round what is frozen.
@@ -22,6 +25,11 @@ def prepare_sharing(trainer: Any) -> None:
                 f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
                 "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
             )
+    if trainer.is_fsdp_enabled and trainer.args.save_only_model:
+        raise ValueError(
+            "save_only_model is true, and processes that share parameters by FSDP save them with the optimizer's; expected whole "
+            "checkpoints. Leave save_only_model out, or save_steps."
+        )
     if trainer.is_deepspeed_enabled:
         settings = _deepspeed_settings(trainer)
         for section in ("optimizer", "scheduler"):
@@ -87,10 +95,16 @@ def dtype_of_deepspeed(trainer: Any) -> str | None:
 
 
 def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Refuse a checkpoint whose processes shared parameters in another way.
+    """Refuse a checkpoint without the optimizer, or whose processes shared parameters in another way; say what begins anew.
 
-    A Trainer that shares in another way would find no moments of the optimizer, and go on without a word.
+    A Trainer that finds no moments of the optimizer, no schedule or no random numbers goes on without a word.
     """
+    if not can_go_on(checkpoint):
+        raise ValueError(
+            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that went on from it would be "
+            "another; expected a whole checkpoint. Start the run again without save_only_model, or load what trained by "
+            "midus_hf.training.load_checkpoint."
+        )
     ways = (
         ("share parameters by FSDP", "pytorch_model_fsdp*", trainer.is_fsdp_enabled),
         ("share parameters by DeepSpeed", "global_step*/zero_pp_rank_*_model_states.pt", _is_zero_3(trainer)),
@@ -104,6 +118,10 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
             f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
             "began, or start a new run."
         )
+    processes = trainer.args.world_size
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{index}.pth" for index in range(processes)]
+    if trainer.args.process_index == 0 and not all((checkpoint / name).is_file() for name in names):
+        say(f"{checkpoint} has the random numbers of another number of processes: those of dropout begin anew")
 
 
 def save_gathered(trainer: Any, output_dir: str | None) -> None:

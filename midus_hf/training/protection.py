@@ -31,6 +31,7 @@ from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.models.layer import without_memories
+from midus_hf.saved_models import open_ended
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
@@ -183,7 +184,7 @@ class TextComparison(NamedTuple):
 def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
     """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
-    total, differing = 0, []
+    total, differing, tokenizer = 0, [], open_ended(tokenizer)
     with evaluating(model):
         for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)

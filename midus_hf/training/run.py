@@ -17,6 +17,8 @@ from transformers.integrations import integration_utils
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import first_line
+from midus_hf.files.checkpoint_files import CONFIG_FILE
+from midus_hf.files.full_disk import NotWritten, telling_room
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.host import MemoryConfig
@@ -25,6 +27,7 @@ from midus_hf.topics.corpus import read_corpus, say
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.blocks import growth_of, use_tree
 from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
+from midus_hf.training.checkpoints import way_on
 from midus_hf.training.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.training.loading import check_sequence_length, load_config, load_model, tokenizer_of
 from midus_hf.training.optim.freezing import hold_for_training, resolve_trainable, set_trainable, whole_numel
@@ -219,14 +222,16 @@ class TrainingRun:
         """Train, save the model, and return the result; raise `SavedInPart` if not all of it could be saved or uploaded."""
         arguments, trainer, output = self.arguments, self.trainer, Path(self.arguments.output_dir)
         try:
-            with self.stop, without_library_bars():
+            with self.stop, without_library_bars(), telling_room(output):
                 trainer.train_from(self.checkpoint)
                 state = trainer.state
                 if self.stop.signal_number:
+                    saved = output / f"checkpoint-{state.global_step}"
+                    way = f"--resume_from_checkpoint true goes on from {saved}"
+                    if arguments.save_only_model:
+                        way = f"{saved} has what trained alone, by save_only_model, and no run can go on from it"
                     raise RunInterrupted(
-                        f"interrupted after step {state.global_step:,}; --resume_from_checkpoint true goes on from "
-                        f"{output / f'checkpoint-{state.global_step}'}",
-                        self.stop.signal_number,
+                        f"interrupted after step {state.global_step:,}; {way}", self.stop.signal_number
                     )
                 trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
                 trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
@@ -244,6 +249,9 @@ class TrainingRun:
                     )
                 if arguments.push_to_hub and arguments.process_index == 0:
                     upload_model(trainer, arguments)
+        except NotWritten as error:
+            kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
+            raise SavedInPart(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
         finally:
             self._opened.close()
         losses = [event["loss"] for event in state.log_history if "loss" in event]

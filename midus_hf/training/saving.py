@@ -11,14 +11,14 @@ from typing import Any
 import yaml
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError
 from transformers import GenerationConfig, TrainerState
 
 from midus_hf.config.wording import first_line
-from midus_hf.files.card_example import card_example
+from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
+from midus_hf.files.full_disk import not_written
 from midus_hf.files.secrets import for_record
-from midus_hf.training.checkpoints import latest_whole
+from midus_hf.training.checkpoints import way_on
 from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
 from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
@@ -60,19 +60,20 @@ def save_model(run: Any) -> list[str]:
             failures = _written(partial_model, _beside_weights(run))
             _move_into_place(partial_model, output)
     except BaseException as error:
-        is_of_disk = isinstance(error, (OSError, SafetensorError))
-        if is_of_disk and is_saved:
+        if isinstance(error, OSError) and is_saved:
             raise SavedInPart(
                 f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
                 "of both into a folder of their own."
             ) from error
         shutil.rmtree(partial_model, ignore_errors=True)
-        if not is_of_disk:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        told = not_written(error, output / PARTIAL_MODEL, size)
+        if told is None and not isinstance(error, OSError):
             raise
-        whole = latest_whole(output) if is_main else None
-        remedy = "start the run again" if whole is None else f"--resume_from_checkpoint true goes on from {whole}"
+        facts = first_line(error) if told is None else told.facts
+        remedy = way_on(output) if is_main else "start the run again"
         raise SavedInPart(
-            f"the trained model could not be saved in {output}: {first_line(error)}. Make room there, and {remedy}."
+            f"the trained model could not be saved in {output}: {facts}. Make room there, and {remedy}."
         ) from error
     return failures
 
@@ -104,7 +105,7 @@ def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
     state, settings, files = run.trainer.state, run.model.generation_config, dict(run.files)
     if CARD_FILE in files:
         # A byte that is no UTF-8 stays as it is.
-        card = without_section(files[CARD_FILE].decode(errors="surrogateescape"))
+        card = without_section(without_results(files[CARD_FILE].decode(errors="surrogateescape"), "training"))
         files[CARD_FILE] = add_training(card.encode(errors="surrogateescape"), run.arguments, state)
     shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
 

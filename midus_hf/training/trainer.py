@@ -11,7 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
-from midus_hf.files.checkpoint_files import TRAINED_FILE, TRAINER_STATE
+from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
+from midus_hf.files.full_disk import telling_room
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.blocks import Blocks
 from midus_hf.training.checkpoints import (
@@ -21,6 +22,7 @@ from midus_hf.training.checkpoints import (
     remove_checkpoint,
     resumed_checkpoint,
     save_trained,
+    saved_tensors,
 )
 from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.optim.freezing import has_adapters
@@ -257,25 +259,40 @@ class TrainsMemory(AnyTrainer):
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True
-        try:
-            if self.args.should_save:
-                remove_checkpoint(folder)
-                # The Trainer looks for it before processes that share the model write to it.
-                folder.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save and self.blocks is not None:
-                self.blocks.save(folder)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                finish_checkpoint(folder)
-                for step, path in checkpoints_in(folder.parent).items():
-                    if limit is not None and step > self.state.global_step:
-                        remove_checkpoint(path)
-                best = self.state.best_model_checkpoint
-                rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
-        finally:
-            self._is_checkpointing, self.args.save_total_limit = False, limit
+        with telling_room(folder, self._bytes_of_checkpoint()):
+            try:
+                if self.args.should_save:
+                    remove_checkpoint(folder)
+                    # The Trainer looks for it before processes that share the model write to it.
+                    folder.mkdir(parents=True)
+                self.accelerator.wait_for_everyone()
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save and self.blocks is not None:
+                    self.blocks.save(folder)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    finish_checkpoint(folder)
+                    for step, path in checkpoints_in(folder.parent).items():
+                        if limit is not None and step > self.state.global_step:
+                            remove_checkpoint(path)
+                    best = self.state.best_model_checkpoint
+                    rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
+            except Exception:
+                if self.args.should_save and not (folder / MANIFEST_FILE).is_file():  # it takes room, and is of no use
+                    remove_checkpoint(folder)
+                raise
+            finally:
+                self._is_checkpointing, self.args.save_total_limit = False, limit
+
+    def _bytes_of_checkpoint(self) -> int:
+        """Return about how many bytes a checkpoint of this process takes: what trains, and its optimizer."""
+        assert isinstance(self.model, nn.Module)
+        states = {} if self.args.save_only_model or self.optimizer is None else self.optimizer.state
+        tensors = [tensor for _, tensor in saved_tensors(self.model)]
+        tensors += [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        banks = [] if self.blocks is None else self.blocks.banks
+        records = (bank.layout.record_numel(level) for bank in banks for level, _ in bank.touched())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 3 * 4 * sum(records)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if Path(resume_from_checkpoint, TRAINED_FILE).is_file():

@@ -13,7 +13,8 @@ from benchmarks import models, ops
 from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
 from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
-from benchmarks.upscale import mergekit_recipe
+from benchmarks.upscale import REFUSED, mergekit_recipe, planned_requests
+from midus_hf.cli.upscale import main
 from midus_hf.memories.module import MemoryModule
 
 
@@ -182,3 +183,11 @@ def test_recipes_of_mergekit_have_as_many_layers_as_the_methods(tmp_path):
         ranges = [piece["sources"][0]["layer_range"] for piece in slices]
         assert sum(end - start for start, end in ranges) == 24
     assert mergekit_recipe("midus-hml", tmp_path, 16) is None
+
+
+def test_requests_whose_seconds_are_kept_are_planned_or_refused(tmp_path, capsys):
+    requests = planned_requests(tmp_path)
+    assert {name: main(words) for name, words in requests.items()} == {
+        name: 2 * (name == REFUSED) for name in requests
+    }
+    assert "placement 'nowhere' is unknown" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import torch
 from look.upscaled_folders import loaded
 from models.pack_models import tiny_tokenizer
 from sft.tiny_chats import write_rows
+from tokenizers import processors
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +46,14 @@ def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_
     tokenizer.save_pretrained(folder)
     assert ask(folder, QUESTION) == (0, answer_of(model, f"w1 {QUESTION} w2") + "\n", "")
     assert ask(folder, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
+
+
+def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind_texts(model, ask, tmp_path):
+    tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
+    behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = behind
+    tokenizer.save_pretrained(folder)
+    assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Every command shows its help at once, ends by one table of exit statuses, and says in one line what is wrong with a request."""
 
+import errno
 import importlib
 import json
 import os
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -149,16 +152,68 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, as_command):
     assert as_command(program)(*rest) == (2, "", f"{line}\n")
 
 
-def test_output_that_nobody_reads_ends_a_command_without_a_word():
-    """Close the output of a command, as `upscale methods | head` does."""
-    code = "import sys\nfrom midus_hf.cli.entry_points import upscale\nsys.exit(upscale())"
-    command = subprocess.Popen(
-        [sys.executable, "-c", code, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+PRINTS_THEN_WORKS = """
+import sys
+from pathlib import Path
+from midus_hf.cli.command_line import command_line, run_command
+
+app = command_line()
+
+@app.command()
+def work():
+    print("beginning with \\xfc and \\udcff", flush=True)
+    print("and more", file=sys.stderr, flush=True)
+    print("x" * 100_000)
+    Path("made").write_text("whole")
+    print("done")
+
+sys.exit(run_command(app, [], name="work"))
+"""
+FULL = "work: done, but not all that it prints could be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "status", "said"),
+    [
+        ("closed pipe", "pipe", 0, "and more\n"),
+        ("/dev/full", "pipe", 3, f"and more\n{FULL}"),
+        ("pipe", "/dev/full", 3, None),
+        ("/dev/full", "/dev/full", 3, None),
+        ("pipe", "closed pipe", 0, None),
+        ("closed", "pipe", 0, "and more\n"),
+        ("pipe", "closed", 0, None),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_output_that_cannot_be_written_costs_no_work(stdout, stderr, status, said, options, tmp_path):
+    """What is printed is read by nobody, as by `| head`, or goes to a full disk, or to a stream that the shell closed."""
+    streams, closes = {}, ""
+    for name, kind, number in (("stdout", stdout, 1), ("stderr", stderr, 2)):
+        if kind == "closed pipe":
+            reading, streams[name] = os.pipe()
+            os.close(reading)
+        else:
+            streams[name] = open(kind, "w") if kind == "/dev/full" else subprocess.PIPE
+        closes += f" {number}>&-" * (kind == "closed")
+    words = ["sh", "-c", f'exec "$@"{closes}', "sh", sys.executable, *options, "-c", PRINTS_THEN_WORKS]
+    done = subprocess.run(words, cwd=tmp_path, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, **streams)
+    assert (tmp_path / "made").read_text() == "whole"
+    assert done.returncode == status
+    assert said is None or done.stderr == said
+    assert stdout != "pipe" or done.stdout == f"beginning with \xfc and \\udcff\n{'x' * 100_000}\ndone\n"
+
+
+def test_letters_that_a_terminal_lacks_are_escaped_and_that_a_locale_lacks_in_names_of_files_are_told(tmp_path):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPOSITORY)}
+    run = partial(subprocess.run, cwd=tmp_path, env={**os.environ, **ascii_only}, capture_output=True, text=True)
+    done = run([sys.executable, "-c", PRINTS_THEN_WORKS])
+    assert done.returncode == 0 and done.stdout.startswith("beginning with \\xfc and \\udcff\n")
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: \xfc/base\ncorpus: a.txt\noutput_dir: out\n", encoding="utf-8"
     )
-    command.stdout.close()
-    assert command.stderr.read() == ""
-    command.stderr.close()
-    assert command.wait(60) == 1
+    done = run([sys.executable, "-m", "midus_hf", "train", "run.yaml"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("(In this locale, names of files have no '\\xfc', in ascii: set PYTHONUTF8=1.)\n")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +323,19 @@ def test_work_that_does_not_get_done_has_its_status_and_may_clean_up(command, st
     assert (status, out, err.count("\n")) == (STATUS_OF_WORK[stopped], "", 0 if raised else 1)
     assert raised or ("interrupted" if status > 1 else f"{stopped.__name__}: broken") in err
     assert cleaned == [command] and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_is_one_line_with_the_room_that_is_left(command, room, as_command, monkeypatch):
+    function, words = WORK[command]
+    monkeypatch.setattr(function, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    status, out, err = as_command(command)(*words)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert (
+        ": a file could not be written: No space left on device (" in err
+        and f"{room} has " in err
+        and " MB free" in err
+    )
 
 
 def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkeypatch, capfd):

@@ -108,7 +108,7 @@ def test_a_result_of_an_earlier_version_is_read_without_what_is_no_longer_kept(t
     assert read_result(tmp_path / "seed-1") is None and read_result(tmp_path / "absent" / "seed-0") is None
 
 
-PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m" / "runs"
+PUBLISHED = Path(__file__).parents[2] / "experiments" / "results" / "smollm2-135m-instruct" / "runs"
 
 
 def test_published_results_are_read_and_belong_to_the_comparison_that_made_them(tmp_path):

@@ -189,7 +189,7 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
     progress = TrainingProgress(50)
     for line in ("new layers train\n", "going on from outputs/demo/trained/checkpoint-20\n"):
         assert progress.take(line)
-    assert str(progress).endswith(": step 20 of 50, before the next step")
+    assert str(progress).endswith(": step 20 of 50, in step 21")
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
     assert not progress.take("{'eval_addresses_loss': '3.4'}\n")  # its time is no step's
@@ -198,8 +198,23 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
         assert not progress.take(f"{{'loss': '{loss}', 'epoch': '0.1'}}\n")
     assert not progress.take("{'eval_articles_loss': '3.1'}\n")
     assert str(progress).endswith(": step 22 of 50, loss 3.250, about 23 min left")  # 28 steps of 50 s
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1190)
+    assert str(progress).endswith(", about 22 min left")
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1400)
-    assert str(progress).endswith(", about 18 min left")
+    assert str(progress).endswith(", loss 3.250, the next has taken 5 min, and those before 50 s each")
+
+
+def test_progress_says_what_is_being_done_and_what_takes_longer_than_expected(monkeypatch):
+    clock, training, other = time.monotonic, TrainingProgress(1, measures_first=True), module.Progress(60)
+    assert (
+        str(training).endswith(": step 0 of 1, reading texts and model") and str(other) == "0 s so far, of about 60 s"
+    )
+    training.take("corpus: 3 sequences\n")
+    assert str(training).endswith(": step 0 of 1, measuring held-out texts, then in step 1")
+    training.take("{'loss': '3.25', 'epoch': '1'}\n")
+    assert str(training).endswith(": step 1 of 1, loss 3.250, measuring held-out texts and saving")
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 420)
+    assert str(other) == "7 min so far, longer than the expected 60 s"
 
 
 def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path):

@@ -7,8 +7,9 @@ import matplotlib
 import pytest
 
 from docs.pictures.__main__ import main
-from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
+from upscalers.record.report import ParameterCounts
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
@@ -20,7 +21,10 @@ SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.s
 
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
-CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B}  # the columns of the index, in order
+# The first two are columns of choosing, the first and the last those of the index.
+CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.2-3B": LLAMA_3_2_3B, "Llama-3.1-8B": LLAMA_3_1_8B}
+BITS_OF_NF4 = 4.127  # with double quantisation: 4 + 8 / 64 + 32 / (64 * 256)
+TOKENS = 4096
 
 
 def index_row(method: str) -> list[str]:
@@ -44,6 +48,12 @@ def test_every_method_for_work_is_in_the_decision_table_with_its_page(method):
     (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     decisions = [line for line in CHOOSING.partition("\n## ")[0].splitlines() if named.search(line)]
     assert any(f"(methods/{page})" in line for line in decisions)
+
+
+def test_the_first_page_counts_the_methods_that_start_exactly_at_the_base():
+    exact = [name for name in SHIPPED if METHODS[name].identity and METHODS[name].identity_except is None]
+    readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"With {len(exact)} of {len(SHIPPED)} methods the new model's outputs equal the base's" in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -70,22 +80,67 @@ def test_tracked_pictures_are_what_the_script_draws(tmp_path):
         assert tracked == new != [], f"{file.name} is not what the script draws; run make pictures"
 
 
+def state_bytes(counts: ParameterCounts) -> int:
+    """Return the bytes of weights, gradients and AdamW; of a bank, of the blocks that a text fetches."""
+    trained = counts.trainable if counts.fetched is None else counts.fetched
+    frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
+    return BYTES_TRAINED * trained + BYTES_FROZEN * frozen
+
+
+def activation_bytes(config: dict, layers: int) -> int:
+    """Return the bytes of activations as the page on choosing counts them."""
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    return TOKENS * (2 * hidden * layers + 2 * (10 * hidden + 4 * wide) + 10 * config["vocab_size"])
+
+
+def choosing_row(name: str) -> list[str]:
+    """Return numbers of the row of a variant in the table of costs on the page on choosing."""
+    costs = CHOOSING.partition("## Costs")[2].partition("\n## ")[0]
+    (row,) = [line for line in costs.splitlines() if re.match(rf"\| \[?{name}[\],| ]", line)]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:5]
+
+
 @pytest.mark.parametrize("method", SHIPPED)
-def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
-    small, large = (
+def test_costs_of_the_tables_are_those_of_a_dry_run(method, tmp_path):
+    small, middle, large = (
         upscale(base=write_config(tmp_path / name, config), method=method, dry_run=True)
         for name, config in CONFIGS.items()
     )
-    counts = small.parameters
-    at_a_time = counts.trainable if counts.fetched is None else counts.fetched  # the rest of a bank stays on the disk
-    frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
-    state = BYTES_TRAINED * at_a_time + BYTES_FROZEN * frozen
+    left_out = "" if small.identity_except is None else ", but from a name on"
     start, *costs = index_row(method)[2:]
-    assert start == ("exact" if small.promises_identity else "another")
+    assert start == (f"exact{left_out}" if small.promises_identity else "another")
     if f"| [{method}](" in RESEARCH:
         assert not costs  # which a dry run says
         return
-    assert costs == [
-        *(f"{report.parameters.new or report.parameters.trainable:,}" for report in (small, large)),
-        f"{state / 1e9:.1f} GB",
+    new = [report.parameters.new or report.parameters.trainable for report in (small, middle, large)]
+    assert costs == [f"{new[0]:,}", f"{new[2]:,}", f"{state_bytes(small.parameters) / 1e9:.1f} GB"]
+    memory = [
+        (state_bytes(report.parameters) + activation_bytes(config, report.num_layers)) / 1e9
+        for report, config in ((small, LLAMA_3_2_1B), (middle, LLAMA_3_2_3B))
     ]
+    trains = small.parameters.trainable > 0
+    assert choosing_row(method) == [
+        *(f"{count / 1e6:,.1f} M" if trains else "0" for count in new[:2]),
+        *(f"{size:.1f}" if trains else "" for size in memory),
+    ]
+
+
+@pytest.mark.parametrize("name", ["full", "LoRA", "QLoRA"])
+def test_costs_of_training_without_a_method_follow_from_the_sizes(name):
+    """LoRA of rank 16 on all projections; QLoRA has these in NF4."""
+    expected = []
+    for config in (LLAMA_3_2_1B, LLAMA_3_2_3B):
+        hidden, wide, layers = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+        heads, groups = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+        shapes = [(hidden, heads), *[(hidden, groups)] * 2, (heads, hidden), *[(hidden, wide)] * 3]
+        projections = layers * sum(rows * columns for rows, columns in shapes)
+        lora = 16 * layers * sum(rows + columns for rows, columns in shapes)
+        rest = config["vocab_size"] * hidden + (2 * layers + 1) * hidden
+        state = {
+            "full": BYTES_TRAINED * (projections + rest),
+            "LoRA": BYTES_TRAINED * lora + BYTES_FROZEN * (projections + rest),
+            "QLoRA": BYTES_TRAINED * lora + BITS_OF_NF4 / 8 * projections + BYTES_FROZEN * rest,
+        }[name]
+        new = "" if name == "full" else f"{lora / 1e6:.1f} M"
+        expected.append((new, f"{(state + activation_bytes(config, layers)) / 1e9:.1f}"))
+    assert choosing_row(name) == [cell for column in zip(*expected, strict=True) for cell in column]

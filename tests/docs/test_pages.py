@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+from material.smollm2 import GGUF_NAME, GGUF_SHA256, PACKAGE
 from midus_hf.cli import upscale
 from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.options import Comparison
@@ -151,6 +152,7 @@ SOURCES = [file for folder in ("midus_hf", "upscalers", "scripts", "demo") for f
 FROM_A_REGISTRY = re.compile(r"midus[-_]hf\[[a-z,]+\]|pip install [^.]*midus[-_]hf")
 # Commands that the README shows, and the extra that each needs.
 NEEDED = {"midus train": "train", "midus eval": "eval", "midus cluster": "clusters", "midus look": "look"}
+NEEDED |= {"python -m material": "material"}
 
 
 def test_the_package_is_installed_from_a_clone_with_extras_that_exist():
@@ -176,6 +178,13 @@ def test_pages_say_what_works_in_the_clone_alone():
     of_users = {"README.md", *(page for page in pages() if page.startswith("docs/"))} - {"docs/benchmarks.md"}
     needing = [page for page in of_users if files_of_the_clone.search(shell_of(page))]
     assert needing and [page for page in needing if "root of the clone" not in text_of(page)] == []
+
+
+def test_pages_name_the_model_of_their_figures_as_it_is_and_one_says_what_it_is():
+    told = text_of("docs/benchmarks.md")
+    assert [text for text in (f"`{PACKAGE.name}` {PACKAGE.version}", GGUF_NAME, GGUF_SHA256) if text not in told] == []
+    bare = re.compile(r"SmolLM2-135M(?!-Instruct)")
+    assert [page for page in (*pages(), *NOTEBOOKS) if bare.search(text_of(page))] == ["docs/benchmarks.md"]
 
 
 def template(node: ast.AST) -> str:

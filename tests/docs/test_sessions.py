@@ -35,7 +35,7 @@ from upscalers.runs.upscale import upscale
 SHORT = "--max_steps 2 --sequence_length 32 --per_device_train_batch_size 2"
 # What stands on every page in place of its base, recipes and numbers, so that a run takes a second.
 SMALLER = {
-    r"HuggingFaceTB/SmolLM2-135M": "base",
+    r"HuggingFaceTB/SmolLM2-135M-Instruct": "base",
     r"configs/train/demo\.yaml": rf"configs/train/demo.yaml {SHORT}",
     r"configs/sft/demo\.yaml": "configs/sft/demo.yaml --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
     r"--max-tokens \d+": "--max-tokens 64",
@@ -44,7 +44,7 @@ SMALLER = {
     r"max_new_tokens=\d+": "max_new_tokens=4",
 }
 # What a page's name of a model is replaced by.
-SMALL_BASE = {"HuggingFaceTB/SmolLM2-135M": "small-base"}
+SMALL_BASE = {"HuggingFaceTB/SmolLM2-135M-Instruct": "small-base"}
 LLAMA_CONFIG = {"meta-llama/Llama-3.2-1B": "llama-3.2-1b"}
 SMALL_LLAMA = {"meta-llama/Llama-3.2-1B": "small-base"}
 # Commands whose results no later block reads are planned: tests/upscalers has tests that run their options.
@@ -80,7 +80,7 @@ def trainer_names() -> dict[str, Any]:
     """Return what a script with a trainer takes as defined."""
     row = list(range(3, 27))
     return {
-        "model": AutoModelForCausalLM.from_pretrained("smollm2-135m-hml", dtype="float32"),
+        "model": AutoModelForCausalLM.from_pretrained("smollm2-hml", dtype="float32"),
         "arguments": TrainingArguments("runs", max_steps=2, use_cpu=True, save_strategy="no", report_to=[]),
         "dataset": [{"input_ids": row, "labels": row}] * 16,
         "collator": default_data_collator,
@@ -98,27 +98,31 @@ def datatrove_names() -> dict[str, Any]:
     return {"reader": JsonlReader("documents"), "writer": writer}
 
 
-METHODS: dict[str, Any] = {"midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}}, "moda": {}}
+METHODS: dict[str, Any] = {
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
+    "moda": {},
+    "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
+}
 SESSIONS = {
     "README.md": Session(),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session(
         replace={
             **SMALL_LLAMA,
-            "strip DIR --output DIR2": "strip smollm2-135m-hml --output stripped",
-            "shuffle DIR --output DIR2": "shuffle smollm2-135m-hml --output shuffled",
-            "DIR": "smollm2-135m-hml",
+            "strip DIR --output DIR2": "strip smollm2-hml --output stripped",
+            "shuffle DIR --output DIR2": "shuffle smollm2-hml --output shuffled",
+            "DIR": "smollm2-hml",
         },
         files=("",),
     ),
     "docs/train.md": Session(
-        replace={"TEXTS": "texts", "MODEL": "smollm2-135m-hml", "DIR": f"trained {SHORT}"},
-        models={"smollm2-135m-hml": "midus-hml"},
+        replace={"TEXTS": "texts", "MODEL": "smollm2-hml", "DIR": f"trained {SHORT}"},
+        models={"smollm2-hml": "midus-hml"},
         languages=("sh",),
     ),
     "docs/sft.md": Session(
         replace={"CHATS.jsonl": "instructions.jsonl", '"tuned"': '"tuned-again"', "max_length=1024": "max_length=64"},
-        models={"smollm2-135m-hml": "midus-hml"},
+        models={"smollm2-hml": "midus-hml"},
     ),
     "docs/trainer.md": Session(
         replace={
@@ -134,12 +138,12 @@ SESSIONS = {
             "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
             "--corpus texts --corpus_name null --corpus_split null",
         },
-        models={"upscaled": "midus-hml", "smollm2-135m-hml": "midus-hml"},
+        models={"upscaled": "midus-hml", "smollm2-hml": "midus-hml"},
         files=("",),
     ),
     "docs/serve.md": Session(
-        models={"smollm2-135m-hml": "midus-hml", "trained": "midus-hml"},
-        names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
+        models={"smollm2-hml": "midus-hml", "trained": "midus-hml"},
+        names=lambda: {**load("smollm2-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
         elsewhere=("from llama_cpp import", "from gguf import"),
     ),
     "docs/evaluate.md": Session(
@@ -151,13 +155,14 @@ SESSIONS = {
             "--tasks facts": "--tasks facts --limit 2",
         },
     ),
+    "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
     "docs/benchmarks.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
     "docs/look-inside.md": Session(
         replace={
             "addresses=...": "addresses=addresses/",
             "articles=...": "articles=articles.jsonl",
-            "heads smollm2-135m": "heads base",
+            "heads smollm2": "heads base",
             "--layer 11": "--max-tokens 64 --layer 3",
         },
         models={"trained": "midus-hml", "trained-moda": "moda"},
@@ -414,7 +419,7 @@ def test_the_dry_run_of_the_page_on_upscaling_prints_what_the_page_shows(room, m
 
 @pytest.mark.parametrize("blocks", SHARED, ids=lambda blocks: blocks[0].page)
 def test_a_shared_model_loads_where_the_package_is_not_imported(blocks, upscaled, tmp_path):
-    for name in ("smollm2-135m-hml", "trained"):
+    for name in ("smollm2-hml", "trained"):
         shutil.copytree(upscaled("midus-hml"), tmp_path / name)
     (block,) = blocks
     program = f"{block.text}\nprint(type(model).__name__)"

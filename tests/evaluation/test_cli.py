@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from evaluation.byte_models import byte_tokenizer, perplexity, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
+from huggingface_hub import EvalResult, ModelCard
 from processes.warm import run_warm
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli import evaluate as cli
 from midus_hf.config.wording import install_extra
 from midus_hf.config.yaml_options import from_mapping, read_mapping
+from midus_hf.evaluation.card import write_results
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
@@ -276,3 +280,80 @@ def test_every_recipe_is_read(recipe):
 def test_settings_that_make_no_sense_are_refused(options, message):
     with refused(message):
         EvaluationSettings(**options)
+
+
+def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(room, words, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("base", "upscaled")]
+    for folder in folders:
+        shutil.copytree(room / folder.name, folder)
+    text = "---\r\nlicense: mit\r\nx: ü\r\n---\r\n# Title\r\nand more\r\n"
+    (folders[1] / "README.md").write_bytes(text.encode())
+    asked = [*folders, *words, *write_task(tmp_path), "--limit", 2, "--write-card"]
+    assert cli.main([*map(str, asked), "--json"]) == 0
+    printed = capsys.readouterr()
+    for folder, measured in zip(folders, json.loads(printed.out)["models"], strict=True):
+        card = folder / "README.md"
+        assert f"{card}: results in its metadata: 3 new, 0 earlier" in printed.err.splitlines()
+        assert f"{card}: no worst of mine, which is not finite" in printed.err.splitlines()
+        data = ModelCard.load(card).data
+        assert data.model_name == folder.name
+        perplexity, *of_task = data.eval_results
+        assert perplexity.metric_value == measured["perplexity"]["perplexity"]
+        assert (perplexity.task_type, perplexity.dataset_name) == ("text-generation", "text.txt")
+        assert (perplexity.metric_type, perplexity.dataset_split) == ("perplexity", None)
+        assert perplexity.metric_args == {"sequence_length": 32, "tokens": len(TEXT) - 1}
+        values = {result.metric_type: result.metric_value for result in of_task}
+        assert values == {name: measured["tasks"]["mine"][name] for name in ("shininess", "spread")}
+        assert all(result.metric_args == {"task": "mine", "num_few_shot": 0, "limit": 2} for result in of_task)
+    written = (folders[1] / "README.md").read_bytes().decode()
+    assert written.startswith("---\r\nlicense: mit\r\nx: ü\r\nmodel-index:")
+    assert written.endswith("---\r\n# Title\r\nand more\r\n")
+
+    # The same measure replaces its value, another one stands beside it, and what others wrote stays.
+    card = ModelCard.load(folders[0] / "README.md")
+    card.data.eval_results[0].metric_value = 1.0
+    other = EvalResult("text-generation", "piqa", "PIQA", "accuracy", 0.5, verified=True, verify_token="t")
+    card.data.eval_results.append(other)
+    card.save(folders[0] / "README.md")
+    for length, count in ((32, 4), (16, 5)):
+        cli.main([*map(str, (folders[0], *words[:2], "--sequence-length", length, "--write-card"))])
+        results = ModelCard.load(folders[0] / "README.md").data.eval_results
+        assert len(results) == count and other in results
+        assert 1.0 not in [result.metric_value for result in results]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("---\nmodel-index:\n- broken\n---\n", "README.md is no model card that can be read (Invalid `model_index`"),
+        ("---\na: [\n---\n", "README.md is no model card that can be read (while parsing a flow node"),
+        (
+            None,
+            "--write-card expects a folder here that can be written to. Download the model (hf download), or leave",
+        ),
+    ],
+)
+def test_a_card_that_cannot_be_written_is_refused_before_a_model_is_measured(
+    room, words, tmp_path, capsys, monkeypatch, text, message
+):
+    shutil.copytree(room / "base", tmp_path / "model")
+    if text is None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # as of a folder of somebody else
+    else:
+        (tmp_path / "model" / "README.md").write_text(text)
+    monkeypatch.setattr("midus_hf.evaluation.evaluate.load_for_reading", None)
+    status, line = refusal(capsys, tmp_path / "model", *words, "--write-card")
+    assert status == 2 and message in line
+
+
+def test_a_perplexity_that_cannot_be_compared_and_blocks_that_were_not_read_are_told_in_the_card(tmp_path):
+    dataset = {"id": "wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
+    perplexity = {"perplexity": 3.0, "tokens": 9, "sequence_length": 4, "dataset": dataset}
+    settings = dataclasses.asdict(EvaluationSettings(text="wikitext", dtype="bfloat16"))
+    report = {"model": str(tmp_path), "causal": True, "reads_blocks": False, "perplexity": perplexity, "tasks": {}}
+    write_results({"models": [report], "settings": settings})
+    (result,) = ModelCard.load(tmp_path / "README.md").data.eval_results
+    assert (result.dataset_type, result.dataset_config, result.dataset_split) == tuple(dataset.values())
+    assert result.metric_args == {"dtype": "bfloat16", "reads_blocks": False, "sequence_length": 4, "tokens": 9}
+    (line,) = write_results({"models": [{**report, "causal": False}], "settings": settings})
+    assert line.endswith("no perplexity, which cannot be compared: the model reads tokens before it predicts them")

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -93,6 +94,32 @@ def test_a_loop_of_ones_own_is_measured(room, tmp_path, capsys, monkeypatch):
     own_training.main()
     result = json.loads(capsys.readouterr().out)
     assert result["after"]["greek"] < result["before"]["greek"] and result["tokens"] == 4 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("stages", "BASE ROOM/greek ROOM/absent --output ROOM/new --train max_steps=1", "no file .*absent/corpus.jsonl; expected"),
+        ("stages", "ROOM/absent ROOM/greek --output ROOM/new --train max_steps=1", "base is '.*absent', which does not exist; exp"),
+        ("stages", "BASE ROOM/greek --output ROOM/greek --train max_steps=1", "--output is '.*greek', which exists; expected a new"),
+        ("stages", "BASE ROOM/greek --output ROOM/new --retention x.txt --train max_steps=1", "--retention is 'x.txt', which does"),
+        ("own_training", "BASE ROOM/absent --output ROOM/new", "no file .*absent/corpus.jsonl; expected the folder of a stage"),
+        ("facts", "ROOM/absent", "model is '.*absent', which does not exist; expected the folder of a model"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told_in_a_line(script, words, message, room, capsys, monkeypatch):
+    line = words.replace("BASE", str(room / "base")).replace("ROOM", str(room)).split()
+    monkeypatch.setattr(sys, "argv", [script, *line])
+    with pytest.raises(SystemExit, match="2"):
+        {"stages": stages, "own_training": own_training, "facts": facts}[script].main()
+    assert re.search(f"error: {message}", capsys.readouterr().err)
+
+
+def test_entries_are_written_to_a_folder_that_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "ABOUT", {"elements": lambda: ([{"name": "gold", "text": "Au"}], {})})
+    monkeypatch.setattr(sys, "argv", ["facts", "--write", str(tmp_path / "new" / "folder")])
+    facts.main()
+    assert json.loads((tmp_path / "new" / "folder" / "elements.jsonl").read_text()) == {"name": "gold", "text": "Au"}
 
 
 def test_every_entry_states_what_is_asked_of_it():

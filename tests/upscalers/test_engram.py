@@ -97,6 +97,16 @@ def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_man
     assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
 
+def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_in_no_ngram(spoken_base, learned, tmp_path):
+    base, tokenizer = shutil.copytree(spoken_base, tmp_path / "base"), AutoTokenizer.from_pretrained(spoken_base)
+    behind = processors.TemplateProcessing(single="$A <unk>", special_tokens=[("<unk>", 0)])
+    tokenizer.backend_tokenizer.post_processor = behind
+    tokenizer.save_pretrained(base)
+    tensors = made(base, tmp_path, **EXACT, corpus=str(write_corpus(tmp_path / "texts")))
+    name = "model.memory_tables.ngram.0.ngrams"
+    assert torch.equal(tensors[name], read_tensors(learned)[name])
+
+
 def test_each_name_of_a_corpus_has_one_row_and_special_tokens_are_no_part_of_it(spoken_base, tmp_path):
     base = shutil.copytree(spoken_base, tmp_path / "base")
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ("the cat", "cat", "dog the cat sat"))}

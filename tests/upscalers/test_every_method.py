@@ -29,6 +29,7 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
+from upscalers.checkpoint.banks import bank_files
 from upscalers.methods import memory_methods
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
@@ -121,7 +122,8 @@ def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_p
         for key in ("method", "model_type", "num_layers", "new_layer_indices", "parameters", "promises_identity"):
             assert getattr(planned, key) == getattr(done, key), key
         assert planned.bytes.written == sum(tensor.nbytes for tensor in read_tensors(made.output).values())
-    assert done.bytes.written == sum(path.stat().st_size for path in made.output.glob("*.safetensors"))
+    banks = sum(path.stat().st_blocks * 512 for path in bank_files(made.output))
+    assert done.bytes.written == banks + sum(path.stat().st_size for path in made.output.glob("*.safetensors"))
     assert done.parameters.total == sum(parameter.numel() for parameter in load(made.output).parameters())
     assert done.parameters.base == sum(parameter.numel() for parameter in load(made.base).parameters())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -1,17 +1,22 @@
 """What is read of a model from config.json alone: names, shapes and roles of tensors, and implied layer types."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf.config.backbone import PROVEN
+from midus_hf.models.inference.architecture import architecture_of
+from scripts.families import written_layouts
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
+from upscalers.architecture import written
 from upscalers.architecture.families import family_of
-from upscalers.architecture.layout import layout_of
+from upscalers.architecture.layout import change_of_settings, layout_of, layout_read
 from upscalers.request.errors import RequestError
 
 SIZES = {
@@ -34,6 +39,23 @@ CHOICES: dict[str, list[Any]] = {
     "sliding_window_pattern": [1, 2, 3],
     "_sliding_window_pattern": [2],
     "layer_types": [None],
+    "num_hidden_layers": [4, 31],
+}
+FURTHER: dict[str, list[Any]] = {
+    "layer_types": [None, ["full_attention", "sliding_attention", "full_attention"]],
+    "rope_parameters": [
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+        {"full_attention": {"rope_theta": 1e6}},
+    ],
+    "rope_scaling": [
+        {"type": "linear", "factor": 2},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    "pad_token_id": [31, 32, -1],
+    "dtype": ["bfloat16", "other"],
+    "hidden_act": ["gelu", "other"],
+    "use_bidirectional_attention": [True],
+    "foreign": [[0, 1, 2], {"a": 1}],
 }
 
 
@@ -63,15 +85,25 @@ def by_layout(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], list[
     return tensors, layout.layer_types
 
 
-CONFIGS = st.fixed_dictionaries(
-    {**{key: st.just(size) for key, size in SIZES.items()}, "num_hidden_layers": st.sampled_from([3, 4, 31])},
-    optional={key: st.sampled_from(values) for key, values in CHOICES.items()},
+CONFIGS = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in CHOICES.items()}).map(
+    lambda config: {**SIZES, **config}
 )
+# A few of all values, which are often all written down.
+SAID = [(key, value) for key, values in [*CHOICES.items(), *FURTHER.items()] for value in values]
+USUAL = st.lists(st.sampled_from(SAID), max_size=5).map(lambda said: {**SIZES, "num_key_value_heads": 2, **dict(said)})
+LARGE = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+    "head_dim": 16,
+}
 
 
 @pytest.mark.parametrize("model_type", sorted(PROVEN))
 @settings(max_examples=12)
-@example({**SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16})
+@example(LARGE)
 @example(SIZES)
 @given(CONFIGS)
 def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type, config):
@@ -79,6 +111,79 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type,
     real = by_transformers(config)
     assume(real is not None)
     assert by_layout(config) == real
+
+
+@pytest.mark.parametrize("model_type", PROVEN)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_much])
+@example(LARGE)
+@example({**LARGE, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False})
+@example({**LARGE, "num_hidden_layers": 31, "use_sliding_window": True, "sliding_window": 4})
+@given(USUAL)
+def test_what_is_written_down_of_a_model_is_what_is_read_from_it(model_type, config):
+    config = {"model_type": model_type, **config}
+    is_written = written.written_model(config) is not None
+    assert is_written or config != {"model_type": model_type, **LARGE}
+    assume(is_written)
+    layout, read = layout_of(config), layout_read(config)  # which refuses what transformers refuses
+    assert replace(layout, settings=(), values={}) == replace(read, settings=(), values={})
+    assert [[*tensors] for tensors in layout.layers] == [[*tensors] for tensors in read.layers]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assert layout.values.get(key) == read.values.get(key)
+    # Layers that are written down alike compute alike, wherever they stand.
+    alike = [[*filter(lambda other: other == of_layer, layout.settings)] for of_layer in layout.settings]
+    sources = [layout.settings.index(layers[0]) for layers in alike]
+    assert change_of_settings(read.settings, read.settings, sources) is None
+
+
+def test_the_file_of_written_layouts_is_what_the_command_writes():
+    assert written.FILE.read_text() == written_layouts()
+    for model_type in PROVEN:
+        family, read = written.written_family(model_type), architecture_of(model_type)
+        assert (family.class_name, family.norms_all_heads) == (read.class_name, read.norms_all_heads)
+
+
+GEMMA_3 = {**SIZES, "model_type": "gemma3_text"}
+OF_TRANSFORMERS = {
+    "a type without a row": {"model_type": "mixtral"},
+    "null where a number is expected": {"num_key_value_heads": None, "model_type": "gemma2"},
+    "null that only code reads": {"head_dim": None, "model_type": "qwen2"},
+    "a number of another kind": {"rms_norm_eps": 1},
+    "a list as long as the layers": {"foreign": [0, 1, 2]},
+    "shared keys and values": {"num_kv_shared_layers": 1},
+    "layers with rotary embeddings": {"no_rope_layers": [1, 1, 0]},
+    "types of other layers": {"layer_types": ["full_attention"] * 4},
+    "an unknown activation": {"hidden_act": "other"},
+    "rotary embeddings without a factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "unknown rotary embeddings": {"rope_scaling": {"rope_type": "other"}},
+    "rotary embeddings for each type": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "rotary embeddings for none": {**GEMMA_3, "rope_parameters": {"rope_type": "default"}},
+    "rotary embeddings in no mapping": {"rope_scaling": 2},
+    "a base in words": {"rope_theta": "large"},
+    "both directions": {**GEMMA_3, "use_bidirectional_attention": True},
+    "no period": {**GEMMA_3, "sliding_window_pattern": None},
+    "padding outside the vocabulary": {"pad_token_id": 32},
+    "an unknown dtype": {"dtype": "other"},
+    "odd heads": {"head_dim": 7},
+    "heads that do not divide the width": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "heads in unequal groups": {"num_key_value_heads": 3},
+    "starts that are no share": {"initializer_range": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OF_TRANSFORMERS.values(), ids=OF_TRANSFORMERS)
+def test_what_only_transformers_reads_is_left_to_it(changes):
+    assert written.written_model({**SIZES, "model_type": "llama", **changes}) is None
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_2_1B, LLAMA_3_1_8B])
+def test_what_published_configs_say_is_written_down(config):
+    further = {
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008],
+        "pretraining_tp": 1,
+        "transformers_version": "4.45.0",
+    }
+    assert written.written_model({**config, **further}) is not None
 
 
 def test_a_type_is_read_as_no_other_type():

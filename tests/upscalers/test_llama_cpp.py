@@ -152,7 +152,7 @@ def test_models_with_memory_are_refused(tiny_base, tmp_path):
 
 @pytest.mark.material
 def test_smollm2_with_new_layers_generates_the_same_in_llama_cpp(tmp_path, monkeypatch, capsys):
-    folder = upscaled(smollm2_135m(), tmp_path / "smollm2-135m-pro", "llama-pro", num_new_layers=3)
+    folder = upscaled(smollm2_135m(), tmp_path / "smollm2-pro", "llama-pro", num_new_layers=3)
     text = "Fellow-citizens of the Senate"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(text)["input_ids"]

@@ -11,6 +11,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.cli.edit import main as edit
+from midus_hf.cli.upscale import main as upscale_command
+from midus_hf.files.checkpoint_files import CARD_FILE
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
@@ -220,6 +222,23 @@ def test_strip_gives_the_base_back_and_a_second_upscaling_keeps_the_glossary(met
     for name in ("more", "out-again"):
         assert entries_in(tmp_path / name) == entries_in(model)
         assert torch.equal(logits(tmp_path / name, [5, 50, 51]), logits(model, [5, 50, 51]))
+
+
+def test_what_is_printed_and_the_card_promise_the_base_for_texts_without_a_name_alone(base, model, tmp_path, capsys):
+    left_out = ", but for texts with a name of the glossary, which change from the name on"
+    corpus = ["--set", f"corpus={glossary(tmp_path, ENTRIES)}", "--set", "common_names=true"]
+    request = ["--base", str(base), "--method", "packs", "--output", str(tmp_path / "out"), *corpus]
+    for more, said in (
+        (["--dry-run"], f"promised{left_out}"),
+        (["--no-verify"], f"promised by the method{left_out}; nothing was compared"),
+        (["--overwrite"], f"largest difference 0 (base and result in float32){left_out}"),
+    ):
+        upscale_command([*request, *more])
+        assert said in " ".join(capsys.readouterr().out.split())
+    start = "Before any training it computes exactly what the base computes"
+    assert f"{start}{left_out}.\n" in (model / CARD_FILE).read_text()
+    upscale_command(["methods", "packs"])
+    assert f"exact at the start{left_out}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_strip_leaves_no_glossary(model, tmp_path):

@@ -3,17 +3,22 @@
 import itertools
 import json
 import re
+import shutil
 
 import pytest
+from composite import composite_model
 from pairs import by_default, taking_turns
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.upscalers.checkpoints import RECORD, REQUEST, file_digests, save_base, tensor_files, unverified
-from upscalers.checkpoint.tokenizer import keep_tokenizer_class
+from upscalers.checkpoint.source import Source
+from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.shuffling import shuffle
 from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
+from upscalers.runs.extract import extract
 from upscalers.runs.strip import strip
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
@@ -32,7 +37,7 @@ def save_tokenizer(folder, tokenizer_class: str | None) -> None:
 
 
 CLASSES = [None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"]
-OF_FAMILIES = ["llama", "qwen2", "qwen3"]
+OF_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 @pytest.mark.parametrize(
@@ -47,10 +52,87 @@ def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, token
     assert type(after) is type(before)
     assert after(TEXT).input_ids == before(TEXT).input_ids
     made = file_digests(tmp_path / "out")
-    assert keep_tokenizer_class(base, tmp_path / "out", Progress()) is False  # what is chosen right is left as it is
+    assert (
+        keep_tokenizer(Source(str(base), base), tmp_path / "out", Progress()) == {}
+    )  # what is chosen right is left as it is
     assert file_digests(tmp_path / "out") == made
     strip(tmp_path / "out", tmp_path / "stripped")
     assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
+
+
+# Types with a class of their own, without one, and those whose files Transformers corrects.
+SOME_TYPES = ("qwen2", "phi3", "olmo2", "gpt_neox", "minimax_m2")
+
+
+@pytest.mark.parametrize("types", by_default([SOME_TYPES], [(*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)]), ids=len)
+def test_every_type_has_its_tokenizer(types, tmp_path):
+    """Transformers names a class for each type, and corrects what files of some types name."""
+    changed, base, out = {}, tmp_path / "base", tmp_path / "out"
+    for tokenizer_class in (None, "LlamaTokenizerFast"):
+        for model_type in types:
+            for folder, its_type in ((base, model_type), (out, f"midus_{model_type}")):
+                folder.mkdir(exist_ok=True)
+                save_tokenizer(folder, tokenizer_class)
+                (folder / "config.json").write_text(json.dumps({"model_type": its_type}))
+            warned = []
+            progress = Progress()
+            progress.warn = warned.append
+            record = keep_tokenizer(Source(str(base), base), out, progress)
+            if warned:  # its own class wants another vocabulary
+                continue
+            changed[tokenizer_class, model_type] = bool(record)
+            before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(out)
+            assert type(after) is type(before) and after(TEXT).input_ids == before(TEXT).input_ids, model_type
+    assert changed[None, "qwen2"] and len(changed) > sum(changed.values()) > 1
+
+
+# The expression that Mistral published first, which does not part words where capitals begin, and what it makes of digits.
+PUBLISHED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CAPITALS = "eBay sells NaOH at pH 7 in mL, 2048"
+
+
+def save_mistral(folder, digits: str):
+    """A base of Mistral whose tokenizer Transformers mends, as it mends those of more than 100,000 tokens."""
+    save_base(folder, "mistral", vocab_size=100_352, hidden_size=8, intermediate_size=8)
+    bpe = Tokenizer(models.BPE())
+    parts = [
+        pre_tokenizers.Split(Regex(PUBLISHED % digits), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        [CAPITALS] * 2, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    saved = json.loads(bpe.to_str())
+    saved["model"]["vocab"] |= {f"filler{number}": number for number in range(len(saved["model"]["vocab"]), 100_300)}
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"fix_mistral_regex": True}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.57.1"}))
+    return folder
+
+
+@pytest.mark.parametrize(("digits", "method"), [("", "midus-hml"), ("{1,3}", "midus-hml"), ("", "llama-pro")])
+def test_what_transformers_mends_by_the_type_of_the_base_stays_mended(digits, method, tmp_path, command):
+    base, out = save_mistral(tmp_path / "base", digits), tmp_path / "out"
+    options = ("--set", "n=8", "--set", "k=2") if method == "midus-hml" else ("--num-new-layers", "1")
+    done = command("--base", base, "--method", method, "--output", out, *options)
+    mended = AutoTokenizer.from_pretrained(base)
+    assert mended(CAPITALS).input_ids != Tokenizer.from_file(str(base / "tokenizer.json")).encode(CAPITALS).ids
+    line = "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files otherwise."
+    assert done.status == 0 and (line in done.err) is (method == "midus-hml")
+    assert "local_files_only" not in (out / "tokenizer_config.json").read_text()
+    trained, stripped, edited = (tmp_path / name for name in ("trained", "stripped", "edited"))
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(trained)  # with the version of today, as a run does
+    AutoTokenizer.from_pretrained(out).save_pretrained(trained)
+    told = command("strip", out, "--output", stripped)
+    assert ("the tokenizer's files are not the base's own" in told.err) is (method == "midus-hml")
+    shuffle(out, edited, seed=1) if method == "midus-hml" else shutil.copytree(out, edited)
+    for folder in (out, trained, stripped, edited):
+        assert AutoTokenizer.from_pretrained(folder)(CAPITALS).input_ids == mended(CAPITALS).input_ids, folder
 
 
 def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypatch):
@@ -78,6 +160,30 @@ def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is_and_a_line_
     assert done.status == 0 and re.search(line, done.err)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_processors_that_transformers_chooses_by_the_type_stay_the_ones_of_the_base(tmp_path, command):
+    base, out = tmp_path / "base", tmp_path / "out"
+    composite_model("llava").save_pretrained(base)
+    save_tokenizer(base, None)
+    (base / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 28}}')
+    done = command("--base", base, *REQUEST[:2], "--output", out, *REQUEST[4:])
+    line = "preprocessor_config.json names LlavaProcessor and LlavaImageProcessor, which transformers chooses by the base's"
+    assert done.status == 0 and line in done.err
+    named = json.loads((out / "preprocessor_config.json").read_text())
+    assert (named["processor_class"], named["size"]) == ("LlavaProcessor", {"shortest_edge": 28})
+    for auto in (AutoImageProcessor, AutoProcessor):
+        before, after = auto.from_pretrained(base), auto.from_pretrained(out)
+        assert type(after) is type(before) and type(before).__name__.startswith("Llava")
+    made = (out / "preprocessor_config.json").read_bytes()
+    assert name_processors("llava", out, Progress()) == {}  # what is named stays as it is
+    assert (out / "preprocessor_config.json").read_bytes() == made
+    strip(out, tmp_path / "stripped")
+    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
+    extract(base, tmp_path / "alone")  # of another type too
+    before, after = AutoTokenizer.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "alone")
+    assert type(after) is type(before) and after(TEXT).input_ids == before(TEXT).input_ids
+    assert "tokenizer_class" in (tmp_path / "alone" / "tokenizer_config.json").read_text()
 
 
 OWN_CODE = """

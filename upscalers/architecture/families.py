@@ -1,19 +1,17 @@
 """Which bases are read: the family of a config, and the forms of quantised weights."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
-from upscalers.architecture.family import Config
+from upscalers.architecture.family import Config, Family
+from upscalers.architecture.written import written_family
 from upscalers.request.errors import RequestError, one_line
-
-if TYPE_CHECKING:
-    from midus_hf.models.inference.architecture import Architecture
 
 # Rows and columns of the blocks in FP8 that transformers assumes where a config does not say them.
 _FP8_BLOCK = (128, 128)
 
 
-def family_of(config: Config) -> "Architecture":
+def family_of(config: Config) -> Family:
     """Return the family of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
@@ -28,6 +26,8 @@ def family_of(config: Config) -> "Architecture":
         )
     check_readable(config)
     native_type = model_type.removeprefix(MEMORY_PREFIX)
+    if native_type in PROVEN:
+        return written_family(native_type)
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     from midus_hf.models.inference.architecture import architecture_of  # brings other packages' types too
@@ -39,9 +39,10 @@ def family_of(config: Config) -> "Architecture":
             "model."
         )
     try:
-        return architecture_of(native_type)
+        read = architecture_of(native_type)
     except ValueError as error:
         raise RequestError(f"model_type {native_type!r} is not supported: {one_line(error)}") from None
+    return Family(read.model_type, read.class_name, read.norms_all_heads)
 
 
 def check_readable(config: Config) -> None:

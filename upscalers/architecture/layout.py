@@ -1,6 +1,7 @@
-"""The layout of a model: what surgery needs, read from the model that transformers builds from the config on the meta device.
+"""The layout of a model: what surgery needs, as it is written down of the proven families (`written.py`).
 
-Building it imports torch and transformers, which takes seconds, and takes no memory.
+Other layouts are read from the model that transformers builds from the config on the meta device, which imports torch and
+transformers: seconds, but no memory.
 """
 
 import json
@@ -19,6 +20,7 @@ from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
+from upscalers.architecture.written import written_model
 from upscalers.request.errors import RequestError, one_line, refusing_requests
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def layout_of(config: Config) -> Layout:
     """
     native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
     native["model_type"] = str(config["model_type"]).removeprefix(MEMORY_PREFIX)
-    backbone = _built(json.dumps(native, sort_keys=True))
+    backbone = _backbone(json.dumps(native, sort_keys=True))
     if config.get("memory") in (None, []):
         return backbone
     with refusing_requests():
@@ -110,15 +112,22 @@ def _resolved(native: Config) -> Any:
 
 
 @cache
-def _built(content: str) -> Layout:
+def _backbone(content: str) -> Layout:
+    """Return the layout of a model without memories, by its config in JSON: written down, or else read from the built model."""
+    native = json.loads(content)
+    _check_values(native)
+    written = written_model(native)
+    return layout_read(native) if written is None else _described(native, **written)
+
+
+def layout_read(native: Config) -> Layout:
+    """Return the layout of a model without memories, read from the model that transformers builds from a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
     from midus_hf.models.inference.architecture import architecture_of
     from upscalers.architecture.layer_roles import read_roles
 
-    native = json.loads(content)
-    _check_values(native)
     model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
     config, modules = model.config, model.model.layers
     held = model.state_dict(keep_vars=True)
@@ -145,10 +154,26 @@ def _built(content: str) -> Layout:
                 of_layer.offsets.get(own, 0.0),
                 of_layer.parts.get(own.rpartition(".")[0]),
             )
+    return _described(
+        native,
+        config,
+        layers,
+        implied_types=_implied_types(native, vars(config).get("layer_types")),
+        outer={name: tuple(tensor.shape) for name, tensor in stored.items() if not name.startswith(_LAYERS)},
+        tied=tied,
+        settings=tuple(settings_of(layer, vars(config).get(SHARED_LAYERS_KEY) or 0) for layer in modules),
+        expert_layers=frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
+        buffers=buffers,
+        is_converted=stored.keys() != held.keys() - tied.keys(),
+    )
+
+
+def _described(native: Config, config: Any, layers: list[dict[str, LayerTensor]], **described: Any) -> Layout:
+    """Return the layout of a model by its resolved config and the tensors of its layers; `described` has further values."""
     values = vars(config)
     types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
     lists = per_layer_lists(values, len(layers))
-    stated = {config.attribute_map.get(key, key) for key, value in native.items() if value is not None}
+    stated = {getattr(config, "attribute_map", {}).get(key, key) for key, value in native.items() if value is not None}
     kinds = [
         [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
         for key, values in lists.items()
@@ -165,10 +190,7 @@ def _built(content: str) -> Layout:
         values=values,
         backbone_layers=layers,
         layers=layers,
-        outer={name: tuple(tensor.shape) for name, tensor in stored.items() if not name.startswith(_LAYERS)},
-        tied=tied,
         layer_types=types,
-        implied_types=_implied_types(native, types),
         per_layer_values={key: values for key, values in lists.items() if key not in stated},
         layer_kinds=[", ".join(values) for values in zip(*kinds, strict=True)] if kinds else None,
         norms_behind=all(
@@ -178,10 +200,7 @@ def _built(content: str) -> Layout:
             for norm in ("attention_output_norm", "mlp_output_norm")
         ),
         num_leading_layers=min(sources, default=len(layers)),
-        expert_layers=frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
-        buffers=buffers,
-        is_converted=stored.keys() != held.keys() - tied.keys(),
-        settings=tuple(settings_of(layer, num_shared) for layer in modules),
+        **described,
     )
 
 

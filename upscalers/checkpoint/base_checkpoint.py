@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
@@ -14,7 +13,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.family import Config, Family, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
@@ -30,9 +29,6 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.request.errors import RequestError
-
-if TYPE_CHECKING:
-    from midus_hf.models.inference.architecture import Architecture
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -50,7 +46,7 @@ class BaseCheckpoint:
 
     folder: Path
     config: Config
-    family: "Architecture"
+    family: Family
     layout: Layout
     tensors: dict[str, StoredTensor]  # by the names that they have in a language model alone
     unexpected: tuple[str, ...] = ()  # stored, but not of the architecture; copied to the result

@@ -1,17 +1,51 @@
-"""Tokenizer of an upscaled model, which must read text as the base's does."""
+"""Tokenizer and processors of a result, which must read as the base's do, although Transformers goes by `model_type`."""
 
+# ruff: noqa: RUF001 - texts have letters that look alike
 import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from midus_hf.config.wording import first_line
+from upscalers.checkpoint.source import Source
 from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_FILES = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
-_TEXT = "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東京, don't!"
+_PROCESSOR, _PREPROCESSOR, _VIDEO = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+#: Keys of a record: the text that small files had in the base, None if they were absent, and whether the tokenizer's files are as
+#: `AutoTokenizer` had loaded them, and not as the base has them.
+CHANGED_KEY, REWRITTEN_KEY = "changed_files", "rewritten_tokenizer"
+CHANGED_FILES = (TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
+# For each kind of processor: the module of its Auto class, the keys that it finds a class by, the first of which is written, and the
+# files that can have it.
+_PROCESSORS = (
+    ("processing_auto", "PROCESSOR", ("processor_class",), (_PROCESSOR, _PREPROCESSOR, _VIDEO)),
+    ("image_processing_auto", "IMAGE_PROCESSOR", ("image_processor_type", "feature_extractor_type"), (_PREPROCESSOR,)),
+    ("video_processing_auto", "VIDEO_PROCESSOR", ("video_processor_type",), (_VIDEO, _PREPROCESSOR)),
+    ("feature_extraction_auto", "FEATURE_EXTRACTOR", ("feature_extractor_type",), (_PREPROCESSOR,)),
+)
+_FILES = (
+    *("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+# What families, and repairs of their tokenizers, part or normalise differently: capitals within words, digits, signs, marks, scripts
+# with and without spaces, joined emoji, code, runs of white space.
+_TEXTS = (
+    "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東京, don't! DON'T we'LL O'Neil",
+    "eBay sells NaOH at pH 7 in mL; McDonald's iPhone, HTTPServer.getURL, XMLHttpRequest, snake_case, kebab-case, v2Beta3",
+    "007 1984 12345678 1e-5 ±½ x² €5 £6.50 50% #tag @name &c. /a/b\\c ^~`|<>[]{}()... …?!?! <s> </s> <unk> <|endoftext|>",
+    " Ångström crème brûlée, cafe\u0301, Łódź, İstanbul, Straße, Việt Nam, ﬁn, ＡＢＣ１２３",
+    "Пётр и ЁЖ из МГУим. Ελληνικά ΑΒΓδ ά. العربيّة ٣٫١٤؛ قال: «لا». עִבְרִית שלום, ת״א.",
+    "हिन्दी क्षत्रिय १२३। বাংলা। தமிழ். 东京塔，漢字「かな」カタカナ・ｶﾅー。한국어 각 ㄱ. ภาษาไทยไม่เว้นวรรค",
+    "👩‍👩‍👧 👍🏽🇫🇷 ☺️ 𝔘𝔫𝔦 🜁",
+    'def f(x: int) -> str:\n    return f"{x!r}\\t"  # TODO\n\n\n\t\tif a != b:\r\n\r\n  \u00a0\u2003\u200b end  \n \n   ',
+)
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -19,33 +53,95 @@ def has_tokenizer(names: Iterable[str]) -> bool:
     return not {*_FILES}.isdisjoint(names)
 
 
-def keep_tokenizer_class(base_folder: Path, folder: Path, progress: Progress) -> bool:
-    """Name the tokenizer's class in the upscaled folder where `AutoTokenizer`, which goes by `model_type`, would choose another."""
+def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Let `AutoTokenizer` read the tokenizer of a result's folder as it reads the base's.
+
+    By `model_type`, it chooses a class, and mends what it knows to be wrong in the files of some types. If it would load another
+    tokenizer than the base's, the folder gets the name of the class. If that is not enough, it gets the tokenizer as loaded from
+    the base, which a line says.
+
+    Returns:
+        What `strip` must know of it: `changed_files`, the text of the config before, or `rewritten_tokenizer`.
+
+    Raises:
+        VerificationError: If the result reads text otherwise even so.
+    """
     if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
-        return False
+        return {}
     from transformers import AutoTokenizer
 
     load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     try:
-        base = load(base_folder)
-        expected = base(_TEXT)["input_ids"]
+        # By its name, since transformers knows some repositories of the hub by theirs.
+        base = load(source.folder) if source.revision is None else load(source.name, revision=source.revision)
+        expected = _reading(base)
     except MemoryError:
         raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
         is_code = isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
         reason = "it is code of its publisher, which is never run" if is_code else first_line(error).rstrip(".")
         progress.warn(f"the base's tokenizer does not work here ({reason}); its files are copied unchanged.")
-        return False
-    changed = type(load(folder)) is not type(base)
-    if changed:
-        path = folder / TOKENIZER_CONFIG
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        config["tokenizer_class"] = type(base).__name__
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return {}
+    record: dict[str, Any] = {}
     new = load(folder)
-    if new(_TEXT)["input_ids"] != expected:
-        raise VerificationError(
-            f"the upscaled model's tokenizer ({type(new).__name__}) reads a text otherwise than the base's "
-            f"({type(base).__name__}); expected the same ids."
+    if type(new) is not type(base):
+        path = folder / TOKENIZER_CONFIG
+        before = path.read_text(encoding="utf-8") if path.is_file() else None
+        config = {**json.loads(before or "{}"), "tokenizer_class": type(base).__name__}
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        record, new = {CHANGED_KEY: {TOKENIZER_CONFIG: before}}, load(folder)
+    if _whole(new) != _whole(base) or _reading(new) != expected:
+        base.init_kwargs.pop("local_files_only", None)  # how it was loaded here says nothing of the tokenizer
+        base.save_pretrained(folder)
+        record, new = {REWRITTEN_KEY: True}, load(folder)
+        progress.note(
+            "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files otherwise."
         )
-    return changed
+    if _reading(new) != expected:
+        raise VerificationError(
+            f"the result's tokenizer ({type(new).__name__}) reads a text otherwise than the base's ({type(base).__name__}); expected "
+            "the same ids."
+        )
+    return record
+
+
+def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[str, str]:
+    """Name the classes of processors in the files of a result's folder that Transformers would choose by the base's `model_type`.
+
+    Returns:
+        The text that each changed file had before, which `strip` gives back.
+    """
+    from importlib import import_module
+
+    texts = {file: (folder / file).read_text(encoding="utf-8") for file in CHANGED_FILES if (folder / file).is_file()}
+    named: dict[str, dict[str, str]] = {}
+    for module, kind, keys, files in _PROCESSORS:
+        table = getattr(import_module(f"transformers.models.auto.{module}"), f"{kind}_MAPPING_NAMES")
+        known = table.get(model_type)
+        name = (
+            known.get("torchvision") or (known.get("pil") or "").removesuffix("Pil")
+            if isinstance(known, dict)
+            else known
+        )
+        file = next((file for file in files if file in texts), None)
+        if name and file and not any(f'"{word}"' in text for text in texts.values() for word in (*keys, "auto_map")):
+            named.setdefault(file, {})[keys[0]] = name
+    for file, names in named.items():
+        changed = {**json.loads(texts[file]), **names}
+        (folder / file).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        classes = " and ".join(names.values())
+        progress.note(f"{file} names {classes}, which transformers chooses by the base's model_type.")
+    return {file: texts[file] for file in named}
+
+
+def _whole(tokenizer: Any) -> tuple[Any, ...]:
+    """Return all that a tokenizer of the package tokenizers does with a text, and the class."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return type(tokenizer), None if backend is None else backend.to_str()
+
+
+def _reading(tokenizer: Any) -> tuple[Any, ...]:
+    """Return what a tokenizer makes of texts, and what other programs read from it."""
+    ids = [tokenizer(text)["input_ids"] for text in _TEXTS]
+    specials = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
+    return ids, [tokenizer.decode(each) for each in ids], specials, getattr(tokenizer, "chat_template", None)

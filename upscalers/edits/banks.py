@@ -1,6 +1,7 @@
 """Banks of a checkpoint: listing of their blocks, and deletion, which writes another checkpoint with all other bytes the same."""
 
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -10,11 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
-from midus_hf.files.checkpoint_files import CARD, CODE, CONFIG, GLOSSARY, RECORD, WEIGHTS, indexed_weights, is_of
+from midus_hf.config.yaml_options import read_mapping
+from midus_hf.files.cards import without_results
+from midus_hf.files.checkpoint_files import (
+    CARD,
+    CARD_FILE,
+    CODE,
+    CONFIG,
+    GLOSSARY,
+    RECORD,
+    RUN_CONFIG,
+    WEIGHTS,
+    indexed_weights,
+    is_of,
+)
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.record.provenance import read_record
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
@@ -45,9 +60,12 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
-        `{"command", "model", "output", "banks", "centroids", "seconds"}`, where `banks` has, by the name of the memory, the deleted
-        blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all below, and `kept`,
-        because texts find other blocks by them; None if the model has no tree.
+        `{"command", "model", "output", "banks", "centroids", "also_taught", "copies", "seconds"}`, where `banks` has, by the name of
+        the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
+        below, and `kept`, because texts find other blocks by them; None if the model has no tree. `also_taught` has the written
+        blocks that stay and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
+        `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` names folders and
+        files that still hold what the topics taught, or their texts.
 
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
@@ -82,8 +100,12 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 target = partial / path.relative_to(source.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
+            card = partial / CARD_FILE
+            if card.is_file():
+                card.write_bytes(without_results(card.read_bytes().decode(), "the edit").encode())
             tree_folder = Path(scratch) if gone else None
             carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
+        also_taught, copies = _also_taught(source.folder, named, deleted), _copies(source.folder, str(request.model))
     return {
         "command": "delete",
         "model": str(request.model),
@@ -92,8 +114,56 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         "centroids": None
         if gone is None or kept is None
         else {"deleted": [*map(written_node, gone)], "kept": [*map(written_node, kept)]},
+        "also_taught": also_taught,
+        "copies": copies,
         "seconds": time.perf_counter() - started,
     }
+
+
+def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]) -> dict[str, Any]:
+    """Return what else of a checkpoint texts of the named topics have taught: blocks on their paths, and perhaps weights."""
+    topics = [node for node in named if node[1] != GENERIC]
+    kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
+    for name, layout in find_layouts(folder).items():
+        with open_bank(folder, name, layout) as bank:
+            k = bank.layout.blocks.branching
+            written = {(level, node) for level in bank.layout.levels for node in bank.written(level)}
+        for node in written.difference(deleted.get(name, ())) if topics else ():
+            if node[1] == GENERIC:
+                kept["generic"].add(node)
+            elif node in topics:
+                kept["same"].add(node)
+            elif any(_lies_in(topic, node, k) for topic in topics):
+                kept["above"].add(node)
+            elif any(_lies_in(node, topic, k) for topic in topics):
+                kept["below"].add(node)
+    return {
+        **{where: [*map(written_node, sorted(nodes))] for where, nodes in kept.items()},
+        "weights": _trained_weights(folder),
+    }
+
+
+def _trained_weights(folder: Path) -> bool | None:
+    """Return whether the recorded run trained other weights than blocks, adapters merged into them among these."""
+    record, upscaling = folder / RUN_CONFIG, read_record(folder) or {}
+    if not record.is_file():
+        return None
+    run = read_mapping(record)
+    trainable = run.get("trainable", "auto")
+    trainable = upscaling.get("trainable") if trainable == "auto" else trainable
+    new = {*upscaling.get("new_memories", ()), *map(str, upscaling.get("new_layers", ()))}
+    return bool(run.get("adapters")) or trainable != "new" or not new <= find_layouts(folder).keys()
+
+
+def _copies(folder: Path, model: str) -> list[str]:
+    """Return where else what topics taught, or their texts, can lie, as far as a checkpoint and the record of its run say it."""
+    run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
+    corpora = [run.get(key) or () for key in ("corpus", "dataset_name")]
+    corpora = [name for each in corpora for name in ([each] if isinstance(each, str) else each)]
+    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
+    return [model, *(f"{model}/{name}" for name in checkpoints), *corpora, *([str(cache)] if cache.is_dir() else [])]
 
 
 def _tree_of(folder: Path) -> "ClusterTree | None":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
@@ -132,7 +133,8 @@ def _write_siblings(
         unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
         write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit], **unknown})
     if card.is_file():
-        (partial / CARD_FILE).write_text(_edited_card(card.read_text(encoding="utf-8"), edit), encoding="utf-8")
+        text = without_results(card.read_text(encoding="utf-8"), "the edit")
+        (partial / CARD_FILE).write_text(_edited_card(text, edit), encoding="utf-8")
     # Which code is needed depends on options that the edit may change.
     if config.get("auto_map") or any((model.folder / name).is_file() for name in CODE):
         write_code_of(partial)

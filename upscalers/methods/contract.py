@@ -72,6 +72,8 @@ class Method(ABC):
     #: Whether the upscaled model computes exactly what the base computes: of the class, with the default options; of a method,
     #: with its own.
     identity: bool
+    #: Texts of which `identity` does not hold, in words behind "but for"; None if it holds of all.
+    identity_except: ClassVar[str | None] = None
     #: The part of the model that is trained after upscaling.
     trainable: ClassVar[Literal["new", "all"]] = "new"
     #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.

@@ -34,6 +34,7 @@ class Packs(AttachedMemoryMethod):
     summary = "texts that every token attends to from their name on, without training (identity where no name stands)"
     paper = None
     identity = True
+    identity_except = "texts with a name of the glossary, which change from the name on"
     memory_options = PacksOptions
     own_options = [
         ("corpus", str | None, option(None, 'rows {"name": ..., "text": ...}: a file, folder or Hub dataset')),

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from midus_hf.files.card_example import card_example
+from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
 from upscalers.architecture.family import Config
@@ -48,9 +48,10 @@ def model_card(
     # Once the model is trained, the card says the same, which holds of what it was.
     start = "It is meant to be trained: before that it is not promised to compute what the base computes"
     if method.identity:
-        start = "Before any training it computes exactly what the base computes" + ", as the method promises" * (
-            not compared
-        )
+        start = "Before any training it computes exactly what the base computes"
+        if method.identity_except is not None:
+            start += f", but for {method.identity_except}"
+        start += ", as the method promises" * (not compared)
     start += "." if compared else "; nothing was compared."
     described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [

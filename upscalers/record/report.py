@@ -19,7 +19,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Number of bytes read from the base, and of bytes written to the output."""
+    """Number of bytes read from the base, and of bytes written to the output, as weights and in banks."""
 
     read: int
     written: int
@@ -36,7 +36,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """Report of an upscaling. `to_dict` returns what `--json` prints, which is all but the last four fields.
+    """Report of an upscaling. `to_dict` returns what `--json` prints, which is all but the last five fields.
 
     Args:
         method: Name of the method.
@@ -52,6 +52,7 @@ class UpscaleReport:
         peak_rss_bytes: Largest resident memory of the process, in bytes.
         promises_identity: Whether the method, with its options, promises that the result computes what the base
             computes.
+        identity_except: Texts of which that does not hold, in words behind "but for"; None if it holds of all.
         kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
             nats; None if nothing was compared, or the base has no token with finite logits.
         measurements: What solvers measured about each tensor they made; empty for methods without solvers.
@@ -70,6 +71,7 @@ class UpscaleReport:
     seconds: float
     peak_rss_bytes: int
     promises_identity: bool
+    identity_except: str | None
     kl_divergence: float | None
     measurements: list[dict[str, Any]]
     renumbers_layers: bool
@@ -81,7 +83,7 @@ class UpscaleReport:
         return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
 
 
-_NOT_PRINTED = ("promises_identity", "kl_divergence", "measurements", "renumbers_layers")
+_NOT_PRINTED = ("promises_identity", "identity_except", "kl_divergence", "measurements", "renumbers_layers")
 
 
 class PushError(RuntimeError):

@@ -9,6 +9,7 @@ from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.tokenizer import keep_tokenizer
 from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
@@ -40,6 +41,7 @@ def extract(
         config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
+            keep_tokenizer(source, folder.partial, progress)
     return {
         "model": str(model),
         "output": str(output),

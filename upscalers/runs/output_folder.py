@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from midus_hf.config.backbone import MEMORY_PREFIX
@@ -54,7 +55,7 @@ def written_from(
         writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
         written = writer.write(partial, shards)
         carry_banks(model.folder, partial, banks)
-        yield written
+        yield replace(written, bytes_written=written.bytes_written + bytes_of_banks(partial, banks))
 
 
 def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:

@@ -12,7 +12,7 @@ from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY
 from upscalers.record.provenance import (
     COMPOSITE_KEY,
     DIGEST_KEY,
@@ -74,11 +74,16 @@ def strip(
         ):
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
-            if "tokenizer_config" in record:  # the change that `keep_tokenizer_class` made
-                if isinstance(record["tokenizer_config"], str):
-                    (folder.partial / TOKENIZER_CONFIG).write_text(record["tokenizer_config"], encoding="utf-8")
-                else:
-                    (folder.partial / TOKENIZER_CONFIG).unlink(missing_ok=True)
+            changed = record.get(CHANGED_KEY)
+            for name in CHANGED_FILES if isinstance(changed, dict) else ():
+                if isinstance(changed.get(name), str):
+                    (folder.partial / name).write_text(changed[name], encoding="utf-8")
+                elif name in changed:
+                    (folder.partial / name).unlink(missing_ok=True)
+            if record.get(REWRITTEN_KEY):
+                progress.note(
+                    "the tokenizer's files are not the base's own: they stay as transformers had loaded them, and read text alike."
+                )
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.model_names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
@@ -19,7 +20,7 @@ from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import RequestError, one_line, refusing_requests
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
@@ -90,6 +91,9 @@ def upscale(
     progress = progress or Progress()
     method_class = get_method(method)
     chosen = method_class(parse_options(method_class.options_class, options or {}, f"method {method}"))
+    if (corpus := getattr(chosen.options, "corpus", None)) is not None:
+        with refusing_requests():
+            check_sources([("corpus", corpus)])
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
     if num_new_layers is not None and type(num_new_layers) is not int:
@@ -142,6 +146,7 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
+        num_bytes += bytes_of_banks(source.folder, opened.layout.memories.banks)
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
@@ -157,8 +162,7 @@ def upscale(
                     )
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
-            carried = bytes_of_banks(source.folder, opened.layout.memories.banks) + chosen.bank_bytes(opened)
-            folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
+            folder.check_space(num_bytes + chosen.bank_bytes(opened) + job.scratch_bytes() + _SPARE_BYTES)
             with shown(progress):
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
@@ -174,6 +178,7 @@ def upscale(
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         promises_identity=chosen.identity,
+        identity_except=chosen.identity_except if chosen.identity else None,
         renumbers_layers=job.plan.renumbers,
         **outcome,
     )

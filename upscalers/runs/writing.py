@@ -10,13 +10,13 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import CONFIG_KEY
 from upscalers.architecture.family import Config
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.banks import carry_banks, carry_glossary, create_banks, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, carry_glossary, create_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
-from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
+from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
@@ -59,8 +59,9 @@ class Writing:
             identity, kl_divergence = self._verify(partial, shards, config)
             job.method.fill_banks(job.base, job.plan, partial, progress)
             progress.stage("recording what was done", 1)
+            banks = job.layout.memories.banks
             outcome = {
-                "bytes": Bytes(written.bytes_read, written.bytes_written),
+                "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
                 "identity": identity,
                 "kl_divergence": kl_divergence,
                 "measurements": written.measurements,
@@ -75,17 +76,19 @@ class Writing:
         copy_travelling_files(self.job.source.folder, partial, self.progress)
         validated = _validated(partial)
         self.progress.advance()
-        tokenizer_config = partial / TOKENIZER_CONFIG
-        before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
-        is_changed = keep_tokenizer_class(self.job.source.folder, partial, self.progress)
+        changed = keep_tokenizer(self.job.source, partial, self.progress)
         if config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.carried.module import write_code
 
             write_code(partial, validated)
+            if self.job.base.composite is not None:
+                native = str(self.job.base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
+                if named := name_processors(native, partial, self.progress):
+                    changed[CHANGED_KEY] = {**named, **changed.get(CHANGED_KEY, {})}
             config["auto_map"] = validated.to_dict()["auto_map"]
             write_config(partial, self.job.base.whole_config(config))
         self.progress.advance()
-        return {"tokenizer_config": before} if is_changed else {}
+        return changed
 
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config

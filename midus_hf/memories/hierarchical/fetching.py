@@ -8,21 +8,21 @@ import torch
 from midus_hf.banks.fetched import FetchedBatch
 from midus_hf.banks.model_banks import Banks
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import folder_of_checkpoint, upload_leaves_bank
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint, upload_leaves_bank
 from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
-class FetchesBlocks(Service):
+class FetchesBlocks(ReadsBeside):
     """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
 
     key = "fetched"
     is_required = True
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        super().__init__(model, memories, hosted)
         self.banks = model.own_banks = Banks(memories.banks)
         model.memory_input_names |= {IDS, BLOCKS}
 
@@ -75,6 +75,10 @@ class FetchesBlocks(Service):
     def after_saving(self, folder: Any) -> None:
         """Write open banks beside the weights."""
         self.banks.save(folder)
+
+    def digest(self) -> str | None:
+        """Return a digest of the blocks of all open banks; None if none is open."""
+        return " ".join(f"{name} {bank.digest()}" for name, bank in self.banks.opened.items()) or None
 
     def check_upload(self) -> None:
         """Refuse an upload while a bank is open: Transformers uploads before the bank is written, and leaves nested folders out."""

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from midus_hf.memories.ngram.options import LONGEST, MOST_TOKENS, NgramOptions
 from midus_hf.ops.ngrams.addresses import known_rows, ngram_keys, numbered, windows
+from midus_hf.saved_models import open_ended
 
 # What stands in a table in place of an n-gram that was taken out: above all n-grams of texts.
 TAKEN_OUT = MOST_TOKENS**LONGEST - 1
@@ -34,11 +35,11 @@ def keys_of_texts(
     token_numbers: torch.Tensor | None = None,
     special_tokens: bool = True,
 ) -> Iterator[TextKeys]:
-    """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; no n-gram reaches into another text.
+    """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; none reaches past the end of its text.
 
     `token_numbers`, `[V]`, int64, are the numbers of tokens of like text, by default their ids.
     """
-    starts = range(0, len(texts), _TEXTS_AT_ONCE)
+    starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), open_ended(tokenizer)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
         part = list(texts[first : first + _TEXTS_AT_ONCE])
         ids = tokenizer(part, verbose=False, add_special_tokens=special_tokens)["input_ids"]

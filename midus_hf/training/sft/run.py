@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import check_ids
+from midus_hf.saved_models import check_ids, open_ended
 from midus_hf.topics.corpus import say
 from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import RunTexts, TrainingRun, TrainResult
@@ -72,7 +72,7 @@ class SftRun(TrainingRun):
             options,
             train_dataset=chats,
             eval_dataset=held_out.get("", held_out) or None,
-            processing_class=tokenizer,
+            processing_class=open_ended(tokenizer),  # TRL puts the end token behind completions
         )
         if options.assistant_only_loss:
             _stop_behind_answers(self.model, tokenizer, trainer.first_labels)

@@ -4,17 +4,20 @@ import json
 import os
 import shutil
 from pathlib import Path
+from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
-import torch
+from safetensors import SafetensorError
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
 from midus_hf.files.outputs import alone_in
 from midus_hf.training import checkpoints
+from midus_hf.training.callbacks import RunInterrupted
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.saving import SavedInPart
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -174,11 +177,59 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def test_a_checkpoint_that_a_full_disk_ended_is_not_whole(resumed, output, monkeypatch):
-    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left on device"):
-        train(resumed())
-    assert damage_of(output / "checkpoint-6") == "it was not written to its end"
+# What full disks raise: Python, torch (which does not say why) and safetensors.
+FULL_DISKS = {
+    "trained": (
+        "midus_hf.training.checkpoints.save_file",
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ),
+    "moments": ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")),
+    "other": ("torch.save", OSError(28, "No space left on device")),
+    "log": ("transformers.trainer_callback.CallbackHandler.on_log", OSError(28, "No space left on device")),
+}
+
+
+@pytest.mark.parametrize("case", FULL_DISKS)
+def test_a_full_disk_ends_a_run_in_words_and_leaves_no_part_of_a_checkpoint(case, resumed, output, monkeypatch):
+    function, error = FULL_DISKS[case]
+    monkeypatch.setattr(function, Mock(side_effect=error))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: Mock(free=1000))
+    where = output if case == "log" else output / "checkpoint-6"
+    needed = "" if case == "log" else r"it needs about [\d.]+ MB, and "
+    goes_on = rf"Make room there, and --resume_from_checkpoint true goes on from {output}/checkpoint-4\."
+    facts = rf"{where} could not be written: No space left on device \({needed}{where} has 0\.0 MB free.*\)\. "
+    if case != "log":
+        facts = facts.replace(f"{needed}{where}", f"{needed}{output}")
+    with pytest.raises(SavedInPart, match=facts + goes_on):
+        train(resumed(logging_steps=1))
+    assert not (output / "checkpoint-6").exists()
+
+
+def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output, whole, monkeypatch):
+    alone = {**OPTIONS, "save_only_model": True}
+    run = TrainingRun(config_for(**alone, output_dir=output.parent / "alone"))
+    monkeypatch.setattr(run.stop, "largest", lambda noted: SIGTERM if run.trainer.state.global_step == 3 else 0)
+    with pytest.raises(
+        RunInterrupted, match=r"checkpoint-3 has what trained alone, by save_only_model, and no run can"
+    ):
+        run.execute()
+    for resume in (True, "auto", str(output.parent / "alone" / "checkpoint-2")):
+        with refused(
+            r"checkpoint-[23] has no optimizer and no schedule, as save_only_model .* without save_only_model"
+        ):
+            train(config_for(**alone, output_dir=output.parent / "alone", resume_from_checkpoint=resume))
+    # Of a run that is over, nothing but what trained is read.
+    done = train(config_for(**alone, output_dir=output.parent / "done"))
+    shutil.rmtree(output.parent / "done")
+    assert done.steps == 6
+
+
+def test_random_numbers_of_another_number_of_processes_are_said_to_begin_anew(resumed, output, capsys):
+    (output / "checkpoint-4" / "rng_state.pth").rename(output / "checkpoint-4" / "rng_state_0.pth")
+    (output / "checkpoint-4" / "manifest.json").unlink()
+    checkpoints.finish_checkpoint(output / "checkpoint-4")
+    train(resumed())
+    assert "checkpoint-4 has the random numbers of another number of processes: those of" in capsys.readouterr().err
 
 
 def test_a_run_that_is_over_completes_a_killed_publication_in_no_further_step(resumed, output, whole, monkeypatch):

@@ -57,7 +57,7 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_
     steps = epochs * math.ceil((whole + 1) / 4)
     said = (
         f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last filled up; "
-        f"{steps} steps ({steps * 4 / (whole + 1):.3g} times each); num_train_epochs={epochs}, for 100 steps\n"
+        f"{steps} steps ({epochs} times each); num_train_epochs={epochs}, for 100 steps\n"
     )
     assert said in out
     expected = [tokens[begin : begin + 60] for begin in range(0, len(tokens), 60)]
@@ -74,8 +74,20 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_
         ({"max_steps": 3}, "3 steps (8% of the sequences)", "3 steps are few, in which a model learns little: raise max_steps\n"),
         (
             {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 20},
-            "2 steps (1.05 times each)",
+            "2 steps (once each)",
             "2 steps are few, in which a model learns little: num_train_epochs=50 takes at least 100\n",
+        ),
+        (
+            {"max_steps": 3, "gradient_accumulation_steps": 400}, "3 steps (3 times each)",
+            "3 steps are few, in which a model learns little: raise max_steps\n",
+        ),
+        (
+            {"max_steps": 3, "gradient_accumulation_steps": 30}, "3 steps (1.79 times each)",  # 38 batches of 2, in 2 steps an epoch
+            "3 steps are few, in which a model learns little: raise max_steps\n",
+        ),
+        (
+            {"max_steps": 3, "per_device_train_batch_size": 50, "dataloader_drop_last": True}, "3 steps (1.97 times each)",
+            "3 steps are few, in which a model learns little: raise max_steps\n",
         ),
         ({"max_steps": 30}, "30 steps (79% of the sequences)", None),
     ],

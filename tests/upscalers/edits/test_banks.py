@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny import prompt, save_tiny_model
 from topics.trees import random_tree
 from training.tiny_run import tiny_config, tiny_tokenizer
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.model_banks import check_tree
-from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
 from midus_hf.training.run import train
@@ -112,8 +113,11 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
 
 def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
     nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
+    card, path = (upscaled / "one" / "README.md").read_text(), upscaled / "one" / "README.md"
+    path.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1))
     done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out")
     assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
+    path.write_text(card)  # without results, which the result does not have either
     before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
     assert after.keys() == before.keys() - {(1, 0), (2, 7)}
     assert all(torch.equal(before[node], after[node]) for node in after)
@@ -177,7 +181,8 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
     done = chapters("delete", with_trees / model, *words, "--output", tmp_path / "out")
     assert done.status == 0, done.err
     names = [", ".join(f"{level}:{node}" for level, node in nodes) for nodes in (gone, kept)]
-    assert done.out.splitlines()[1:] == [
+    told = [line for line in done.out.splitlines()[1:] if "centroids" in line]
+    assert told == [
         *[f"deleted the centroids of {names[0]} and all below: no text is assigned to them"] * bool(gone),
         *[f"kept the centroids of {names[1]}, by which texts find other blocks"] * bool(kept),
     ]
@@ -205,6 +210,63 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
     again = run("delete", tmp_path / "out", *words, "--output", tmp_path / "again")
     assert again["centroids"] == {"deleted": [], "kept": [f"{level}:{node}" for level, node in kept]}
     assert ClusterTree.load(tmp_path / "again").fingerprint == after.fingerprint
+
+
+# What `two` was trained with, as its run and its upscaling record it; words of `midus edit delete`; and lines that follow.
+_KEEPS = {
+    "all of a topic": (
+        {"trainable": "new"}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
+        "other weights: its run trained blocks alone; upscale strip proves whether they are the base's, byte for byte",
+    ),
+    "the generic memory": (
+        {}, ["--node", "1:2", "--subtree"],
+        "also taught by its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree; a run with "
+        "--generic_share 0 teaches it nothing",
+        "other weights: its run trained blocks alone; upscale strip proves",
+    ),
+    "below": (
+        None, ["--node", "1:2", "--node", "2:generic"],
+        "also taught by its texts, and kept: blocks below it, 2:7; to delete: --subtree",
+        "other weights: no run is recorded there; upscale strip proves",
+    ),
+    "above": (
+        {"trainable": "all"}, ["--node", "2:7", "--node", "2:generic"],
+        "also taught by its texts, and kept: blocks above it, 1:2; to delete: name them by --node too",
+        "also taught by its texts, and kept: other weights, which the run trained; nothing proves that they forgot",
+    ),
+    "adapters": (
+        {"adapters": {"r": 2}}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
+        "also taught by its texts, and kept: other weights, which the run trained; nothing",
+    ),
+    "other banks": (
+        {}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],
+        "also taught by its texts, and kept: the topic's own blocks in other banks, 1:0, 2:1; to delete: leave out --memory",
+        "also taught by its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic",
+        "other weights: its run trained blocks alone; upscale strip proves",
+    ),
+    "no topic": ({}, ["--node", "2:generic"], "other weights: its run trained blocks alone; upscale strip proves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _KEEPS)
+def test_what_else_a_topic_has_taught_and_where_copies_lie_is_told(upscaled, tmp_path, chapters, monkeypatch, case):
+    record, words, *expected = _KEEPS[case]
+    model = shutil.copytree(upscaled / "two", tmp_path / "model")
+    copies = [str(model)]
+    if record is not None:
+        (model / RUN_CONFIG).write_text(yaml.safe_dump({"corpus": ["a.txt", "b.txt"], **record}))
+        (model / "checkpoint-2").mkdir()
+        copies += [f"{model}/checkpoint-2", "a.txt", "b.txt"]
+    (tmp_path / "home" / "datasets").mkdir(parents=True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    done = chapters("delete", model, *words, "--output", tmp_path / "out")
+    *lines, last = done.out.splitlines()[1:]
+    assert all(line.startswith(words) for line, words in zip(lines, expected, strict=True)), lines
+    assert (
+        last
+        == f"delete copies yourself: {', '.join([*copies, str(tmp_path / 'home' / 'datasets')])}, logs and backups"
+    )
 
 
 def test_a_subtree_is_a_node_and_all_below_and_without_any_topic_there_is_no_tree(with_trees, tmp_path, run):

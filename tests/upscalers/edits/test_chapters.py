@@ -181,6 +181,9 @@ def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edi
 
 
 def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
+    card = (checkpoint / "README.md").read_text()
+    measured = card.replace("---\n", "---\nmodel-index:\n- name: measured before\n  results: []\n", 1)
+    (checkpoint / "README.md").write_text(measured)
     report = chapters("zero", checkpoint, "--chapters", "1,2", "--output", tmp_path / "once", "--json").json()
     assert report.pop("seconds") > 0 and report.pop("bytes_written") > 0
     zeroed = {"command": "zero", "memories": ["chapters"], "chapters": "1-2"}
@@ -195,7 +198,7 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
     unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
     assert record_of(output) == {**record_of(checkpoint), "edits": edits, **unknown}
     assert (output / "README.md").read_text() == (
-        (checkpoint / "README.md").read_text().rstrip() + "\n\n## Edits\n\n"
+        card.rstrip() + "\n\n## Edits\n\n"
         "The text and the numbers above describe the model after its upscaling. Since then:\n\n"
         f"- zero of chapters, chapters 1-2, chapters_before 6, chapters_after 6 (midus_hf {version('midus-hf')})\n"
         f"- prune of chapters, chapters 4, chapters_before 6, chapters_after 5 (midus_hf {version('midus-hf')})\n"

@@ -1,0 +1,43 @@
+"""Parts of model cards: lines of Python that load the model, and measured results, which hold until the model changes."""
+
+import io
+import re
+import sys
+
+# The metadata at the top of a card, as the Hub finds it, and the line that begins its results.
+_METADATA = re.compile(r"\A\s*---(?:\r\n|\r|\n)[\S\s]*?(?:\r\n|\r|\n)(?=---[ \t]*(?:\r|\n|\Z))")
+_RESULTS = re.compile(r"""(["']?)model-index\1[ \t]*:""")
+
+
+def card_example(model_type: str, auto_class: str, writes: bool, repository: str | None = None) -> list[str]:
+    """Return the lines of a block of Python that loads the model of a card and, if `writes`, its tokenizer, and continues a text."""
+    path = "PATH" if repository is None else f'"{repository}"'
+    arguments = f"({path}, trust_remote_code=True)" if model_type.startswith("midus_") else f"({path})"
+    continuing = [
+        f"tokenizer = AutoTokenizer.from_pretrained{arguments}",
+        'tokens = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+        "print(tokenizer.decode(model.generate(tokens, max_new_tokens=20)[0]))",
+    ]
+    return [
+        "```python",
+        f"from transformers import {auto_class}" + (", AutoTokenizer" if writes else ""),
+        "",
+        *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
+        f"model = {auto_class}.from_pretrained{arguments}",
+        *(continuing if writes else []),
+        "```",
+    ]
+
+
+def without_results(card: str, change: str) -> str:
+    """Return a card without the results in its metadata (`model-index`), which a `change` of the model ends; a line says so."""
+    metadata = _METADATA.match(card)
+    kept, within, found = "", False, False
+    for line in io.StringIO(metadata[0] if metadata else "", newline=""):
+        begins = bool(_RESULTS.match(line))
+        within = begins or (within and line[0] in " \t-#\r\n")  # anything else begins the next key
+        kept, found = kept + line * (not within), found or begins
+    if metadata is None or not found:
+        return card
+    print(f"results in the card's metadata are left out, since they were measured before {change}", file=sys.stderr)
+    return kept + card[metadata.end() :]

@@ -1,0 +1,101 @@
+"""Numbers of the comparison of methods: the tables are what its results say, and what other pages say of it is in the tables."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from midus_hf.compare.findings import chosen_rate, paired, spread
+from midus_hf.compare.options import rate_name
+from midus_hf.compare.runs import Result, read_result
+
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "experiments" / "results" / "smollm2-135m-instruct-short" / "runs"
+MEASURED = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## Measured here")[2]
+CONTROLS = ("one-row", "random-slots", "frozen-addresses")
+# What a page says beside a link to the tables.
+OTHERS = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+STATED = [
+    (page, paragraph)
+    for page, text in OTHERS.items()
+    for paragraph in re.split(r"\n(?=- )|\n\n", text)
+    if re.search(r"\bchoosing\.md#measured-here\)", paragraph) and not paragraph.startswith("|")
+]
+
+
+@cache
+def results() -> list[Result]:
+    found = [read_result(path.with_suffix("")) for path in sorted(RUNS.rglob("seed-*.json"))]
+    return [one for one in found if one is not None]
+
+
+def chosen(variant: str) -> dict[int, Result]:
+    """Return the runs of a variant by seed, at the rate that the validation text chose with seed 0."""
+    own = [one for one in results() if one.variant == variant]
+    rate = chosen_rate([one for one in own if one.seed == 0], ["other_addresses"])
+    return {one.seed: one for one in own if one.rate == rate}
+
+
+def fall(result: Result, text: str) -> float:
+    return result.start.losses[text] - result.losses[text]
+
+
+def with_spread(number, sign: str = "") -> str:
+    return f"{number.mean:{sign}.4f} ± {number.deviation:.4f}"
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Return the cells of the rows of the table whose header begins so."""
+    table = MEASURED[MEASURED.index(heading) :].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_table_is_what_the_results_say():
+    variants = {one.variant for one in results() if one.control is None}
+    lora = {seed: fall(one, "addresses") for seed, one in chosen("lora").items()}
+    expected = []
+    for name in variants:
+        runs = chosen(name)
+        assert sorted(runs) == [0, 1, 2]
+        learned = {seed: fall(one, "addresses") for seed, one in runs.items()}
+        rate = list(runs[0].rate.values())[-1]
+        expected.append(
+            [
+                name,
+                f"{runs[0].trained_parameters / 1e6:.1f} M",
+                f"{rate:g}",
+                with_spread(spread(list(learned.values()))),
+                "" if name == "lora" else with_spread(paired(lora, learned), "+"),
+                with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+"),
+            ]
+        )
+    assert rows_of("| variant | trains |") == sorted(expected, key=lambda row: row[3], reverse=True)
+
+
+def test_the_table_of_null_controls_is_what_the_results_say():
+    controls = {
+        (one.control_of, one.control, rate_name(one.rate)): one for one in results() if one.control is not None
+    }
+    rows = rows_of("| variant | itself |")
+    assert {row[0] for row in rows} == {variant for variant, _, _ in controls}
+    for name, *cells in rows:
+        itself = chosen(name)[0]
+        runs = [itself, *(controls[name, control, rate_name(itself.rate)] for control in CONTROLS)]
+        assert cells == [f"{fall(one, 'addresses'):.3f}" for one in runs]
+
+
+@pytest.mark.parametrize(("page", "paragraph"), STATED, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(STATED)])
+def test_other_pages_repeat_numbers_of_the_tables_alone(page, paragraph):
+    """What stands behind a link to the log is the log's."""
+    stated = re.findall(r"(?<![\d.])0\.\d+", paragraph.partition("LOG.md")[0])
+    known = [float(number) for number in re.findall(r"0\.\d+", MEASURED)]
+    assert [one for one in stated if float(one) not in {round(number, len(one) - 2) for number in known}] == []
+
+
+def test_the_first_page_says_what_the_table_says_of_each_variant():
+    (paragraph,) = (text for page, text in STATED if page.name == "README.md" and "held-out loss" in text)
+    stated = re.findall(r"(0\.\d{3})[^\d`]*? with (?:`([\w-]+)`|(LoRA))", paragraph)
+    learned = {row[0]: float(row[3].partition(" ")[0]) for row in rows_of("| variant | trains |")}
+    assert len(stated) == len(re.findall(r"0\.\d{3}", paragraph)) == 4
+    assert all(number == f"{learned[name or lora.lower()]:.3f}" for number, name, lora in stated)
