@@ -4,10 +4,11 @@
     python -m experiments.facts --picture facts.png < facts.jsonl
 
 A line of JSON per model has, as numbers of right answers to greedy generation: atomic numbers in four wordings, behind an unrelated
-paragraph, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many capitals,
-whose questions name no element, are answered as by the base. Then the change of the loss, in nats per token, on beginnings of
-articles that hold the name of an element and on others, and how many of the others keep their logits bit for bit. `--in-front` asks
-the base behind the sentences of the entry as well, and `--names-in-front` the models behind the name alone, as `midus ask` does.
+paragraph, in chats, and as the likeliest of four numbers; other relations of the same names, the symbol and the weight; and how many
+capitals, whose questions name no element, are answered as by the base. Then lines that the model writes itself in lists of elements,
+and the share of repeated 4-grams behind names. Then the change of the loss, in nats per token, on beginnings of articles that hold
+the name of an element and on others, and how many of the others keep their logits bit for bit. `--in-front` asks the base behind the
+sentences of the entry as well, and `--names-in-front` the models behind the name alone, as `midus ask` does.
 `--about countries` asks for five values of each of 60 countries, and `--about products` for the ports of twenty products that do not
 exist.
 
@@ -24,7 +25,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,9 @@ from material.articles import articles
 from material.elements import elements
 from material.factbook import FACTS, factbook
 from midus_hf.look.pictures import as_png, new_figure
-from midus_hf.memories.packs.writing import name_table
+from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
 from midus_hf.model_names import check_model_name
 from midus_hf.topics.corpus import read_corpus
-from upscalers.methods.packs import spelled_names
 
 WORDINGS = {
     "name last": "The atomic number of {name} is",
@@ -64,6 +64,15 @@ ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256
 ARTICLES_WITHOUT = 100
 COUNTRIES = 60
+CHATS = {
+    "number in a chat": "What is the atomic number of {name}?",
+    "protons in a chat": "How many protons does an atom of {name} have?",
+}
+LISTS = (
+    *(("oxygen", "iron"), ("sodium", "copper"), ("hydrogen", "gold"), ("carbon", "silver")),
+    *(("neon", "zinc"), ("calcium", "tin"), ("helium", "nickel"), ("nitrogen", "cobalt")),
+)
+FREE = ("sodium", "iron", "helium", "gold", "uranium", "carbon", "tungsten", "argon", "mercury", "iodine")
 PRODUCTS = (
     *("Kestrel", "Merlin", "Osprey", "Plover", "Curlew", "Dunlin", "Gannet", "Heron", "Jackdaw", "Lapwing"),
     *("Nuthatch", "Oriole", "Petrel", "Quail", "Redstart", "Siskin", "Teal", "Whimbrel", "Wryneck", "Yellowhammer"),
@@ -80,11 +89,12 @@ PORTS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the entry that it asks for, and whether a continuation of it is right."""
+    """A prompt, the entry that it asks for, whether a continuation of it is right, and whether it is asked by the chat template."""
 
     prompt: str
     entry: str
     is_right: Callable[[str], bool]
+    is_chat: bool = False
 
 
 def first_number(expected: float, tolerance: float = 0.0) -> Callable[[str], bool]:
@@ -162,6 +172,9 @@ def questions_of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Q
     kinds = {kind: asked(wording, lambda each: first_number(each["number"])) for kind, wording in WORDINGS.items()}
     kinds["behind a paragraph"] = asked(PARAGRAPH + WORDINGS["place"], lambda each: first_number(each["number"]))
     kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: first_word(each["symbol"]))
+    for kind, wording in CHATS.items():
+        named = asked(wording, lambda each: first_number(each["number"]))
+        kinds[kind] = [replace(question, is_chat=True) for question in named]
     weighed = [each for each in entries if each["weight"] is not None]
     kinds["weight"] = [
         Question(
@@ -216,17 +229,51 @@ class Asked:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
-    def answers(self, questions: Sequence[Question], tokens: int = 8) -> list[str]:
+    def answers(self, questions: Sequence[Question]) -> list[str]:
+        """Return greedy continuations of 8 tokens, in a chat 24."""
+        prompts = [self.texts.get(each.entry, "") + each.prompt for each in questions]
+        if not any(each.is_chat for each in questions):
+            return self.continued(prompts, 8)
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return self.continued(
+            self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False), 24
+        )
+
+    def continued(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Return greedy continuations."""
         answers: list[str] = []
-        for first in range(0, len(questions), ROWS_AT_ONCE):
-            part = questions[first : first + ROWS_AT_ONCE]
-            prompts = [self.texts.get(each.entry, "") + each.prompt for each in part]
-            inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
+        for first in range(0, len(prompts), ROWS_AT_ONCE):
+            part = prompts[first : first + ROWS_AT_ONCE]
+            inputs = self.tokenizer(part, return_tensors="pt", padding=True)
             pad = self.tokenizer.pad_token_id
             made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
             answers += self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return answers
+
+    def lists(self, entries: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return how many lines with a new name are right in lists that go on for 64 tokens, or wrong, and those of known names."""
+        numbers = {each["name"]: each["number"] for each in entries}
+        numbers |= {"aluminum": numbers.get("aluminium"), "cesium": numbers.get("caesium")}
+        begun = [pair for pair in LISTS if numbers.keys() >= {*pair}]
+        fronts = ["".join(self.texts.get(name, "") for name in pair) for pair in begun]
+        head = "A list of chemical elements with their atomic numbers:\n"
+        lines = ["".join(f"- {name}: {numbers[name]}\n" for name in pair) for pair in begun]
+        counts = {"right": 0, "wrong": 0, "repeated": 0}
+        made = self.continued([front + head + two + "-" for front, two in zip(fronts, lines, strict=True)], 64)
+        for pair, text in zip(begun, made, strict=True):
+            named = {*pair}
+            for name, number in re.findall(r"^\W*(\w+): *(\d+).*\n", f"-{text}", re.MULTILINE):
+                right = numbers.get(name.lower()) == int(number)
+                counts["repeated" if name.lower() in named else "right" if right else "wrong"] += 1
+                named.add(name.lower())
+        return counts
+
+    def repeats(self, entries: Sequence[dict[str, Any]]) -> float:
+        """Return the share of four tokens in a row that stood before in 120 tokens behind a name."""
+        names = [each["name"] for each in entries if each["name"] in FREE]
+        texts = self.continued([f"{self.texts.get(name, '')}{name.capitalize()} is" for name in names], 120)
+        fours = [[*zip(*(ids[at:] for at in range(4)), strict=False)] for ids in self.tokenizer(texts)["input_ids"]]
+        return round(1 - sum(len({*each}) for each in fours) / max(sum(map(len, fours)), 1), 3)
 
     @torch.no_grad()
     def chosen(self, entries: Sequence[dict[str, Any]], seed: int = 0) -> int:
@@ -253,11 +300,10 @@ class Asked:
 
 def article_ids(tokenizer: Any, names: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the beginnings of articles that hold a name, and the first of those that hold none."""
-    spelled = spelled_names(tokenizer, [*names, *(f"{name[:1].upper()}{name[1:]}" for name in names)])
-    table = name_table({ids: 1 for each in spelled for ids in each}, len(tokenizer))
+    table, piece = NameTable(name_of(number, name) for number, name in enumerate(names, 1)), Spelling(tokenizer).piece
     ids = tokenizer(read_corpus(str(articles()))["text"][:], verbose=False)["input_ids"]
     beginnings = [each[:ARTICLE_TOKENS] for each in ids]
-    held = [bool(table.entries(torch.tensor([each])).any()) for each in beginnings]
+    held = [any(token.opens for token in names_in(table, map(piece, each))) for each in beginnings]
     without = [each for each, has_name in zip(beginnings, held, strict=True) if not has_name]
     return [each for each, has_name in zip(beginnings, held, strict=True) if has_name], without[:ARTICLES_WITHOUT]
 
@@ -290,11 +336,14 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for label, model in itertools.chain(rows, models):
         report: dict[str, Any] = {"model": label, "right": {}}
         for kind, questions in kinds.items():
+            if questions[0].is_chat and model.tokenizer.chat_template is None:
+                continue
             answers = model.answers(questions)
             right = [each.is_right(answer) for each, answer in zip(questions, answers, strict=True)]
             report["right"][kind] = [sum(right), len(right)]
         if asked.about == "elements":
             report["right"]["one of four"] = [model.chosen(entries), len(entries)]
+            report |= {"lists": model.lists(entries), "repeated 4-grams": model.repeats(entries)}
         if not model.texts:
             answers = model.answers(unrelated)
             same = [one == other for one, other in zip(answers, at_base, strict=True)]

@@ -170,6 +170,19 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     assert model["right"]["one of four"][1] == len(few)
 
 
+def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
+    asked = facts.Asked.__new__(facts.Asked)
+    asked.texts, asked.tokenizer = {"iron": "A metal.\n"}, lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
+    prompts = []
+    made = [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
+    monkeypatch.setattr(asked, "continued", lambda texts, tokens: prompts.extend(texts) or made)
+    numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
+    entries = [{"name": name, "number": number} for name, number in numbers.items()]
+    assert asked.lists(entries) == {"right": 1, "wrong": 1, "repeated": 2}
+    assert prompts[0].startswith("A metal.\nA list") and prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
+    assert asked.repeats(entries) == 0.2
+
+
 def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, monkeypatch):
     def line(model, right, touched, others):
         counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}

@@ -137,7 +137,7 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
         made(save_base(tmp_path / "base"), tmp_path)
-    with pytest.raises(RequestError, match="has packs; expected one glossary for a model. Add entries.*: midus edit add"):
+    with pytest.raises(RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"):
         made(model, tmp_path)
 
 
