@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.cli.edit import main as edit
+from midus_hf.cli.look import main as look
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
@@ -241,3 +242,19 @@ def test_a_folder_without_its_glossary_is_refused(model, tmp_path):
     (copy / "glossary.jsonl").unlink()
     with pytest.raises(ValueError, match=r"there is no glossary.jsonl in .*; expected one beside the weights"):
         AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_touched_tells_from_ids_what_an_entry_can_change(base, model, tmp_path, capsys):
+    texts = ["word1 word2 word3", "word1 word22 word3 word4", "word20 word2 word5"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["touched", str(model), "--text", str(tmp_path / "texts.jsonl")]
+    assert look([*words, "--json", "--output", str(tmp_path / "rows.csv")]) in (0, None)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row | {"memory": "packs", "documents": 3, "untouched": 1, "tokens": 10, "differing": 0.4} == row
+    firsts = [line.split(",")[-1] for line in (tmp_path / "rows.csv").read_text().splitlines()[1:]]
+    assert firsts == ["", "1", "2"]
+    for text, first in zip(([1, 2, 3], [1, 22, 3, 4], [20, 2, 5]), (3, 1, 2), strict=True):
+        same = (logits(model, text) == logits(base, text)).all(-1)[0]
+        assert same.tolist() == [True] * first + [False] * (len(text) - first)
+    assert look([*words, "--prove"]) in (0, None)
+    assert "1 untouched documents computed: their logits are the same" in capsys.readouterr().out
