@@ -79,10 +79,16 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
 
 WRONG_ROWS = [
     ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
-    ([ENTRIES[0], {"name": "word6", "text": " "}], "row 2 of corpus .* has the text ' '; expected what is to be known"),
+    (
+        [ENTRIES[0], {"name": "word6", "text": " "}],
+        "row 2 of corpus .* has the text ' '; expected what is to be known",
+    ),
     ([{"text": "word7"}], "has the columns text; expected name and text"),
     ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
-    ([*ENTRIES, {"name": "word22", "text": "word1"}], "row 5 of corpus .* which row 2 of corpus .* has beside other names"),
+    (
+        [*ENTRIES, {"name": "word22", "text": "word1"}],
+        "row 5 of corpus .* which row 2 of corpus .* has beside other names",
+    ),
     (
         [ENTRIES[0], {"name": "unknown", "text": "word1"}],
         "the entry 'unknown' of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
@@ -136,7 +142,9 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
         made(save_base(tmp_path / "base"), tmp_path)
-    with pytest.raises(RequestError, match="has packs; expected one glossary for a model. Add entries.*: midus edit add"):
+    with pytest.raises(
+        RequestError, match=r"has packs; expected one glossary for a model. Add entries.*: midus edit add"
+    ):
         made(model, tmp_path)
 
 
