@@ -155,6 +155,15 @@ class HostsMemory:
                 service.after_saving(save_directory)
         return saved
 
+    def _get_files_timestamps(self, *args: Any) -> dict[str, float]:
+        """Return the times of a folder's files before a model is saved there, so that files written since are uploaded.
+
+        Those of what services write beside the weights, before the family saves, are left out.
+        """
+        times: dict[str, float] = super()._get_files_timestamps(*args)
+        beside = ("glossary.jsonl", "tokenizer", "special_tokens_map.json", "chat_template")
+        return {name: time for name, time in times.items() if not name.startswith(beside)}
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the model as its family does.
 

@@ -1,6 +1,7 @@
 """The real material: what is fetched is what it is said to be."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import stages
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+from midus_hf.memories.packs.glossary import found_in
+from midus_hf.memories.packs.names import NameTable, name_of
 from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 
@@ -121,3 +124,17 @@ def test_stages_have_parts_of_which_none_holds_a_text_of_another():
         assert len({text for texts in parts.values() for text in texts}) == sum(map(len, parts.values())), stage.name
         assert 18_000 < sum(map(len, parts["corpus"])) < 230_000, stage.name
         assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
+
+
+def test_names_of_elements_are_found_in_articles_as_whole_words_are():
+    rows = rows_of(elements() / "atomic_numbers.jsonl")
+    numbers = {name: number for number, row in enumerate(rows) for name in row["names"]}
+    table = NameTable(name_of(number, name) for name, number in numbers.items())
+    # Names of at most three characters keep their case.
+    words = [name if len(name) <= 3 else f"(?i:{name})" for name in sorted(numbers, key=len, reverse=True)]
+    whole = re.compile(rf"\b(?:{'|'.join(words)})\b")
+    articles_ = ((text, text.lower()) for text in read_corpus(str(articles()))["text"])
+    texts = [text for text, lower in articles_ if any(name in lower for name in numbers if name != "tin")]
+    found = [[each.entry for each in found_in(table, text)] for text in texts]
+    assert found == [[numbers[each.lower()] for each in whole.findall(text)] for text in texts]
+    assert sum(map(len, found)) > 150 and any(numbers["gold"] in each for each in found)

@@ -25,7 +25,10 @@ WRONG_ROWS = [
     ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),
     ({"name": "a|b", "text": "x"}, "the name 'a|b'; did you mean several names?"),
     ({"name": '["a", "b"]', "text": "x"}, "did you mean several names?"),
-    ({"name": "a\x00b", "text": "x"}, "the name 'a\\x00b', which no text can have; expected characters that are seen."),
+    (
+        {"name": "a\x00b", "text": "x"},
+        "the name 'a\\x00b', which no text can have; expected characters that are seen.",
+    ),
     ({"name": "\u200b", "text": "x"}, "which no text can have; expected characters that are seen."),
 ]
 
@@ -45,7 +48,9 @@ def test_an_entry_has_each_name_once_as_it_was_given():
 def test_texts_of_the_same_names_are_joined_and_names_of_two_entries_are_refused():
     again, other = IRON._replace(text="Heavy."), Entry(("iron ore",), "A rock.")
     assert joined([("row 1", IRON), ("row 2", again)]) == [IRON._replace(text="A metal.\nHeavy.")]
-    with pytest.raises(ValueError, match=r"row 2 has the name 'iron ore', which row 1 has beside other names; expected"):
+    with pytest.raises(
+        ValueError, match=r"row 2 has the name 'iron ore', which row 1 has beside other names; expected"
+    ):
         joined([("row 1", IRON), ("row 2", other)])
     cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.")]
     assert joined([("row 1", cased[0]), ("row 2", cased[1])]) == cased
@@ -70,8 +75,14 @@ def test_a_file_is_read_as_it_was_written_and_can_be_read_by_people(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"there is no glossary.jsonl in .*, without which no name would be known; expected one beside the weights"),
-        ('{"name": "a", "text": "x"}\n{', r"row 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy"),
+        (
+            None,
+            r"there is no glossary.jsonl in .*, without which no name would be known; expected one beside the weights",
+        ),
+        (
+            '{"name": "a", "text": "x"}\n{',
+            r"row 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
+        ),
         ("[1]\n", r"row 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
         ('{"name": "a", "text": ""}\n', r"row 1 of .*glossary.jsonl has the text ''"),
     ],
@@ -95,15 +106,30 @@ def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda entries: entries.add("iron ore", "x"), "the name 'iron ore' has an entry; expected a new name. Use replace"),
+        (
+            lambda entries: entries.add("iron ore", "x"),
+            "the name 'iron ore' has an entry; expected a new name. Use replace",
+        ),
         (lambda entries: entries.add("a;b", "x"), "the new entry has the name 'a;b'; did you mean several names?"),
-        (lambda entries: entries.add("Łódź", "x"), "the new entry has the name 'Łódź', which the model's tokens do not spell"),
-        (lambda entries: entries.add("a b", "ö" * 99), f"the new entry has the text '{'ö' * 60}...', which the model's tok"),
+        (
+            lambda entries: entries.add("Łódź", "x"),
+            "the new entry has the name 'Łódź', which the model's tokens do not spell",
+        ),
+        (
+            lambda entries: entries.add("a b", "ö" * 99),
+            f"the new entry has the text '{'ö' * 60}...', which the model's tok",
+        ),
         (lambda entries: entries.remove("Iron or"), "no entry has the name 'Iron or'; did you mean 'Iron ore'?"),
         (lambda entries: entries.remove("zinc"), "no entry has the name 'zinc'; expected a name of the glossary."),
         (lambda entries: entries.remove("fe"), "no entry has the name 'fe'"),
-        (lambda entries: entries.replace("zinc", "x"), "no entry has the name 'zinc'; expected a name of the glossary."),
-        (lambda entries: entries.replace("Fe", " "), "the entry 'Iron ore' has the text ' '; expected what is to be known"),
+        (
+            lambda entries: entries.replace("zinc", "x"),
+            "no entry has the name 'zinc'; expected a name of the glossary.",
+        ),
+        (
+            lambda entries: entries.replace("Fe", " "),
+            "the entry 'Iron ore' has the text ' '; expected what is to be known",
+        ),
         (lambda entries: entries.replace("Fe", "ö"), "has the text 'ö', which the model's tokens do not spell"),
     ],
 )

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.cli import hf
 from peft import LoraConfig, get_peft_model
-from tiny import prompt
+from tiny import prompt, save_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from midus_hf.model_names import check_model_name
@@ -109,6 +109,20 @@ def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
         with pytest.raises(ValueError, match=r"expected save_pretrained\(folder\), and then in a shell: hf upload"):
             upload()
     assert "me/fetching" not in hub.repositories
+
+
+def test_a_model_with_packs_is_uploaded_with_its_glossary_and_read_again(base, hub, tmp_path):
+    save_tiny_tokenizer(base)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"name": "word5", "text": "word7 word8"}))
+    model = load(unverified(base, tmp_path / "out", method="packs", options={"corpus": str(tmp_path / "rows.jsonl")}))
+    model.glossary.add("word6", "word9")
+    model.push_to_hub("me/pushed")
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
+    for name in ("pushed", "saved-and-pushed"):
+        pushed = AutoModelForCausalLM.from_pretrained(f"me/{name}").eval()
+        assert [*pushed.glossary] == [*model.glossary] and len(pushed.glossary) == 2
+        with torch.no_grad():
+            assert torch.equal(pushed(torch.tensor([[5, 6, 50]])).logits, model(torch.tensor([[5, 6, 50]])).logits)
 
 
 MAY_NOT = "but the Hub does not let this account write there ("

@@ -11,8 +11,12 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.cli.edit import main as edit
+<<<<<<< HEAD
 from midus_hf.cli.upscale import main as upscale_command
 from midus_hf.files.checkpoint_files import CARD_FILE
+=======
+from midus_hf.cli.look import main as look
+>>>>>>> h-ptests
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
@@ -80,10 +84,16 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
 
 WRONG_ROWS = [
     ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
-    ([ENTRIES[0], {"name": "word6", "text": " "}], "row 2 of corpus .* has the text ' '; expected what is to be known"),
+    (
+        [ENTRIES[0], {"name": "word6", "text": " "}],
+        "row 2 of corpus .* has the text ' '; expected what is to be known",
+    ),
     ([{"text": "word7"}], "has the columns text; expected name and text"),
     ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
-    ([*ENTRIES, {"name": "word22", "text": "word1"}], "row 5 of corpus .* which row 2 of corpus .* has beside other names"),
+    (
+        [*ENTRIES, {"name": "word22", "text": "word1"}],
+        "row 5 of corpus .* which row 2 of corpus .* has beside other names",
+    ),
     (
         [ENTRIES[0], {"name": "unknown", "text": "word1"}],
         "the entry 'unknown' of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
@@ -137,7 +147,13 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
         made(save_base(tmp_path / "base"), tmp_path)
+<<<<<<< HEAD
     with pytest.raises(RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"):
+=======
+    with pytest.raises(
+        RequestError, match=r"has packs; expected one glossary for a model. Add entries.*: midus edit add"
+    ):
+>>>>>>> h-ptests
         made(model, tmp_path)
 
 
@@ -260,3 +276,19 @@ def test_a_folder_without_its_glossary_is_refused(model, tmp_path):
     (copy / "glossary.jsonl").unlink()
     with pytest.raises(ValueError, match=r"there is no glossary.jsonl in .*; expected one beside the weights"):
         AutoModelForCausalLM.from_pretrained(copy)
+
+
+def test_touched_tells_from_ids_what_an_entry_can_change(base, model, tmp_path, capsys):
+    texts = ["word1 word2 word3", "word1 word22 word3 word4", "word20 word2 word5"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["touched", str(model), "--text", str(tmp_path / "texts.jsonl")]
+    assert look([*words, "--json", "--output", str(tmp_path / "rows.csv")]) in (0, None)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row | {"memory": "packs", "documents": 3, "untouched": 1, "tokens": 10, "differing": 0.4} == row
+    firsts = [line.split(",")[-1] for line in (tmp_path / "rows.csv").read_text().splitlines()[1:]]
+    assert firsts == ["", "1", "2"]
+    for text, first in zip(([1, 2, 3], [1, 22, 3, 4], [20, 2, 5]), (3, 1, 2), strict=True):
+        same = (logits(model, text) == logits(base, text)).all(-1)[0]
+        assert same.tolist() == [True] * first + [False] * (len(text) - first)
+    assert look([*words, "--prove"]) in (0, None)
+    assert "1 untouched documents computed: their logits are the same" in capsys.readouterr().out

@@ -322,7 +322,7 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
 
 NO_MEMORY = "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn."
 REFUSED = [
-    ("one", [], "expected blocks (--node, perhaps with --subtree) or names of packs (--name), one of both."),
+    ("one", [], "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both."),
     ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
     ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
     ("one", ["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
