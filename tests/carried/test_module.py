@@ -34,10 +34,7 @@ OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
 # What memories need beside the sites and services that their layers name, by the methods that do, or by how their names begin.
 NEEDED_BY = {
     "AttentionHost": ("hier-kv", "moda", "packs"),
-<<<<<<< HEAD
-=======
     "Glossary": ("packs",),
->>>>>>> h-ptests
     "MemoryBank": ("hier-",),
     "BankLayout": ("hier-",),
     "TrainedBank": (),
