@@ -97,11 +97,11 @@ class OpensPacks(States):
         if not any(rows):
             return {}
         kept: dict[Any, Any] = {} if state is None else state.shared
-        key = tuple(tuple(row) for row in rows), model.device, model.dtype
+        key = tuple(tuple(row) for row in rows), ids.device, model.dtype
         if ids.shape[1] == 1 and kept.get("step", (None,))[0] == key:
             return {self.name: kept["step"][1]}
         with torch.inference_mode(False), torch.no_grad():
-            packs = self._packs(model, glossary, rows, kept)
+            packs = self._packs(model, glossary, rows, kept, ids.device)
             assert self._angles is not None, "packs were read before"
             angles = self._angles[1]
             opened = open_packs(rows, ids.shape[1], packs, angles, self.options.distance, ids.device, model.dtype)
@@ -148,7 +148,7 @@ class OpensPacks(States):
         return readings
 
     def _packs(
-        self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[Any, Any]
+        self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[Any, Any], device: Any
     ) -> dict[int, Pack]:
         """Return the pack of each entry that a row reads. Those that the sequences had open before are kept beside their cache."""
         wanted = dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)
@@ -162,9 +162,9 @@ class OpensPacks(States):
             model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
 
         if self._angles is None or self._angles[0] != model.dtype:
-            self._angles = model.dtype, rotation_angles(run, model.device)
+            self._angles = model.dtype, rotation_angles(run, device)
         texts = [glossary.spelling.ids(entry.text)[: self.options.max_tokens] for entry in new.values()]
-        packs |= zip(new, read_texts(run, texts, model.device), strict=True)
+        packs |= zip(new, read_texts(run, texts, device), strict=True)
         made |= packs
         for entry in [*made][:-_MOST_KEPT]:
             del made[entry]
