@@ -11,9 +11,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.cli.edit import main as edit
+from midus_hf.cli.look import main as look
 from midus_hf.cli.upscale import main as upscale_command
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.cli.look import main as look
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
@@ -144,7 +144,9 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
     with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
         made(save_base(tmp_path / "base"), tmp_path)
-    with pytest.raises(RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"):
+    with pytest.raises(
+        RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"
+    ):
         made(model, tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import codecs
 import functools
+import itertools
 import unicodedata
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,9 +81,10 @@ class Name(NamedTuple):
 
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
-    """Return a name; `exact`, a name of at most three characters, and one with a capital behind its first, keep their case."""
+    """Return a name; `exact`, a name of at most three characters, and one with a capital within a word keep their case."""
     folded, written = spelled(name)
-    keeps = exact or len(written) <= _KEEPS_CASE or any(each.isupper() for each in written[1:] if each.isalpha())
+    within = any(before.isalnum() and each.isupper() for before, each in itertools.pairwise(written))
+    keeps = exact or len(written) <= _KEEPS_CASE or within
     return Name(entry, folded, written if keeps else None)
 
 
