@@ -73,10 +73,10 @@ class MappedBank(BlockReader):
         """Return the SHA-256 of all blocks that were written, and of the seed that the others are drawn from."""
         digest = hashlib.sha256(str(self.description["seed"]).encode())
         for rows in self._levels.values():
-            digest.update(rows.marks.numpy())
+            digest.update(rows.marks.numpy().tobytes())
             for row in rows.marked():
                 record = rows.row(row)
-                digest.update(b"" if record is None else record.view(torch.uint8).numpy())
+                digest.update(b"" if record is None else record.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

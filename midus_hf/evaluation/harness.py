@@ -137,7 +137,7 @@ class Tasks:
             results = evaluate(language_model, loaded, limit=limit, log_samples=False)
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():
-            score = {
+            score: dict[str, Any] = {
                 metric.removesuffix(",none"): _plain(value)
                 for metric, value in measured.items()
                 if "," in metric and not ("_stderr," in metric and _plain(value) in (None, "N/A"))

@@ -111,5 +111,6 @@ def _check_literal(lines: Iterable[str], first: int, dialect: dict[str, Any]) ->
 
 
 def _fields(text: str, separator: str, *, is_literal: bool) -> list[str]:
-    quoting = csv.QUOTE_NONE if is_literal else csv.QUOTE_MINIMAL
-    return next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting)), [])
+    lines = io.StringIO(text, newline="")
+    literal = csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE)
+    return next(filter(None, literal if is_literal else csv.reader(lines, delimiter=separator)), [])

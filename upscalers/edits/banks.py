@@ -158,8 +158,8 @@ def _trained_weights(folder: Path) -> bool | None:
 def _copies(folder: Path, model: str) -> list[str]:
     """Return where else what topics taught, or their texts, can lie, as far as a checkpoint and the record of its run say it."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
-    corpora = [run.get(key) or () for key in ("corpus", "dataset_name")]
-    corpora = [name for each in corpora for name in ([each] if isinstance(each, str) else each)]
+    named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
+    corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
     home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
     cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))

@@ -74,7 +74,7 @@ def strip(
         ):
             progress.stage("checking what was written", 1)
             write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
-            changed = record.get(CHANGED_KEY)
+            changed: Any = record.get(CHANGED_KEY)
             for name in CHANGED_FILES if isinstance(changed, dict) else ():
                 if isinstance(changed.get(name), str):
                     (folder.partial / name).write_text(changed[name], encoding="utf-8")
