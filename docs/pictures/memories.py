@@ -329,9 +329,9 @@ def moda() -> Picture:
 def packs() -> Picture:
     """Draw a text whose tokens attend to the pack of a name from the name on."""
     picture = Picture(250)
-    picture.title(14, "A bank beside the weights")
-    picture.box(14, 60, 190, 46, "pack of a name: keys and\nvalues of its entry's text", "table", size=SMALL)
-    picture.box(14, 150, 190, 46, "names, as exact tokens,\nin each spelling", "table", size=SMALL)
+    picture.title(14, "Texts beside the weights")
+    picture.box(14, 60, 190, 46, "pack: keys and values that\nthe model makes of a text", "table", size=SMALL)
+    picture.box(14, 150, 190, 46, "names and texts,\nin glossary.jsonl", "table", size=SMALL)
     picture.arrow((109, 150), (109, 106))
     picture.title(270, "Attention in every layer")
     words = ("the", "port", "of", "Kestrel", "is", "...")
