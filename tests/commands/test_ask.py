@@ -118,7 +118,7 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"name": ["Iron ore", "Fe"], "text": "(26)"}, {"name": "tungsten", "text": "Wolf."}]
     rows.append({"name": "Steel", "text": "Of iron ore."})
-    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows)), "open": 2}
+    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows)), "open": 2, "score_bias": 1.0}
     model = tmp_path / "model"
     upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
 
