@@ -56,7 +56,7 @@ def run(
     """Add memory or layers to a pretrained model. Until it is trained, the new model computes what the base computes.
 
     \b
-    upscale --base HuggingFaceTB/SmolLM2-135M-Instruct --method midus-hml --output OUT
+    upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
     if context.invoked_subcommand is not None:
         return

@@ -83,7 +83,7 @@ def room(tmp_path, monkeypatch):
         (tmp_path / name / file).write_text("{}")
     (tmp_path / "run.yaml").write_text("model_name_or_path: model\ncorpus: text.txt\noutput_dir: out\n")
     (tmp_path / "compare.yaml").write_text(
-        "base: model\noutput_dir: out\nvariants: {full: {}}\ntrain: {corpus: corpus.txt, max_steps: 1}\ndomain: {text: text.txt}\n"
+        "base: model\noutput_dir: out\nvariants: {full: {}}\ntrain: {corpus: text.txt, max_steps: 1}\ndomain: {text: text.txt}\n"
     )
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "sft.yaml").write_text("model_name_or_path: model\ndataset_name: chats.jsonl\noutput_dir: out\n")

@@ -245,7 +245,7 @@ def without_the_last_projection(hook_projections):
     def fewer(self, part):
         hook_projections(self, part)
         *_, last = self.layer.classes[next(iter(self.layer.sites))].projections
-        self.layer.get_submodule(f"{part}.{parts.PROJECTION_NAMES[last]}")._forward_hooks.clear()
+        del self._hooks[f"{part}.{parts.PROJECTION_NAMES[last]}"]
 
     return fewer
 

@@ -64,7 +64,9 @@ def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, token
 SOME_TYPES = ("qwen2", "phi3", "olmo2", "gpt_neox", "minimax_m2")
 
 
-@pytest.mark.parametrize("types", by_default([SOME_TYPES], [(*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)]), ids=len)
+@pytest.mark.parametrize(
+    "types", by_default([SOME_TYPES], [SOME_TYPES, (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)]), ids=len
+)
 def test_every_type_has_its_tokenizer(types, tmp_path):
     """Transformers names a class for each type, and corrects what files of some types name."""
     changed, base, out = {}, tmp_path / "base", tmp_path / "out"

@@ -167,7 +167,7 @@ def sharding(model=None, half: bool = False, **settings) -> SimpleNamespace:
         model=torch.nn.Linear(2, 2) if model is None else model,
         is_fsdp_enabled=False,
         is_deepspeed_enabled=True,
-        args=SimpleNamespace(bf16=half, world_size=2),
+        args=SimpleNamespace(bf16=half, world_size=2, process_index=1),
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=Mock(deepspeed_config=settings))),
     )
     prepare_sharing(trainer)
@@ -187,7 +187,8 @@ SAVED = {
 def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_alone(tmp_path, file, stage):
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("")
+    for name in (file, "optimizer.pt", "scheduler.pt"):
+        (tmp_path / name).write_text("")
     trainer = sharding(zero_optimization={"stage": stage})
     here = "share parameters by DeepSpeed" if stage == 3 else "share moments by DeepSpeed"
     if SAVED[file] == here:
