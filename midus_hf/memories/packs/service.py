@@ -1,5 +1,6 @@
 """The service that finds names in the tokens of a pass, and reads the texts of the entries that they open."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import folder_of_checkpoint
+from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint
 from midus_hf.memories.hosting.inputs import arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.services import States, Tokens
@@ -33,7 +34,7 @@ _MOST_KEPT = 256
 RECORDING = "pack_recording"
 
 
-class OpensPacks(States):
+class OpensPacks(ReadsBeside, States):
     """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; where no token reads one, the memory has nothing to do.
 
     A state in the cache keeps the openings of each sequence, once per model, for the first layer that has the memory, and with them
@@ -54,13 +55,23 @@ class OpensPacks(States):
         self.layers = sorted(layer for _, layer in hosted)
         self.name = names.pop()
         first = self.name, self.layers[0]
-        super().__init__(model, memories, {first: hosted[first]})
+        ReadsBeside.__init__(self, model, memories, hosted)
+        States.__init__(self, model, memories, {first: hosted[first]})
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
         self._vocab_size = model.config.vocab_size
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
+
+    def digest(self) -> str | None:
+        """Return a digest of the entries; None without a glossary."""
+        if self.glossary is None:
+            return None
+        digest = hashlib.sha256()
+        for entry in self.glossary:
+            digest.update(repr(entry).encode())
+        return digest.hexdigest()
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
