@@ -85,12 +85,10 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     return memory.decode_cache
 
 
-class _Kept(threading.local):
-    """What passes of this thread read of a cache: the tensors, their sources, and the dtype of the first source."""
+class _Inside(threading.local):
+    """Whether passes of this thread read a cache."""
 
-    derived: Any = None
-    sources: tuple[torch.Tensor, ...] = ()
-    stored_dtype: torch.dtype | None = None
+    now = False
 
 
 class DecodeCache:
@@ -109,15 +107,17 @@ class DecodeCache:
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
-        self._kept = _Kept()
-        # Tensors and their sources, while any thread reads them, and how many threads do.
-        self._shared: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+        self._inside = _Inside()
+        # What threads that are inside share, and how many are.
+        self._derived: Any = None
+        self._sources: tuple[torch.Tensor, ...] = ()
+        self._stored_dtype: torch.dtype | None = None
         self._num_readers = 0
 
     @property
     def is_open(self) -> bool:
         """True if passes of this thread read kept tensors."""
-        return self._kept.derived is not None
+        return self._inside.now
 
     def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
         """Let passes of this thread read the tensors; return whether they do from now on.
@@ -127,49 +127,47 @@ class DecodeCache:
         if self.is_open:
             return False
         with _CHANGING:
-            if self._shared is None:
-                self._shared = self._made(module, tables)
-            if self._shared is None:
+            if self._derived is None:
+                self._fill(module, tables)
+            if self._derived is None:
                 return False
             self._num_readers += 1
-            self._kept.derived, self._kept.sources = self._shared
-            self._kept.stored_dtype = self._kept.sources[0].dtype
+        self._inside.now = True
         return True
 
     def close(self) -> None:
         """Let passes of this thread read the tensors no more, which are dropped if no other thread's do."""
-        self._kept.derived, self._kept.sources = None, ()
+        self._inside.now = False
         with _CHANGING:
             self._num_readers -= 1
             if self._num_readers == 0:
-                self._shared = None
+                self._derived, self._sources = None, ()
 
-    def _made(
-        self, module: nn.Module, tables: Mapping[str, torch.Tensor]
-    ) -> tuple[Any, tuple[torch.Tensor, ...]] | None:
+    def _fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
-            return None
+            return
         sources = self._sources_of(module, tables)
         if not all(map(_is_whole, sources)):
-            return None
+            return
         with torch.no_grad():
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
         for tensor in _tensors_of(derived):
             if tensor.is_cuda:
                 # A captured graph reads the tensor in place, as it reads parameters, instead of copying it at every replay.
                 keep_address(tensor, guard=False)
-        return derived, sources
+        self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
     def read(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return the kept tensors; None if this pass has gradients or other parameters, or `like` has another dtype or device."""
-        kept = self._kept.derived
-        if kept is None or torch.is_grad_enabled():
+        kept, sources = self._derived, self._sources
+        if kept is None or not sources or torch.is_grad_enabled():
             return None
-        sources = self._kept.sources
         first = kept if isinstance(kept, torch.Tensor) else kept[0]
-        if first.dtype != like.dtype or first.device != like.device or sources[0].dtype != self._kept.stored_dtype:
+        if first.dtype != like.dtype or first.device != like.device or sources[0].dtype != self._stored_dtype:
             return None
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # torch 2.11 cannot guard what is local to a thread
+            if not self.is_open:
+                return None
             # `torch.func.functional_call` may have replaced the parameters for this pass.
             for name, getter, then in zip(self._parameters, self._getters, sources, strict=True):
                 if module._parameters.get(name) is then:
@@ -188,10 +186,10 @@ class DecodeCache:
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_kept", "_shared", "_num_readers")}
+        return {**vars(self), "_inside": None, "_derived": None, "_sources": (), "_num_readers": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _kept=_Kept(), _shared=None, _num_readers=0)
+        self.__dict__.update(state, _inside=_Inside())
 
 
 def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:

@@ -59,6 +59,8 @@ def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, 
     for key, service in causal.model.services.items():
         if hasattr(service, "banks"):
             head.model.services[key].banks = service.banks
+        if hasattr(service, "glossary"):
+            head.model.services[key].glossary = service.glossary
     given, mask = CASES[case].given(), torch.ones_like(tokens)
     mask[0, :5] = 0
     with torch.no_grad():

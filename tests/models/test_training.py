@@ -47,7 +47,8 @@ def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family,
     assert {name for name in expected if isinstance(name, str)} == {name for name, _ in model.named_parameters()}
     assert all(expected[name].any() for name in new_parameters(model))
     assert len(expected) == len(list(model.parameters())) + 4 * CASES[case].fetches, "of the blocks that were fetched"
-    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[:2]))
+    seen = model.model.layers[1].self_attn.q_proj  # of the tokens, while packs read their texts in passes of their own
+    seen.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[:2]))
     enable_checkpointing(model, use_reentrant)
     again, actual = loss_and_gradients(model, prompt(), **arguments)
     assert torch.equal(again, loss) and passes.count(prompt().shape) == 2
