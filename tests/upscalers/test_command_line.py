@@ -107,7 +107,7 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     shown = command("--help").out
     beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
-    assert "upscale --base HuggingFaceTB/SmolLM2-135M-Instruct --method midus-hml --output OUT" in beginning
+    assert "upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR" in beginning
     keys = [key for key in signature(upscale).parameters if key not in ("options", "progress")]
     options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
