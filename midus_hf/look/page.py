@@ -108,7 +108,10 @@ def _write(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to one question about a model; on a page, `sections` are answers that it consists of."""
+    """An answer to one question about a model; on a page, `sections` are answers that it consists of.
+
+    `failure` says why a check failed, which ends the command with status 1.
+    """
 
     title: str
     summary: str
@@ -120,6 +123,7 @@ class Answer:
     one_scale: bool = False
     details: Callable[[], Iterable[Row]] | None = None
     sections: "Sequence[Answer]" = ()
+    failure: str = ""
 
     def write(self, path: Path) -> None:
         """Write the answer to a file, as its ending says: a page, a picture, a table of numbers, or JSON."""

@@ -47,7 +47,7 @@ def open_at_end(names, pieces, **options):
     row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
     for token in range(len(pieces)):
         row.read(token, token)
-    return [entry for entry, _ in row.packs(len(pieces) - 1)]
+    return [entry for entry, _ in row.packs()]
 
 
 # Names, the pieces of a text, and the entries that are open behind it, the latest named first.
@@ -160,30 +160,28 @@ def chunks_of(glossary, options, tokens, chunks):
     return readings, behind
 
 
-@given(split_texts(), st.lists(st.integers(1, 30), max_size=9), st.integers(1, 3), st.integers(0, 6))
-def test_chunks_open_what_one_pass_opens(pieces, sizes, most, lasts):
+@given(split_texts(), st.lists(st.integers(1, 30), max_size=9), st.integers(1, 3))
+def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
     pieces = [*pieces * 3]
-    glossary, options = Pieces(NAMES, pieces), PacksOptions(open=most, lasts=lasts)
+    glossary, options = Pieces(NAMES, pieces), PacksOptions(open=most)
     tokens = [*range(len(pieces))]
     whole = chunks_of(glossary, options, tokens, [len(tokens)])
     assert chunks_of(glossary, options, tokens, sizes) == whole
     assert chunks_of(glossary, options, tokens, [1] * len(tokens)) == whole
 
 
-def test_at_most_so_many_are_open_for_so_long_and_linked_ones_behind_them():
+def test_at_most_so_many_are_open_and_linked_ones_behind_them():
     pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
 
-    def packs(named=None, **options):
+    def packs(named=None, pieces=pieces, **options):
         row = OpenNames(Pieces(["gold", "tin", "zinc"], pieces, named), PacksOptions(**options))
         for token in range(len(pieces)):
             row.read(token, token)
-        return row.packs(len(pieces) - 1)
+        return row.packs()
 
     assert packs() == ((3, 2), (2, 1)) and packs(open=3) == ((3, 2), (2, 1), (1, 0))
-    assert packs(lasts=5) == ((3, 2),) and packs(lasts=4) == ()
     assert packs({3: (1,)}, open=3) == ((3, 2), (2, 1), (1, 2))[:2] + ((1, 0),)
-    assert packs({3: (1,)}, open=2, lasts=5) == ((3, 2), (1, 2))
-    assert packs({3: (1,)}, open=2, lasts=5, links=False) == ((3, 2),)
+    assert packs({3: (1,)}, pieces[2:]) == ((3, 0), (1, 0)) and packs({3: (1,)}, pieces[2:], links=False) == ((3, 0),)
 
 
 def test_a_pack_stays_at_a_name_that_soon_stands_again():
@@ -192,7 +190,7 @@ def test_a_pack_stays_at_a_name_that_soon_stands_again():
     places = []
     for token in range(len(pieces)):
         row.read(token, token)
-        places.append(row.packs(token)[0][1])
+        places.append(row.packs()[0][1])
     assert sorted({*places}) == [0, 72] and places.index(72) == 72
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.packs.glossary import Entry
 from midus_hf.models import FAMILIES
+from midus_hf.models.layer import without_memories
 
 TOKENIZER = tiny_tokenizer()
 
@@ -101,6 +102,19 @@ def test_linked_entries_are_read_where_there_is_room():
     assert not torch.allclose(logits(linked, asked), logits(alone, asked), atol=1e-4)
     assert torch.equal(logits(without, asked), logits(alone, asked))
     assert torch.equal(logits(of_one, asked), logits(alone, asked))
+
+
+def test_layers_that_skip_packs_compute_as_the_base_and_others_read_on():
+    base, model = both("llama")
+    with without_memories(model.model.layers, ["packs"]):
+        assert torch.equal(logits(model, ASKED), logits(base, ASKED))
+    whole, alone = (
+        logits(model, ASKED),
+        pack_model("llama", torch.float32, ENTRIES, layers=[0], options=AS_IF_IN_FRONT),
+    )
+    with without_memories(model.model.layers[1:], ["packs"]):
+        torch.testing.assert_close(logits(model, ASKED), logits(alone, ASKED))
+    assert torch.equal(logits(model, ASKED), whole)
 
 
 def test_texts_are_read_up_to_their_most_tokens():

@@ -104,7 +104,6 @@ WRONG_OPTIONS = [
     ({"open": 0}, "open is 0; expected at least one entry"),
     ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
     ({"distance": -1}, "distance is -1; expected 0 or more positions"),
-    ({"lasts": -1}, "lasts is -1; expected 0 or more tokens"),
 ]
 
 

@@ -8,7 +8,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
-from midus_hf.cli.command_line import command_line, run_command
+from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.look.request import Request
 from midus_hf.cli.options import Column, Device, Json, check_file, flag, model_argument, option, show, show_tables
 
@@ -47,6 +47,15 @@ _ANSWERS: Options = {
     "data": (Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")], None),
     "limit": (Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)], None),
 }
+_ENTRIES: Options = {
+    "model": (Annotated[str, model_argument("A model with packs.", "MODEL")],),
+    "limit": (Annotated[int | None, option("Entries to check, the first ones.  [default: all]", "N", min=1)], None),
+    "at_least": (
+        Annotated[float | None, option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)],
+        None,
+    ),
+    "batch_size": (Annotated[int, option("Values per forward pass.", "N", min=1)], 4),
+}
 _PROOF: Options = {
     **_DOCUMENTS,
     "prove": (
@@ -65,6 +74,7 @@ _QUESTIONS: dict[str, tuple[str, Options]] = {
         "Show where texts read a memory of known n-grams (engram).",
         _PROOF,
     ),
+    "glossary": ("Show whether the texts of a glossary come back, and which names are found (packs).", _ENTRIES),
     "page": ("Write usage, depth, ablation and drift on one page, into --output.", {**_TEXTS, **_BASE}),
 }
 
@@ -102,6 +112,8 @@ def _answer(question: str, *, output: list[Path] | None, json_: bool, **options:
         print("\n".join(filter(None, [answer.summary, answer.finding])))
     for path in files:  # last, so that the answer is printed even if a file cannot be written
         answer.write(path)
+    if answer.failure:
+        raise Ending(FAILED, answer.failure)
 
 
 for _question, (_help, _options) in _QUESTIONS.items():

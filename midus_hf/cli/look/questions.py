@@ -13,6 +13,7 @@ from midus_hf.evaluation.text_rows import read_rows
 from midus_hf.look import ablation as parts_lost
 from midus_hf.look import depth as depth_read
 from midus_hf.look import drift as moved
+from midus_hf.look import glossary as entries
 from midus_hf.look import heads as important_heads
 from midus_hf.look import touched as where_read
 from midus_hf.look import usage as used
@@ -155,6 +156,25 @@ def touched(request: Request) -> Answer:
         tables=[where_read.touched_table(rows)],
         how_to_read=where_read.HOW_TO_READ,
         details=lambda: where_read.document_rows(read),
+    )
+
+
+def glossary(request: Request) -> Answer:
+    """Answer whether numbers and names of a glossary's texts come back behind the names of its entries, and which names are found."""
+    model, _ = request.loaded
+    rows = entries.glossary_rows(entries.check_glossary(model, request.limit, request.batch_size))
+    share, failure = entries.share_of_values(rows), ""
+    if request.at_least is not None and share < request.at_least:
+        failure = f"{share:.1%} of the values come back; expected {request.at_least:.1%} at least (--at-least)."
+    return Answer(
+        title="What a glossary gives back",
+        summary=f"{request.model}: {len(rows):,} entries.",
+        report={"model": request.model, "share": share, "rows": rows},
+        finding=entries.glossary_finding(rows),
+        tables=[entries.glossary_table(rows)],
+        how_to_read=entries.HOW_TO_READ,
+        details=lambda: rows,
+        failure=failure,
     )
 
 

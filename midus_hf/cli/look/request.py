@@ -27,6 +27,7 @@ class Request:
     tasks: str
     data: str | None
     limit: int | None
+    at_least: float | None
     prove: bool
     dtype: str
     device: str | None

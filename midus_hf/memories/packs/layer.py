@@ -35,12 +35,14 @@ class PackedHeads(InsideAttention):
     def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Attend to the sequence, and to the packs that tokens of the pass read, if any does."""
         layer, call = self.layer, self.layer.call
-        if self.memory not in layer.at(self.name, call.memory_inputs):
+        if not call.memory_inputs.are_there_for(layer.classes[self.memory], self.memory):
             return own(module, *heads, **kwargs)
         query, key, value, mask = heads
         inputs = layer.inputs_of(self.memory, call.memory_inputs)
-        if isinstance(inputs["packs"], Recording):
+        if isinstance(inputs["packs"], Recording):  # also where the layer skips the memory
             inputs["packs"].note(layer.memories[self.memory].index, module, key, value, call.rotation)
+            return own(module, *heads, **kwargs)
+        if self.memory not in layer.sites:
             return own(module, *heads, **kwargs)
         implementation = module.config.config._attn_implementation
         sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)

@@ -137,23 +137,15 @@ class OpenNames:
                 counting.append(each)
         return counting
 
-    def packs(self, position: int) -> tuple[tuple[int, int], ...]:
-        """Return the entry and the place of each pack that the token at a position reads, the latest named first."""
-        lasts, most = self.options.lasts, self.options.open
+    def packs(self) -> tuple[tuple[int, int], ...]:
+        """Return the entry and the place of each pack that the latest token reads, the latest named first."""
         read: dict[int, int] = {}
         for each in self._counting():
-            if not lasts or position - each.seen <= lasts:
-                read.setdefault(each.entry, each.place)
+            read.setdefault(each.entry, each.place)
         for entry, place in [*read.items()] if self.options.links else ():
             for linked in self.glossary.linked(entry):
                 read.setdefault(linked, place)
-        return tuple(read.items())[:most]
-
-    def closes_at(self, position: int) -> float:
-        """Return the first position behind one at which an opening is no more, if no name stands before."""
-        lasts = self.options.lasts
-        ends = (each.seen + lasts + 1 for each in self.openings) if lasts else ()
-        return min((end for end in ends if end > position), default=float("inf"))
+        return tuple(read.items())[: self.options.open]
 
 
 def kept_openings(options: PacksOptions) -> int:
@@ -174,21 +166,19 @@ def readings_of(
     """
     readings: list[Reading] = []
     behind: list[tuple[Opening, ...]] = []
-    packs, start, closes = row.packs(positions[0]), 0, row.closes_at(positions[0])
-    openings = tuple(row.openings)
+    packs, start, openings = row.packs(), 0, tuple(row.openings)
     for at, (token, position) in enumerate(zip(tokens, positions, strict=True)):
         changes = False
         if begins is not None and begins[at]:
             row.forget()
             changes = True
         changes |= row.read(token, position)
-        if changes or position >= closes:
-            now = row.packs(position)
+        if changes:
+            now, openings = row.packs(), tuple(row.openings)
             if now != packs:
                 if packs and at > start:
                     readings.append(Reading(start, at, packs))
                 packs, start = now, at
-            openings, closes = tuple(row.openings), row.closes_at(position)
         behind.append(openings)
     if packs and len(tokens) > start:
         readings.append(Reading(start, len(tokens), packs))

@@ -18,7 +18,6 @@ class PacksOptions(MemoryOptions):
     attends = True
 
     open: int = option(2, "entries that a token reads at most, the latest named in front of it")
-    lasts: int = option(0, "tokens behind a name for which its pack is open at most; 0: to the end of the line")
     score_bias: float = option(
         0.0,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
@@ -42,6 +41,5 @@ class PacksOptions(MemoryOptions):
         for name, least, what in (("open", 1, "at least one entry"), ("max_tokens", 1, "at least one token")):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {what}.")
-        for name, what in (("lasts", "tokens"), ("distance", "positions")):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more {what}.")
+        if self.distance < 0:
+            raise ValueError(f"distance is {self.distance}; expected 0 or more positions.")

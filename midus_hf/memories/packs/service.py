@@ -77,7 +77,8 @@ class OpensPacks(ReadsBeside, States):
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
-        if self.glossary is None:
+        is_skipped = all(self.name not in model.layers[layer].sites for layer in self.layers)
+        if self.glossary is None or is_skipped:
             return {}
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
         places = self.tokens.of_pass(model, arguments, own)

@@ -1,0 +1,227 @@
+"""Whether the texts of a glossary come back: what a model with packs says of its own entries, and which names are found."""
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.look.watched_models import lacking
+from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.names import names_in
+from midus_hf.models.layer import without_memories
+
+HOW_TO_READ = (
+    "A value is a number or a capitalised word within a sentence of an entry's text. It comes back if its tokens are the likeliest "
+    "ones behind the entry's name, a line break, and the sentence up to the value. Without packs: the same with the packs switched "
+    "off. Text in front: with the entry's whole text in the place of the name, and the packs switched off. Not found: ways of "
+    "writing a name that open nothing. Within: names of other entries that hold a name of this one, and count in its place."
+)
+# Rows of the table, the worst entries first; files of --output have all.
+_MOST_ROWS = 30
+_COLUMNS = {
+    "entry": "{entry}",
+    "values": "{values}",
+    "come back": "{right}",
+    "without packs": "{without}",
+    "text in front": "{front}",
+    "lost": "{lost}",
+    "not found": "{not_found}",
+    "within": "{within}",
+}
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+# A number with its separators, or a word.
+_VALUE = re.compile(r"\d+(?:[.,:/-]\d+)*|[^\W\d_][\w'-]*")
+_WRITINGS: Mapping[str, Callable[[str], str]] = {
+    "lower case": str.lower,
+    "capitals": str.upper,
+    "quotes": "'{}'".format,
+    "brackets": "({})".format,
+    "a comma": "{},".format,
+    "decomposed": lambda name: unicodedata.normalize("NFD", name),
+    "no-break spaces": lambda name: name.replace(" ", "\u00a0"),
+}
+
+
+class Value(NamedTuple):
+    """A value that an entry's text states.
+
+    Args:
+        prompt: The sentence up to the value, without the space in front of it.
+        text: The value, with that space.
+    """
+
+    prompt: str
+    text: str
+
+
+@dataclass
+class EntryCheck:
+    """What came of one entry.
+
+    Args:
+        name: Its first name.
+        values: Its values.
+        right: Whether each came back, by what was read: `packs`, `without` and `front`.
+        not_found: Ways of writing a name that open nothing.
+        within: Names of other entries that hold one of its names.
+    """
+
+    name: str
+    values: list[Value]
+    right: dict[str, list[bool]] = field(default_factory=dict)
+    not_found: list[str] = field(default_factory=list)
+    within: list[str] = field(default_factory=list)
+
+    def row(self) -> Row:
+        """Return the row of the table."""
+        lost = [value.text.strip() for value, back in zip(self.values, self.right["packs"], strict=True) if not back]
+        return {
+            "entry": self.name,
+            "values": len(self.values),
+            **{name: sum(self.right[key]) for name, key in (("right", "packs"), ("without", "without"), ("front", "front"))},
+            **{name: ", ".join(words) for name, words in (("lost", lost), ("not_found", self.not_found), ("within", self.within))},
+        }  # fmt: skip
+
+
+def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) -> list[EntryCheck]:
+    """Ask a model for the values of its own entries, and look for their names.
+
+    Args:
+        model: A model with packs, which `from_pretrained` loaded.
+        limit: Number of entries, the first ones. Default: all.
+        batch_size: Values per forward pass.
+
+    Returns:
+        One per entry, those first that lack most values.
+
+    Raises:
+        ValueError: If the model has no packs.
+    """
+    stack = decoder_of(model)
+    service = getattr(stack, "services", {}).get("packs")
+    if service is None:
+        raise lacking(model, "is a glossary (packs)")
+    glossary: Glossary = model.glossary
+    entries = list(itertools.islice(glossary, limit))
+    holding = _holding(glossary)
+    checks = [
+        EntryCheck(
+            entry.names[0],
+            values_of(entry.text, entry.names),
+            not_found=_not_found(glossary, entry.names),
+            within=holding.get(entry.names, []),
+        )
+        for entry in entries
+    ]
+    named = [f"{entry.names[0]}\n" for entry in entries]
+    texts = [f"{entry.text}\n\n" for entry in entries]
+    for key, fronts in (("packs", named), ("without", named), ("front", texts)):
+        skipped = [] if key == "packs" else [service.name]
+        asked = [
+            (front + value.prompt, value.text)
+            for check, front in zip(checks, fronts, strict=True)
+            for value in check.values
+        ]
+        with without_memories(stack.layers, skipped):
+            bar = tqdm(total=len(asked), desc=key, unit=" values", disable=None)
+            answers = iter([*_likeliest(model, glossary.spelling.tokenizer, asked, batch_size, bar)])
+        for check in checks:
+            check.right[key] = [next(answers) for _ in check.values]
+    return sorted(
+        checks, key=lambda check: (sum(check.right["packs"]) / max(1, len(check.values)), -len(check.values))
+    )
+
+
+def values_of(text: str, names: Sequence[str]) -> list[Value]:
+    """Return the numbers and names that a text states within its sentences, but for the entry's own names."""
+    own = {word for name in names for word in re.findall(r"\w+", name.lower())}
+    values = []
+    for sentence in filter(None, map(str.strip, _SENTENCE_END.split(text))):
+        for found in _VALUE.finditer(sentence):
+            before, word = sentence[: found.start()], found[0]
+            is_value = word[0].isdigit() or word[0].isupper()
+            if is_value and re.search(r"\w", before) and not own & {*re.findall(r"\w+", word.lower())}:
+                prompt = before.rstrip()
+                values.append(Value(prompt, before[len(prompt) :] + word))
+    return values
+
+
+def _not_found(glossary: Glossary, names: Sequence[str]) -> list[str]:
+    """Return ways of writing names that do not open their entry, each with the name."""
+    number = glossary.number(names[0])
+    found = []
+    for name in names:
+        for way, write in _WRITINGS.items():
+            written = write(name)
+            if number not in glossary.named(glossary.spelling.ids(f"of {written} is")):
+                found.append(f"{written} ({way})")
+    return list(dict.fromkeys(found))
+
+
+def _holding(glossary: Glossary) -> dict[tuple[str, ...], list[str]]:
+    """Return for the names of an entry the names of other entries that hold one of them."""
+    holding: dict[tuple[str, ...], list[str]] = {}
+    for entry in glossary:
+        number = glossary.number(entry.names[0])
+        for name in entry.names:
+            (does,) = names_in(glossary.table, [name.encode()])
+            for other in {found.entry for found in does.opens} - {number}:
+                holding.setdefault(glossary[other].names, []).append(name)
+    return holding
+
+
+@torch.no_grad()
+def _likeliest(
+    model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], batch_size: int, bar: Any
+) -> Iterator[bool]:
+    """Yield whether the tokens of each value are the likeliest ones behind its prompt."""
+    for first in range(0, len(asked), batch_size):
+        part = asked[first : first + batch_size]
+        whole = tokenizer([prompt + value for prompt, value in part], return_offsets_mapping=True, verbose=False)
+        longest = max(map(len, whole["input_ids"]))
+        ids = torch.zeros(len(part), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(whole["input_ids"]):
+            ids[row, : len(each)], mask[row, : len(each)] = torch.tensor(each), 1
+        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+        likeliest = model(**inputs, use_cache=False).logits.argmax(-1).cpu()
+        for row, (prompt, _) in enumerate(part):
+            within = [at for at, (_, end) in enumerate(whole["offset_mapping"][row]) if end > len(prompt)]
+            yield all(likeliest[row, at - 1] == ids[row, at] for at in within)
+        bar.update(len(part))
+    bar.close()
+
+
+def glossary_rows(checks: Iterable[EntryCheck]) -> list[Row]:
+    """Return a row per entry."""
+    return [check.row() for check in checks]
+
+
+def glossary_table(rows: Sequence[Row]) -> TableOfWords:
+    """Return the rows of the worst entries as a table."""
+    left = len(rows) - _MOST_ROWS
+    title = "What the entries give back" + (f" ({left:,} more in --output FILE.csv)" if left > 0 else "")
+    return table_of(title, rows[:_MOST_ROWS], _COLUMNS)
+
+
+def share_of_values(rows: Sequence[Row]) -> float:
+    """Return the share of values that come back, 1 if there are none."""
+    values = sum(row["values"] for row in rows)
+    return sum(row["right"] for row in rows) / values if values else 1.0
+
+
+def glossary_finding(rows: Sequence[Row]) -> str:
+    """Return in a sentence how many values come back."""
+    values, right, without, front = (sum(row[key] for row in rows) for key in ("values", "right", "without", "front"))
+    said = (
+        f"{right:,} of {values:,} values come back with packs, {without:,} without, {front:,} with the text in front."
+    )
+    empty = [row["entry"] for row in rows if not row["values"]]
+    return said + (f" Entries that state no number and no capitalised word: {len(empty):,}." if empty else "")

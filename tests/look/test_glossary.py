@@ -1,0 +1,116 @@
+"""What a glossary gives back: values that its texts state, whether they come back, and which writings of names are found."""
+
+import csv
+import json
+import string
+
+import pytest
+import torch
+from models.pack_models import pack_model, tiny_tokenizer
+from tiny import save_tiny_model, tiny_model
+
+from midus_hf.cli.look import main as look
+from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
+from midus_hf.memories.packs.glossary import Entry
+from upscalers.runs.upscale import upscale
+
+ENTRIES = [
+    Entry(("Merlin", "NaCl"), "It is at port 80. Ask Q."),
+    Entry(("Merlin cache",), "no more, nor less"),
+    Entry(("Unit 1",), "Unit 1 has 7."),
+]
+NAMES = ["gold", "tin", "zinc", "iron", "lead", "neon"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("The Kestrel gateway listens on port 8443.", [("The Kestrel gateway listens on port", " 8443")]),
+        ("In Paris. Of Rome and 1,024.5 cats", [("In", " Paris"), ("Of", " Rome"), ("Of Rome and", " 1,024.5")]),
+        ("Costs $5\nat 10:30 sharp", [("Costs $", "5"), ("at", " 10:30")]),
+        ("8443 is the port of the Kestrel", []),
+        ("Nothing. At all", []),
+    ],
+)
+def test_values_are_numbers_and_capitalised_words_within_sentences_but_for_the_entrys_names(text, values):
+    assert [tuple(value) for value in values_of(text, ["Kestrel gateway"])] == values
+
+
+def test_writings_that_open_nothing_and_names_that_lie_in_others_are_told():
+    model = pack_model("llama", torch.float32, ENTRIES)
+    checks = {check.name: check for check in check_glossary(model)}
+    assert checks["Merlin"].not_found == ["nacl (lower case)", "NACL (capitals)"]
+    assert checks["Merlin"].within == ["Merlin cache"] and checks["Merlin cache"].within == []
+    # The tiny tokenizer has no token for a no-break space.
+    assert checks["Merlin cache"].not_found == ["Merlin\u00a0cache (no-break spaces)"]
+    assert [check.name for check in check_glossary(model, limit=1)] == ["Merlin"]
+
+
+@pytest.mark.parametrize("batch_size", [5, 36])
+def test_a_value_comes_back_if_it_is_what_the_model_goes_on_with(batch_size):
+    """A text that states every digit and capital behind one beginning: the one that a model's likeliest token is comes back."""
+    signs, tokenizer, base = (
+        string.digits + string.ascii_uppercase,
+        tiny_tokenizer(),
+        tiny_model("llama", torch.float32),
+    )
+    entries = [Entry((name,), " ".join(f"{name} ${sign}." for sign in signs)) for name in NAMES]
+    model = pack_model("llama", torch.float32, entries)
+
+    def goes_on(model, text):
+        with torch.no_grad():
+            return tokenizer.decode(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1].argmax())
+
+    checks = {check.name: check for check in check_glossary(model, batch_size=batch_size)}
+    came_back = {"packs": 0, "without": 0, "front": 0}
+    for entry in entries:
+        (name,) = entry.names
+        asked = f"{name} $"
+        expected = {
+            "packs": goes_on(model, f"{name}\n{asked}"),
+            "without": goes_on(base, f"{name}\n{asked}"),
+            "front": goes_on(base, f"{entry.text}\n\n{asked}"),
+        }
+        for key, token in expected.items():
+            assert [sign for sign, right in zip(signs, checks[name].right[key], strict=True) if right] == [token] * (
+                token in signs
+            )
+            came_back[key] += token in signs
+    assert all(came_back.values()), came_back
+    assert glossary_finding(glossary_rows(checks.values())).startswith(
+        f"{came_back['packs']} of {len(NAMES) * 36} values come back with packs, {came_back['without']} without, "
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    room = tmp_path_factory.mktemp("room")
+    save_tiny_model("llama", room / "base")
+    tiny_tokenizer().save_pretrained(room / "base")
+    rows = [{"name": list(entry.names), "text": entry.text} for entry in ENTRIES]
+    (room / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = {"corpus": str(room / "rows.jsonl")}
+    upscale(base=room / "base", method="packs", output=room / "model", options=options)
+    return room
+
+
+def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(folder, capsys, tmp_path):
+    assert look(["glossary", str(folder / "model"), "--at-least", "1", "--output", str(tmp_path / "all.csv")]) == 1
+    said = capsys.readouterr()
+    assert (
+        said.err.splitlines()[-1]
+        == "midus look glossary: 0.0% of the values come back; expected 100.0% at least (--at-least)."
+    )
+    assert "0 of 3 values come back with packs" in said.out and "no capitalised word: 1." in said.out
+    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
+    assert [row["entry"] for row in rows] == ["Merlin", "Unit 1", "Merlin cache"] and rows[0]["lost"] == "80, Q"
+    for least in ([], ["--at-least", "0"]):
+        assert look(["glossary", str(folder / "model"), "--json", *least]) == 0
+        assert json.loads(capsys.readouterr().out)["share"] == 0
+    assert look(["glossary", str(folder / "base")]) == 2 and "expected one upscaled with" in capsys.readouterr().err
+
+
+def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():
+    row = {"values": 1, "right": 0, "without": 0, "front": 0, "lost": "", "not_found": "", "within": ""}
+    table = glossary_table([{"entry": str(number), **row} for number in range(32)])
+    assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title
