@@ -45,6 +45,8 @@ class Packs(AttachedMemoryMethod):
     def __init__(self, options: Any):
         super().__init__(options)
         self._glossary: Glossary | None = None
+        # Tokens of the text of each entry.
+        self._lengths: list[int] = []
 
     @property
     def recorded_options(self) -> dict[str, Any]:
@@ -86,9 +88,8 @@ class Packs(AttachedMemoryMethod):
         if self.options.corpus is None:  # in a dry run
             return super().remarks(base)
         glossary, most = self.glossary(base), self.options.max_tokens
-        lengths = [len(ids) for ids in map(glossary.spelling.ids, (entry.text for entry in glossary))]
-        remarks = [*super().remarks(base), f"{len(glossary):,} entries of {sum(lengths):,} tokens"]
-        if cut := sum(length > most for length in lengths):
+        remarks = [*super().remarks(base), f"{len(glossary):,} entries of {sum(self._lengths):,} tokens"]
+        if cut := sum(length > most for length in self._lengths):
             remarks.append(f"entries longer than {most} tokens, of which the rest is not read: {cut:,}")
         if self.options.protect is not None:
             remarks.append(f"protect: {self._protected(base):,} texts of {self.options.protect} hold no name")
@@ -105,7 +106,7 @@ class Packs(AttachedMemoryMethod):
 
             with refusing_requests():
                 self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus), vocabulary_of(base))
-                check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
+                self._lengths = check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
         return self._glossary
 
     def _protected(self, base: BaseCheckpoint) -> int:
@@ -168,8 +169,8 @@ def entries_of(corpus: str) -> "list[Entry]":
     return joined((where, entry_of(row, where)) for where, row in numbered)
 
 
-def check_names(glossary: "Glossary", where: str, common_names: bool) -> None:
-    """Refuse names and texts that tokens do not spell, and names that almost every text has.
+def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[int]:
+    """Refuse names and texts that tokens do not spell, and names that almost every text has; return the tokens of each text.
 
     Args:
         glossary: The entries.
@@ -179,10 +180,9 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> None:
     Raises:
         RequestError: If there is one.
     """
-    for entry in glossary:
-        glossary.check(entry, f"the entry {entry.names[0]!r} of {where}")
+    lengths = glossary.check((f"the entry {entry.names[0]!r} of {where}", entry) for entry in glossary)
     if common_names:
-        return
+        return lengths
     frequent = _frequent_words(glossary)
     common = [
         name
@@ -196,6 +196,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> None:
             f"{first_few([*map(repr, common)])}; expected names that few texts have. Take them out, or allow them "
             "(common_names=true)."
         )
+    return lengths
 
 
 def _frequent_words(glossary: "Glossary") -> set[str]:

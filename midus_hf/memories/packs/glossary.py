@@ -13,6 +13,9 @@ from midus_hf.files.outputs import whole_file
 from midus_hf.memories.hosting.site import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
+# Names and texts that are tokenised together.
+_CHECKED_AT_ONCE = 1000
+
 
 class Entry(NamedTuple):
     """An entry of a glossary.
@@ -176,7 +179,7 @@ class Glossary:
             ValueError: If a name or the text is none, no tokens spell a name, or another entry has a name.
         """
         entry = entry_of({"name": names, "text": text, "exact": exact}, "the new entry")
-        self.check(entry, "the new entry")
+        self.check([("the new entry", entry)])
         with self._changing.held:
             added = _names(self._next, entry)
             for name, given in zip(added, entry.names, strict=True):
@@ -207,7 +210,7 @@ class Glossary:
             entry = self._entries[number]
             where = f"the entry {entry.names[0]!r}"
             new = entry_of({"name": entry.names, "text": text, "exact": entry.exact}, where)
-            self.check(new, where)
+            self.check([(where, new)])
             self._exchange(number, new)
 
     def _exchange(self, number: int | None, new: Entry | None) -> Any:
@@ -224,25 +227,41 @@ class Glossary:
         self._entries, self.table = entries, self.table.changed(added, removed)
         return old
 
-    def check(self, entry: Entry, where: str) -> None:
-        """Refuse names and texts that tokens of the model do not spell.
+    def check(self, entries: Iterable[tuple[str, Entry]]) -> list[int]:
+        """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has.
+
+        Args:
+            entries: Where each entry stands, for messages, and the entry.
 
         Raises:
             ValueError: If there is one.
         """
-        for said, text in [*(("name", name) for name in entry.names), ("text", entry.text)]:
-            shown = text if len(text) <= 60 else f"{text[:60]}..."
-            largest = max(self.spelling.ids(text), default=0)
-            if self.vocab_size is not None and largest >= self.vocab_size:
-                raise ValueError(
-                    f"{where} has the {said} {shown!r}, of which the tokenizer makes token {largest}, and the model has "
-                    f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
-                )
-            if not self.spelling.spells(text):
-                raise ValueError(
-                    f"{where} has the {said} {shown!r}, which the model's tokens do not spell; expected characters that its "
-                    "tokenizer knows. Write it otherwise, or take the row out."
-                )
+        in_front, lengths = len(self.spelling.ids("")), []
+        said = (
+            (where, kind, text)
+            for where, entry in entries
+            for kind, text in [*(("name", name) for name in entry.names), ("text", entry.text)]
+        )
+        while part := [*itertools.islice(said, _CHECKED_AT_ONCE)]:
+            for (where, kind, text), ids in zip(
+                part, self.spelling.ids_of([text for *_, text in part], False), strict=True
+            ):
+                self._check(where, kind, text, ids)
+                lengths += [in_front + len(ids)] if kind == "text" else []
+        return lengths
+
+    def _check(self, where: str, kind: str, text: str, ids: Sequence[int]) -> None:
+        shown, largest = text if len(text) <= 60 else f"{text[:60]}...", max(ids, default=0)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise ValueError(
+                f"{where} has the {kind} {shown!r}, of which the tokenizer makes token {largest}, and the model has "
+                f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
+            )
+        if not self.spelling.spells(ids, text):
+            raise ValueError(
+                f"{where} has the {kind} {shown!r}, which the model's tokens do not spell; expected characters that its "
+                "tokenizer knows. Write it otherwise, or take the row out."
+            )
 
     def number(self, name: str) -> int:
         """Return the number of the entry with a name, in any form in which texts may have it.

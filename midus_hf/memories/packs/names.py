@@ -320,17 +320,21 @@ class Spelling:
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text that something follows: with what the tokenizer puts in front, and nothing behind."""
-        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        while ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids = ids[:-1]
-        return ids
+        return self.ids_of([text])[0]
 
-    def spells(self, text: str) -> bool:
-        """Return whether the tokens of a text spell it, as names are compared."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def ids_of(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
+        """Return the tokens of texts, as `ids` does; `special_tokens`: whether with what the tokenizer puts in front."""
+        rows: list[list[int]] = self.tokenizer([*texts], add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        for ids in rows:
+            while ids and ids[-1] == self.tokenizer.eos_token_id:
+                ids.pop()
+        return rows
+
+    def spells(self, ids: Sequence[int], text: str) -> bool:
+        """Return whether tokens spell a text, as names are compared."""
         pieces = [self.piece(token) for token in ids]
         read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
-        return None not in pieces and spelled(read)[0] == spelled(text)[0]
+        return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
 
 
 @functools.cache

@@ -110,9 +110,10 @@ class OpenNames:
             latest = next((each for each in self.openings if each.entry == entry), None)
             if latest is not None:
                 self.openings.remove(latest)
-        if does.opens:  # then names before it go on no more
-            self.openings = self._counting()
+        end = None
         for found in does.opens:
+            if found.end != end:  # then names before it go on no more
+                self.openings, end = self._counting(), found.end
             begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
             before = next((each for each in self.openings if each.entry == found.entry), None)
             stays = before is not None and position - before.seen < _STAYS
@@ -129,11 +130,11 @@ class OpenNames:
         counting: list[Opening] = []
         for each in self.openings:
             span = each.begins, each.ends
-            if not any(
-                other.entry == each.entry
-                or ((other.begins, other.ends) != span and other.begins <= each.begins and each.ends <= other.ends)
-                for other in counting
-            ):
+            is_within = any(
+                (other.begins, other.ends) != span and other.begins <= each.begins and each.ends <= other.ends
+                for other in self.openings
+            )
+            if not is_within and all(other.entry != each.entry for other in counting):
                 counting.append(each)
         return counting
 
