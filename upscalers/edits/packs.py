@@ -88,9 +88,6 @@ def _replaced(glossary: "Glossary", corpus: str) -> list[Sequence[str]]:
 
 
 def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], list[Sequence[str]]]) -> dict[str, Any]:
-    from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
-    from midus_hf.saved_models import load_tokenizer
-
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source, refusing_requests():
         opened = open_base(source.folder, needs_weights=False)
@@ -99,6 +96,9 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
             raise RequestError(
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
+        from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
+        from midus_hf.saved_models import load_tokenizer
+
         tokenizer = load_tokenizer(str(source.folder))
         glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened))
         entries = change(glossary)
