@@ -15,6 +15,9 @@ _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
     "tokenizer_name": "a folder or a Hub id",
     "tree": "a tree of topics",
+    "retriever": "a tree of topics",
+    "data": "a folder with questions of tasks",
+    "include_path": "a folder of task files",
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}

@@ -25,7 +25,7 @@ app = command_line(
 
 CorpusPath = Annotated[str, option("A file, folder or dataset id.", "PATH", "--corpus")]
 Tree = Annotated[Path, option("Tree that build made.", "TREE")]
-BatchSize = Annotated[int, option("Windows per forward pass.", "N")]
+BatchSize = Annotated[int, option("Windows per forward pass.", "N", min=1)]
 
 # Of a report: documents of a node that are read, characters of each, words that are named; and what a word is.
 _READ, _TEXT, _WORDS = 100, 2000, 8
@@ -44,7 +44,7 @@ def build(
     samples: Annotated[int, option("Windows drawn for each step.", "N")] = 6400,
     seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
-    window_tokens: Annotated[int, option("Tokens per window.", "N")] = 2048,
+    window_tokens: Annotated[int, option("Tokens per window.", "N", min=1)] = 2048,
     max_tokens: Annotated[int | None, option("Tokens of a window to embed.  [default: the model's most]", "N")] = None,
     dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     topic_column: Annotated[
@@ -110,7 +110,10 @@ def grow(
     device: Device = None,
 ) -> None:
     """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
-    from midus_hf.model_names import usable_device
+    from midus_hf.model_names import check_column, check_sources, usable_device
+
+    check_sources([("tree", str(tree)), ("corpus", corpus)])
+    check_column("corpus", corpus, column)
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
@@ -143,7 +146,13 @@ def assign(
     from tqdm import tqdm
 
     from midus_hf.files.outputs import whole_file
-    from midus_hf.model_names import usable_device
+    from midus_hf.model_names import check_column, check_sources, usable_device
+
+    check_file("output", output, [".jsonl"])
+    if output.exists() and not overwrite:
+        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
+    check_sources([("tree", str(tree)), ("corpus", corpus)])
+    check_column("corpus", corpus, column)
     from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.corpus import read_corpus, say
     from midus_hf.topics.known_topics import TopicNames
@@ -152,9 +161,6 @@ def assign(
     from midus_hf.topics.tree import ClusterTree
     from midus_hf.topics.windows import cutter_of, windows_of_corpus
 
-    check_file("output", output, [".jsonl"])
-    if output.exists() and not overwrite:
-        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     with _results_alone():
         device = usable_device(device)
         loaded = ClusterTree.load(tree)
@@ -191,6 +197,9 @@ def report(
 ) -> None:
     """Report how many windows the nodes of a level have, and which words set them apart."""
     from midus_hf.look.page import TableOfWords
+    from midus_hf.model_names import check_sources
+
+    check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
     from midus_hf.topics.corpus import read_corpus
     from midus_hf.topics.run import open_build
 

@@ -8,13 +8,21 @@ import typer
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
 from midus_hf.config.wording import first_few
+from midus_hf.model_names import check_sources
+
+
+def _named_corpus(name: str) -> str:
+    check_sources([("corpus", name)])
+    return name
+
 
 Model = Annotated[str, argument("A checkpoint with memory; it stays as it is.", "DIR")]
 Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
 
 Output = Annotated[str, option("Folder to make.", "PATH")]
-Entries = Annotated[str, option('Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.', "CORPUS")]
+_ENTRIES = 'Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.'
+Entries = Annotated[str, option(_ENTRIES, "CORPUS", callback=_named_corpus)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
 app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")

@@ -47,8 +47,9 @@ def midus_eval(
     if tasks is not None:
         options["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
     settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **options})
+    named = {key: getattr(settings, key) for key in ("text", "retriever", "data", "include_path")}
+    check_sources((key, name) for key, name in named.items() if name is not None)
     if settings.text is not None:
-        check_sources([("text", settings.text)])
         check_column("text", settings.text, settings.column)
     from rich.console import Console
 

@@ -43,7 +43,8 @@ class EvaluationSettings:
                 f"path_column is {self.path_column!r}, but a retriever is given; expected one of them. Leave one out."
             )
         check_dtype(self.dtype)
-        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+        least_of = {"limit": 1, "batch_size": 1, "sequence_length": 1, "max_tokens": 1, "num_fewshot": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")

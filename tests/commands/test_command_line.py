@@ -276,6 +276,47 @@ def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(c
     assert {path.name for path in room.iterdir()} == before
 
 
+# Mistakes that no model has to be loaded for, each with what is said.
+TOLD_WITHOUT_TORCH = {
+    "eval MODEL --text text.txt --retriever absent": "retriever is 'absent', which does not exist; expected a tree of topics.",
+    "eval MODEL --text text.txt --sequence-length 0": "sequence_length is 0; expected at least 1.",
+    "eval MODEL --text text.txt --max-tokens 0": "max_tokens is 0; expected at least 1.",
+    "eval MODEL --tasks piqa --data absent": "data is 'absent', which does not exist; expected a folder with questions of tasks.",
+    "eval MODEL --tasks piqa --include-path absent": "include_path is 'absent', which does not exist; expected a folder of task",
+    "look usage MODEL --text text.txt --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16.",
+    "look usage MODEL --text text.txt --retriever absent": "retriever is 'absent', which does not exist; expected a tree of topics.",
+    "look usage MODEL --text text.txt --batch-size 0": "Invalid value for '--batch-size': ",
+    "look drift MODEL --text text.txt --sequence-length 0": "Invalid value for '--sequence-length': ",
+    "look depth MODEL --text text.txt --max-tokens 0": "Invalid value for '--max-tokens': ",
+    "look heads MODEL --tasks ,": "tasks is ','; expected names of tasks, separated by commas.",
+    "look heads MODEL --tasks piqa --data absent": "data is 'absent', which does not exist; expected a folder with questions",
+    "cluster build --corpus text.txt --embedding-model MODEL --tokenizer MODEL --output tree --window-tokens 0":
+        "Invalid value for '--window-tokens': ",
+    "cluster grow absent --corpus text.txt --output tree": "tree is 'absent', which does not exist; expected a tree of topics.",
+    "cluster assign --tree absent --corpus text.txt --output paths.jsonl": "tree is 'absent', which does not exist; expected",
+    "cluster assign --tree MODEL --corpus text.txt --output paths.txt": "output is 'paths.txt'; expected a file ending in .jsonl.",
+    "cluster assign --tree MODEL --corpus absent.txt --output paths.jsonl": "corpus is 'absent.txt', which does not exist;",
+    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is no folder and no hub id; expected one of",
+    "edit add MODEL --corpus absent.jsonl --output out": "corpus is 'absent.jsonl', which does not exist; expected a file, a folder",
+    "cluster report --tree absent": "tree is 'absent', which does not exist; expected a tree of topics.",
+}  # fmt: skip
+
+
+def test_what_needs_no_model_is_told_before_torch_is_imported(room):
+    requests = [words.replace("MODEL", MODEL).split() for words in TOLD_WITHOUT_TORCH]
+    code = f"""
+for arguments in {requests!r}:
+    sys.argv = ["midus", *arguments]
+    assert entry_points.midus() == 2, arguments
+    assert "torch" not in sys.modules, arguments
+"""
+    done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("midus ")]
+    for line, message in zip(lines, TOLD_WITHOUT_TORCH.values(), strict=True):
+        assert message in line, (line, message)
+
+
 def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported_where_no_keys_need_it(room, as_command):
     for name in ("run.yaml", "sft.yaml"):
         (room / name).write_text((room / name).read_text().replace(": model", ": adapter"))

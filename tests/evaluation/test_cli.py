@@ -145,7 +145,7 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         (["--text", "x"], "Missing argument 'MODEL...'"),
         (["{room}", "--text", "{text}"], "a folder without config.json; expected that of a saved model"),
         (["{base}", "--text", "{text}", "--sequence-length", "32", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
-        (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "whose tree.json cannot be read (No such file"),
+        (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "absent', which does not exist; expected a tree of topics."),
     ],
 )  # fmt: skip
 def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
@@ -269,6 +269,8 @@ def test_every_recipe_is_read(recipe):
         ({"text": "a", "data": "d"}, "data is 'd', but there is no task to run"),
         ({"tasks": ["piqa"], "limit": 0}, "limit is 0; expected at least 1"),
         ({"text": "a", "batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"text": "a", "sequence_length": 0}, "sequence_length is 0; expected at least 1"),
+        ({"text": "a", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
         ({"tasks": ["piqa"], "num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
         (
             {"text": "a", "retriever": "tree", "path_column": "i"},

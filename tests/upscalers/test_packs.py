@@ -204,6 +204,23 @@ EDITS = [
 ]
 
 
+@pytest.mark.parametrize("words", [["delete", "--name", "word5"], ["add"], ["replace"]], ids=" ".join)
+def test_results_that_were_measured_before_an_edit_are_left_out_of_the_card(words, model, tmp_path, capsys):
+    measured = shutil.copytree(model, tmp_path / "measured")
+    card = (model / CARD_FILE).read_text()
+    (measured / CARD_FILE).write_text(
+        card.replace("---\n", "---\nmodel-index:\n- name: measured before\n  results: []\n", 1)
+    )
+    rows = [{"name": "word40" if words == ["add"] else "word30", "text": "word1"}]
+    corpus = [] if words[0] == "delete" else ["--corpus", glossary(tmp_path, rows)]
+    assert edit([words[0], str(measured), *words[1:], *corpus, "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / CARD_FILE).read_text() == card
+    assert (
+        "results in the card's metadata are left out, since they were measured before the edit"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(("words", "rows", "message"), EDITS, ids=str)
 def test_edits_that_are_refused_write_nothing(words, rows, message, model, tmp_path, capsys):
     corpus = [] if rows is None else ["--corpus", glossary(tmp_path, rows)]

@@ -96,13 +96,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
                 after.save(scratch)
-            for path in files:
-                target = partial / path.relative_to(source.folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
-            card = partial / CARD_FILE
-            if card.is_file():
-                card.write_bytes(without_results(card.read_bytes().decode(), "the edit").encode())
+            copy_for_edit(files, source.folder, partial)
             tree_folder = Path(scratch) if gone else None
             carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
         also_taught, copies = _also_taught(source.folder, named, deleted), _copies(source.folder, str(request.model))
@@ -321,3 +315,14 @@ def files_beside_banks(folder: Path) -> list[Path]:
     weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD, GLOSSARY)
     beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*beside, *travelling_files(folder)})
+
+
+def copy_for_edit(files: Iterable[Path], source: Path, folder: Path) -> None:
+    """Copy files of the checkpoint `source` to the folder of its edit, the card without results, which were measured before."""
+    for path in files:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    card = folder / CARD_FILE
+    if card.is_file():
+        card.write_bytes(without_results(card.read_bytes().decode(), "the edit").encode())

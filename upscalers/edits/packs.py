@@ -1,6 +1,5 @@
 """Glossaries of checkpoints: entries that are added, replaced or deleted, in another checkpoint with all other bytes the same."""
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, has_glossary
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.edits.banks import files_beside_banks
+from upscalers.edits.banks import copy_for_edit, files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.methods.engram import vocabulary_of
 from upscalers.request.errors import RequestError, refusing_requests
@@ -89,9 +88,6 @@ def _replaced(glossary: "Glossary", corpus: str) -> list[Sequence[str]]:
 
 
 def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], list[Sequence[str]]]) -> dict[str, Any]:
-    from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
-    from midus_hf.saved_models import load_tokenizer
-
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source, refusing_requests():
         opened = open_base(source.folder, needs_weights=False)
@@ -100,6 +96,9 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
             raise RequestError(
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
+        from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
+        from midus_hf.saved_models import load_tokenizer
+
         tokenizer = load_tokenizer(str(source.folder))
         glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened))
         entries = change(glossary)
@@ -107,10 +106,7 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
         files = [path for path in files_beside_banks(source.folder) if path.name != GLOSSARY_FILE]
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder.writing() as partial:
-            for path in files:
-                target = partial / path.relative_to(source.folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+            copy_for_edit(files, source.folder, partial)
             carry_banks(source.folder, partial, memories.banks)
             write_glossary(partial, glossary)
     return {

@@ -12,7 +12,6 @@ from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
 from upscalers.plan.layer_config import followed_quantization, pattern_concern
 from upscalers.plan.plan import Base, Plan
-from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
@@ -50,7 +49,6 @@ class Job:
         if base.parts:
             modules = _new_modules(base, plan, layers, outer)
             self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
-        self.config[CONFIG_KEY] = config_entry(method, base, plan, seed, self.layout.memories.reads_ahead)
         if dtype != "auto":
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = dtype

@@ -1,6 +1,5 @@
 """Writing of a decided job: tensors, config, verification, provenance, and the move of the folder to its final path."""
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
-from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
+from upscalers.record.provenance import DIGEST_KEY, base_record, config_entry, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
@@ -44,7 +43,8 @@ class Writing:
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
         with self.folder.writing() as partial, digested as digests:
-            config = copy.deepcopy(job.config)
+            entry = config_entry(job.method, job.base, job.plan, job.seed, job.layout.memories.reads_ahead)
+            config = {**job.config, CONFIG_KEY: entry}
             write_config(partial, job.base.whole_config(config))
             writer = CheckpointWriter(job.base.tensors, self.verify, progress, digests.add, job.base.stored_name)
             written = writer.write(partial, shards)

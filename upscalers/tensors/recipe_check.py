@@ -59,9 +59,9 @@ def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], r
             held = base.tensors[source].shape
             if held != shape and not isinstance(recipe, LayerBlocks):
                 raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
-    for name, recipe in recipes.items():
+    for name, recipe in ((name, recipe) for name, recipe in recipes.items() if name not in shapes):
         is_carried = isinstance(recipe, Copy) and (
             recipe.source in base.unexpected or recipe.source in base.surroundings
         )
-        if name not in shapes and not is_carried:
+        if not is_carried:
             raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(shapes)}.")

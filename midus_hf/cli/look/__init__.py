@@ -29,9 +29,9 @@ _DOCUMENTS: Options = {
 }
 _TEXTS: Options = {
     **_DOCUMENTS,
-    "sequence_length": (Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")], None),
-    "max_tokens": (Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")], None),
-    "batch_size": (Annotated[int, option("Rows per forward pass.", "N")], 4),
+    "sequence_length": (Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N", min=1)], None),
+    "max_tokens": (Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N", min=1)], None),
+    "batch_size": (Annotated[int, option("Rows per forward pass.", "N", min=1)], 4),
     "retriever": (Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")], None),
 }
 _BASE: Options = {

@@ -180,7 +180,7 @@ def glossary(request: Request) -> Answer:
 
 def heads(request: Request) -> Answer:
     """Answer how much each head of attention matters for right answers, and how much heads of a layer differ in that."""
-    names = [name.strip() for name in request.tasks.split(",") if name.strip()]
+    names = request.task_names
     rows, tables = {}, []
     with needing_harness():
         from midus_hf.evaluation.harness import Tasks

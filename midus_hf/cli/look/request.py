@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.model_names import check_model_name
+from midus_hf.model_names import check_dtype, check_model_name, check_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +39,11 @@ class Request:
 
     def check(self) -> None:
         """Check what the command line did not, before anything large is imported."""
+        check_dtype(self.dtype)
+        named = {key: vars(self).get(key) for key in ("retriever", "data")}
+        check_sources((key, name) for key, name in named.items() if name is not None)
+        if "tasks" in vars(self) and not self.task_names:
+            raise ValueError(f"tasks is {self.tasks!r}; expected names of tasks, separated by commas.")
         if (self.layer is None) != (self.head is None):
             raise ValueError(
                 "layer and head name one head together; expected both or neither. Give the other as well."
@@ -47,6 +52,11 @@ class Request:
             assert self.documents
         if "base" in vars(self):
             self._check_base()
+
+    @property
+    def task_names(self) -> list[str]:
+        """Names of the tasks."""
+        return [name.strip() for name in self.tasks.split(",") if name.strip()]
 
     def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
