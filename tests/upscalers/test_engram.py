@@ -167,7 +167,8 @@ _KINDS = {
 _SIGNS = "\"'\u201c\u2018([{<*-/#$:@|=."
 _FRONTS = [*("", "in ", "\n", "in\n\n", "in\n- ", "in **", "non-"), *_SIGNS, *(f"in {sign}" for sign in _SIGNS)]
 _NAMED = dict.fromkeys(("Berlin", "sodium", "Kestrel gateway", "C++"), _FRONTS) | {
-    "\u5317\u4eac": ["", "\u5728", "(", "in "]
+    "\u5317\u4eac": ["", "\u5728", "(", "in "],
+    "\u00f8": ["(", "in "],
 }
 
 
@@ -183,14 +184,15 @@ def split_base(request, tmp_path):
     words = ["in Berlin the sodium near a Kestrel gateway, a marigold in C++ for marigold \n\n is"] * 9
     merged = [f"in {sign}sodium {sign}s {sign}Ber {sign}C C++{sign} +{sign}" for sign in _SIGNS] * 9
     han = ["\u5728\u5317 \u5728\u5317 \u5317\u4eac"] * 99
+    known = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else ["\u00f8", "\u0178"]}
     trainer = (trainers.WordPieceTrainer if is_of_pieces else trainers.BpeTrainer)(
-        vocab_size=400, special_tokens=["<unk>"], show_progress=False
+        vocab_size=600, special_tokens=["<unk>"], show_progress=False, **known
     )
     tokenizer.train_from_iterator([*words, *merged, *han], trainer)
     tokenizer.pre_tokenizer = split
     marks = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
     tokenizer.decoder = decoders.WordPiece() if is_of_pieces else decoders.ByteLevel() if is_of_bytes else marks
-    tiny_model("llama", vocab_size=400).save_pretrained(tmp_path / "base")
+    tiny_model("llama", vocab_size=600).save_pretrained(tmp_path / "base")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     fast.save_pretrained(tmp_path / "base")
     return tmp_path / "base", fast
@@ -208,9 +210,10 @@ def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_wor
             for behind in (" is", *(".", ",", ")", "'") * (name == "C++")):
                 text = f"{front}{name}{behind}"
                 (keys,) = table.keys_of([text], tokenizer)
-                last = tokenizer(text).char_to_token(len(front + name) - 1)
+                offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+                last = sum(first < len(front + name) for first, _ in offsets) - 1
                 assert table.reads(keys.keys).nonzero().flatten().tolist() == [last], (text, tokenizer.tokenize(text))
-    (keys,) = table.keys_of(["in a marigold is", "a marigold"], tokenizer)
+    (keys,) = table.keys_of(["in a marigold is", "a marigold", "in \u0178 is", "\u0178"], tokenizer)
     assert not table.reads(keys.keys).any()
 
 

@@ -259,8 +259,13 @@ def ends_of_name(
     for ids in written:
         # Most fronts are tokens of their own, behind which the name has the tokens that it has behind another.
         if not any(ids[-len(each) :] == each for each in found):
+            pieces = [spelling.piece(token) or b"" for token in ids]
             for end, token in enumerate(names_in(table, map(spelling.piece, ids)), 1):
-                found |= {ids[each.token - 1 : end]: None for each in token.opens}
+                for first in (each.token - 1 for each in token.opens):
+                    # A character of several tokens is found in the last of them.
+                    while first and b"\x80" <= pieces[first][:1] < b"\xc0":
+                        first -= 1
+                    found[ids[first:end]] = None
     return written[0], found
 
 
