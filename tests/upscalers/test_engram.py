@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.memories.hosting.token_places import TokenPlaces
-from midus_hf.memories.ngram.options import MOST_TOKENS
+from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
+from midus_hf.training.data.ngrams import NgramTable
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
 from upscalers.request.errors import RequestError
@@ -134,6 +135,7 @@ _NAMES = {
     "many": (["dog", "ox", "cow", "ewe", "ram", *("the " * count for count in range(4, 10))], [
         "names longer than 3 tokens, whose last 3 have the row: 6 ('the the the the', 'the the the the the', "
         "'the the the the the the', 'the the the the the the the' and 2 more)",
+        "names that their tokens do not spell, whose rows other words may read: 5 ('dog', 'ox', 'cow', 'ewe' and 1 more)",
         "names that share a row, since their n-grams are one: 11 ('dog', 'ox', 'cow', 'ewe' and 7 more)",
     ]),
 }  # fmt: skip
@@ -149,6 +151,77 @@ def test_lines_name_the_names_that_are_cut_or_share_a_row(spoken_base, command, 
     assert told[0].endswith("ends of names have rows") and told[1:] == lines
     told = command(*request, "--set", "rows=1").err.splitlines()
     assert told[1:] == [line for line in lines if "share" not in line]
+
+
+# Pre-tokenizers, and whether tokens are of bytes: in the manner of Llama 2, Gemma, GPT-2 and Llama 3.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KINDS = {
+    "a mark in front of each text": (pre_tokenizers.Metaspace(prepend_scheme="always", split=False), False),
+    "a mark for each space": (pre_tokenizers.Metaspace(prepend_scheme="never", split=False), False),
+    "bytes of words": (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+    "bytes of words with a sign": (pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ]), True),
+    "pieces of words": (pre_tokenizers.BertPreTokenizer(), False),
+}  # fmt: skip
+_SIGNS = "\"'\u201c\u2018([{<*-/#$:@|=."
+_FRONTS = [*("", "in ", "\n", "in\n\n", "in\n- ", "in **", "non-"), *_SIGNS, *(f"in {sign}" for sign in _SIGNS)]
+_NAMED = dict.fromkeys(("Berlin", "sodium", "Kestrel gateway", "C++"), _FRONTS) | {
+    "\u5317\u4eac": ["", "\u5728", "(", "in "],
+    "\u00f8": ["(", "in "],
+}
+
+
+@pytest.fixture(params=_KINDS)
+def split_base(request, tmp_path):
+    """Return a checkpoint with a tokenizer of a kind, of which tokens merge signs with beginnings and ends of names."""
+    split, is_of_bytes = _KINDS[request.param]
+    is_of_pieces = request.param == "pieces of words"
+    tokenizer = Tokenizer((models.WordPiece if is_of_pieces else models.BPE)(unk_token="<unk>"))
+    # As sentencepiece does, merges are learned in words with their mark.
+    is_of_marks = isinstance(split, pre_tokenizers.Metaspace)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never") if is_of_marks else split
+    words = ["in Berlin the sodium near a Kestrel gateway, a marigold in C++ for marigold \n\n is"] * 9
+    merged = [f"in {sign}sodium {sign}s {sign}Ber {sign}C C++{sign} +{sign}" for sign in _SIGNS] * 9
+    han = ["\u5728\u5317 \u5728\u5317 \u5317\u4eac"] * 99
+    known = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else ["\u00f8", "\u0178"]}
+    trainer = (trainers.WordPieceTrainer if is_of_pieces else trainers.BpeTrainer)(
+        vocab_size=600, special_tokens=["<unk>"], show_progress=False, **known
+    )
+    tokenizer.train_from_iterator([*words, *merged, *han], trainer)
+    tokenizer.pre_tokenizer = split
+    marks = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    tokenizer.decoder = decoders.WordPiece() if is_of_pieces else decoders.ByteLevel() if is_of_bytes else marks
+    tiny_model("llama", vocab_size=600).save_pretrained(tmp_path / "base")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.save_pretrained(tmp_path / "base")
+    return tmp_path / "base", fast
+
+
+def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_word_of_other_tokens(
+    split_base, tmp_path
+):
+    base, tokenizer = split_base
+    tensors = made(base, tmp_path, **{**NAMES, "corpus": write_names(tmp_path / "names.jsonl", [*_NAMED, "gold"])})
+    ngrams, numbers = (tensors[f"model.memory_tables.ngram.0.{name}"] for name in ("ngrams", "token_numbers"))
+    table = NgramTable("ngram", NgramOptions(table="exact", min_order=1), ngrams, numbers)
+    for name, fronts in _NAMED.items():
+        for front in fronts:
+            for behind in (" is", *(".", ",", ")", "'") * (name == "C++")):
+                text = f"{front}{name}{behind}"
+                (keys,) = table.keys_of([text], tokenizer)
+                offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+                last = sum(first < len(front + name) for first, _ in offsets) - 1
+                assert table.reads(keys.keys).nonzero().flatten().tolist() == [last], (text, tokenizer.tokenize(text))
+    (keys,) = table.keys_of(["in a marigold is", "a marigold", "in \u0178 is", "\u0178"], tokenizer)
+    assert not table.reads(keys.keys).any()
+
+
+def test_names_need_a_tokenizer_that_tells_what_its_tokens_spell(spoken_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ["cat"])}
+    with pytest.raises(RequestError, match="does not tell what its tokens spell; expected one with"):
+        made(spoken_base, tmp_path, **options)
 
 
 KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])

@@ -2,7 +2,7 @@
 
 import importlib.util
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,14 @@ from upscalers.tensors.recipes import Integers, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from midus_hf.training.data.ngrams import TextKeys
+    from midus_hf.memories.packs.names import Spelling
 
 _PUBLISHED = "published"
 # Text of a token that holds a part of a character.
 _BROKEN = "\ufffd"
+# What stands in front of names, beside what tokens merge with their beginnings; and behind a sign, with which tokens may merge it.
+_FRONTS = ("", " ", "\n", "\n\n", *"\"'\u201c\u201d\u2018\u2019([{<*-/#$:")
+_BEHIND_SIGNS = ("", *".,'\")")
 
 
 @register_method("engram")
@@ -49,7 +52,9 @@ class Engram(AttachedMemoryMethod):
         (
             "names",
             bool,
-            option(False, "whether each text is a name: only its last tokens have rows, alone and behind a space"),
+            option(
+                False, "whether each text is a name: only its last tokens have rows, whatever sign stands in front"
+            ),
         ),
         (
             "compress",
@@ -61,9 +66,10 @@ class Engram(AttachedMemoryMethod):
     def __init__(self, options: Any):
         super().__init__(options)
         self._keys: torch.Tensor | None = None
-        # Names by the n-gram that has their row, and those that are longer.
+        # Names by the n-gram that has their row, those that are longer, and those that are not found in what their tokens spell.
         self._names: dict[int, dict[str, None]] = {}
         self._cut: dict[str, None] = {}
+        self._unspelled: dict[str, None] = {}
 
     @property
     def recorded_options(self) -> dict[str, Any]:
@@ -128,6 +134,11 @@ class Engram(AttachedMemoryMethod):
             remarks.append(
                 f"names longer than {most} tokens, whose last {most} have the row: {len(self._cut):,} ({shown})"
             )
+        if self._unspelled:
+            shown = _shown(self._unspelled)
+            remarks.append(
+                f"names that their tokens do not spell, whose rows other words may read: {len(self._unspelled):,} ({shown})"
+            )
         shared = {name: None for names in self._names.values() if len(names) > 1 for name in names}
         if shared and self.options.rows != 1:
             shown = _shown(shared)
@@ -171,19 +182,18 @@ class Engram(AttachedMemoryMethod):
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.topics.corpus import read_corpus
-        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams, last_ngrams
+        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams
 
         if self._keys is None:
             with refusing_requests():
                 texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
-            numbers = self._token_numbers(base)
-            if self.options.names:  # a name begins a text, or stands behind a space; no special token is part of it
-                texts = [form for text in texts for form in (text, f" {text}")]
-            keys = keys_of_texts(texts, tokenizer_of(base), options, numbers, special_tokens=not self.options.names)
+            tokenizer, numbers = tokenizer_of(base), self._token_numbers(base)
             if self.options.names:
-                keys = self._noting(texts, last_ngrams(keys))
-            self._keys = known_ngrams(keys, self.options.min_documents)
+                self._keys = self._ends_of_names(texts, tokenizer, numbers)
+            else:
+                keys = keys_of_texts(texts, tokenizer, options, numbers)
+                self._keys = known_ngrams(keys, self.options.min_documents)
             if not len(self._keys):
                 raise RequestError(
                     f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "
@@ -192,18 +202,71 @@ class Engram(AttachedMemoryMethod):
                 )
         return self._keys
 
-    def _noting(self, forms: Sequence[str], parts: "Iterator[TextKeys]") -> "Iterator[TextKeys]":
-        """Yield the n-grams of names, each in two forms, and note whose they are, and which names are longer."""
-        first = 0
-        for part in parts:
-            for form, key in zip(part.texts.tolist(), part.keys.amax(-1).tolist(), strict=True):
-                name = forms[form - form % 2]
-                if key:
-                    self._names.setdefault(key, {})[name] = None
-                    if form % 2 == 0 and len(part.ids[form - first]) > self.options.max_order:
-                        self._cut[name] = None
-            first += len(part.ids)
-            yield part
+    def _ends_of_names(self, names: Iterable[str], tokenizer: Any, numbers: "torch.Tensor") -> "torch.Tensor":
+        """Return the keys of the n-grams in which names end, `[N]`, int64, ascending, and note whose they are."""
+        import torch
+        from tqdm import tqdm
+
+        from midus_hf.memories.packs.names import Spelling
+        from midus_hf.ops.ngrams.addresses import NO_TOKEN, ngram_keys, numbered
+
+        with refusing_requests():
+            spelling = Spelling(tokenizer)
+        most, fronts = self.options.max_order, merged_fronts(spelling)
+        names_of: dict[tuple[int, ...], list[str]] = {}
+        for name in tqdm(dict.fromkeys(names), desc="reading names", unit="names", disable=None, leave=False):
+            alone, ends = ends_of_name(name, spelling, fronts)
+            if not ends:
+                self._unspelled[name] = None
+            if len(alone) > most:
+                self._cut[name] = None
+            for end in {end[-most:]: None for end in ends or [alone] if end}:
+                names_of.setdefault(end, []).append(name)
+        ids = torch.tensor([(*[-1] * (most - len(end)), *end) for end in names_of], dtype=torch.int64).view(-1, most)
+        around = torch.where(ids < 0, NO_TOKEN, numbered(ids.clamp(min=0), numbers)).flip(-1)
+        keys = torch.stack([ngram_keys(around, order, MOST_TOKENS) for order in range(1, most + 1)]).amax(0)
+        for key, of in zip(keys.tolist(), names_of.values(), strict=True):
+            self._names.setdefault(key, {}).update(dict.fromkeys(of))
+        return torch.tensor(sorted(self._names), dtype=torch.int64)
+
+
+def merged_fronts(spelling: "Spelling") -> dict[str, dict[str, None]]:
+    """Return what tokens have in front of a beginning of a word: signs, white space, and words of scripts without spaces."""
+    from midus_hf.memories.packs.names import characters_of
+
+    fronts: dict[str, dict[str, None]] = {}
+    for token in range(len(spelling.tokenizer)):
+        text = (spelling.piece(token) or b"").decode("utf-8", "ignore")
+        for at in range(1, len(text)):
+            if any(each.is_word and not each.joins for each in characters_of(text[at - 1])):
+                break
+            fronts.setdefault(text[at:], {})[text[:at]] = None
+    return fronts
+
+
+def ends_of_name(
+    name: str, spelling: "Spelling", fronts: Mapping[str, Iterable[str]]
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], None]]:
+    """Return the tokens of a name alone, and those that it reaches into behind each front: none if they do not spell it."""
+    from midus_hf.memories.packs.names import NameTable, name_of, names_in
+
+    name, table = name.strip(), NameTable([name_of(0, name)])
+    merged = [front for at in range(1, len(name) + 1) for front in fronts.get(name[:at], ())]
+    behind = ("",) if name[-1:].isalnum() else _BEHIND_SIGNS
+    texts = [front + name + each for front in dict.fromkeys([*_FRONTS, *merged]) for each in behind]
+    written = [*map(tuple, spelling.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])]
+    found: dict[tuple[int, ...], None] = {}
+    for ids in written:
+        # Most fronts are tokens of their own, behind which the name has the tokens that it has behind another.
+        if not any(ids[-len(each) :] == each for each in found):
+            pieces = [spelling.piece(token) or b"" for token in ids]
+            for end, token in enumerate(names_in(table, map(spelling.piece, ids)), 1):
+                for first in (each.token - 1 for each in token.opens):
+                    # A character of several tokens is found in the last of them.
+                    while first and b"\x80" <= pieces[first][:1] < b"\xc0":
+                        first -= 1
+                    found[ids[first:end]] = None
+    return written[0], found
 
 
 def _shown(names: Iterable[str]) -> str:

@@ -29,11 +29,7 @@ class TextKeys(NamedTuple):
 
 
 def keys_of_texts(
-    texts: Sequence[str],
-    tokenizer: Any,
-    options: NgramOptions,
-    token_numbers: torch.Tensor | None = None,
-    special_tokens: bool = True,
+    texts: Sequence[str], tokenizer: Any, options: NgramOptions, token_numbers: torch.Tensor | None = None
 ) -> Iterator[TextKeys]:
     """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; none reaches past the end of its text.
 
@@ -42,7 +38,7 @@ def keys_of_texts(
     starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), open_ended(tokenizer)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
         part = list(texts[first : first + _TEXTS_AT_ONCE])
-        ids = tokenizer(part, verbose=False, add_special_tokens=special_tokens)["input_ids"]
+        ids = tokenizer(part, verbose=False)["input_ids"]
         lengths = torch.tensor([len(each) for each in ids])
         text = torch.arange(len(ids)).repeat_interleave(lengths)
         tokens = torch.tensor([token for each in ids for token in each], dtype=torch.int64)
@@ -62,15 +58,6 @@ def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tenso
         known, places = torch.cat([known, new]).unique(return_inverse=True)
         counts = torch.zeros_like(known).index_add(0, places, torch.cat([counts, in_texts]))
     return known[counts >= least_texts]
-
-
-def last_ngrams(texts: Iterator[TextKeys]) -> Iterator[TextKeys]:
-    """Yield texts with one n-gram each, the longest n-gram that ends at the last token; all other keys are 0."""
-    for part in texts:
-        is_last = torch.cat([part.texts[1:] != part.texts[:-1], part.texts.new_ones(1, dtype=torch.bool)])  # [T]
-        longest = (part.keys > 0).sum(-1, keepdim=True) - 1  # [T, 1]
-        is_kept = is_last.unsqueeze(-1) & (longest == torch.arange(part.keys.shape[1]))
-        yield part._replace(keys=part.keys * is_kept)
 
 
 class NgramTable(NamedTuple):
