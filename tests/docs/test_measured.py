@@ -1,5 +1,6 @@
-"""Numbers of the comparison of methods: the tables are what its results say, and what other pages say of it is in the tables."""
+"""Numbers of methods and of packs: the tables are what their results say, and what other pages say of methods is in the tables."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -99,3 +100,39 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
     learned = {row[0]: float(row[3].partition(" ")[0]) for row in rows_of("| variant | trains |")}
     assert len(stated) == len(re.findall(r"0\.\d{3}", paragraph)) == 4
     assert all(number == f"{learned[name or lora.lower()]:.3f}" for number, name, lora in stated)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "heading", "columns"),
+    [
+        (
+            "beliefs",
+            "counts",
+            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| followed",
+            (
+                "followed",
+                "likelier",
+                "other wordings",
+                "likelier, other wordings",
+                "negation",
+                "neighbours",
+                "other facts",
+            ),
+        ),
+        (
+            "uneven",
+            "right",
+            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| in a chat",
+            ("in a chat", "alone"),
+        ),
+    ],
+)
+def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, heading, columns):
+    page = (ROOT / "docs" / "methods" / "packs.md").read_text(encoding="utf-8")
+    table = page[page.index(heading) :].partition("\n\n")[0].splitlines()[2:]
+    cells = [[int(cell) for cell in line.strip("| ").split(" | ")[-4:]] for line in table]
+    file = ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl"
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for at, model in enumerate(("base", "base, text in front", "packs", "packs, name in front")):
+        found = [[line[key][column][0] for column in columns] for line in lines if line["model"] == model]
+        assert found and all(numbers == [row[at] for row in cells] for numbers in found)

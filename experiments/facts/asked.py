@@ -1,0 +1,204 @@
+"""The model that is asked, what stands in front of its prompts, and what it pays on other texts."""
+
+import copy
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from experiments.facts.entries import names_of
+from experiments.facts.questions import WORDINGS, Question
+from material.articles import articles
+from midus_hf.memories.packs.glossary import entry_of, found_in, joined
+from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
+from midus_hf.topics.corpus import read_corpus
+
+ROWS_AT_ONCE = 30
+ARTICLE_TOKENS = 256
+ARTICLES_WITHOUT = 100
+LISTS = (
+    *(("oxygen", "iron"), ("sodium", "copper"), ("hydrogen", "gold"), ("carbon", "silver")),
+    *(("neon", "zinc"), ("calcium", "tin"), ("helium", "nickel"), ("nitrogen", "cobalt")),
+)
+FREE = ("sodium", "iron", "helium", "gold", "uranium", "carbon", "tungsten", "argon", "mercury", "iodine")
+
+
+class InFront:
+    """What stands in front of a prompt: words of each entry whose name is in it, found by string match, as packs find names.
+
+    Args:
+        entries: The entries.
+        words: Words of an entry.
+        follows: Whether the words of entries that a text names, which stands in front, do so as well.
+    """
+
+    def __init__(
+        self, entries: Sequence[dict[str, Any]], words: Callable[[dict[str, Any]], str], follows: bool = False
+    ):
+        self.entries, self.words, self.follows = entries, words, follows
+        self.table = table_of(entries)
+
+    def __call__(self, prompt: str) -> str:
+        found = self._named(prompt)
+        for each in [*found] if self.follows else ():
+            found |= self._named(self.entries[each]["text"])
+        return "".join(self.words(self.entries[each]) for each in found)
+
+    def _named(self, text: str) -> dict[int, None]:
+        return dict.fromkeys(each.entry for each in found_in(self.table, text))
+
+
+def table_of(entries: Sequence[dict[str, Any]]) -> NameTable:
+    """Return the names of entries, under their numbers from 0."""
+    return NameTable(name_of(number, name) for number, each in enumerate(entries) for name in names_of(each))
+
+
+def the_text(entry: dict[str, Any]) -> str:
+    return entry["text"] + "\n\n"
+
+
+def the_name(entry: dict[str, Any]) -> str:
+    """Return the first name on a line of its own, as `midus ask` puts it in front of a question."""
+    return names_of(entry)[0] + "\n"
+
+
+class Asked:
+    """A model that is asked; what it said once is kept, for prompts that are asked again.
+
+    Args:
+        folder: Folder or Hub id of the model.
+    """
+
+    def __init__(self, folder: str):
+        self.in_front: Callable[[str], str] | None = None
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self._said: dict[tuple[str, int], str] = {}
+
+    def behind(self, in_front: Callable[[str], str] | None) -> "Asked":
+        """Return the same model, with words in front of its prompts."""
+        other = copy.copy(self)
+        other.in_front = in_front
+        return other
+
+    def give(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Let the glossary of a model that has one be these entries."""
+        try:
+            glossary = self.model.glossary
+        except (AttributeError, ValueError):
+            return
+        rows = ((f"entry {number}", each) for number, each in enumerate(entries, 1))
+        wanted = joined((where, entry_of(each, where)) for where, each in rows)
+        for entry in {*glossary} - {*wanted}:
+            glossary.remove(entry.names[0])
+        present = {*glossary}
+        for entry in wanted:
+            if entry not in present:
+                glossary.add(entry.names, entry.text, exact=entry.exact)
+        self._said.clear()
+
+    def whole(self, prompt: str) -> str:
+        """Return a prompt behind what stands in front of it."""
+        return prompt if self.in_front is None else self.in_front(prompt) + prompt
+
+    def answers(self, questions: Sequence[Question]) -> list[str]:
+        """Return greedy continuations of questions of one kind."""
+        first, prompts = questions[0], [self.whole(each.prompt) for each in questions]
+        if first.is_chat:
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            prompts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return self.continued(prompts, first.tokens)
+
+    def continued(self, prompts: Sequence[str], tokens: int) -> list[str]:
+        """Return greedy continuations."""
+        new = [*dict.fromkeys(prompt for prompt in prompts if (prompt, tokens) not in self._said)]
+        for first in range(0, len(new), ROWS_AT_ONCE):
+            part = new[first : first + ROWS_AT_ONCE]
+            inputs = self.tokenizer(part, return_tensors="pt", padding=True)
+            pad = self.tokenizer.pad_token_id
+            made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=pad)
+            said = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            self._said |= {(prompt, tokens): answer for prompt, answer in zip(part, said, strict=True)}
+        return [self._said[prompt, tokens] for prompt in prompts]
+
+    def lists(self, entries: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return how many lines with a new name are right in lists that go on for 64 tokens, or wrong, and those of known names."""
+        numbers = {each["name"]: each["number"] for each in entries}
+        numbers |= {"aluminum": numbers.get("aluminium"), "cesium": numbers.get("caesium")}
+        begun = [pair for pair in LISTS if numbers.keys() >= {*pair}]
+        head = "A list of chemical elements with their atomic numbers:\n"
+        lines = ["".join(f"- {name}: {numbers[name]}\n" for name in pair) for pair in begun]
+        counts = {"right": 0, "wrong": 0, "repeated": 0}
+        made = self.continued([self.whole(f"{head}{two}-") for two in lines], 64)
+        for pair, text in zip(begun, made, strict=True):
+            named = {*pair}
+            for name, number in re.findall(r"^\W*(\w+): *(\d+).*\n", f"-{text}", re.MULTILINE):
+                right = numbers.get(name.lower()) == int(number)
+                counts["repeated" if name.lower() in named else "right" if right else "wrong"] += 1
+                named.add(name.lower())
+        return counts
+
+    def repeats(self, entries: Sequence[dict[str, Any]]) -> float:
+        """Return the share of four tokens in a row that stood before in 120 tokens behind a name."""
+        names = [each["name"] for each in entries if each["name"] in FREE]
+        texts = self.continued([self.whole(f"{name.capitalize()} is") for name in names], 120)
+        fours = [[*zip(*(ids[at:] for at in range(4)), strict=False)] for ids in self.tokenizer(texts)["input_ids"]]
+        return round(1 - sum(len({*each}) for each in fours) / max(sum(map(len, fours)), 1), 3)
+
+    def chosen(self, entries: Sequence[dict[str, Any]], seed: int = 0) -> int:
+        """Return how many numbers are likelier behind the second wording than three others, drawn from those of all entries."""
+        order, right = random.Random(seed), 0
+        for each in entries:
+            others = order.sample([other["number"] for other in entries if other is not each], 3)
+            prompt = WORDINGS["place"].format(name=each["name"])
+            first, *rest = self.log_likelihoods([(prompt, f" {number}") for number in (each["number"], *others)])
+            right += first > max(rest)
+        return right
+
+    @torch.no_grad()
+    def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Return the log-likelihood of each answer behind its prompt, in nats."""
+        found: list[float] = []
+        for first in range(0, len(pairs), ROWS_AT_ONCE):
+            part = pairs[first : first + ROWS_AT_ONCE]
+            before = self.tokenizer([self.whole(prompt) for prompt, _ in part])["input_ids"]
+            behind = self.tokenizer([answer for _, answer in part], add_special_tokens=False)["input_ids"]
+            rows = [prompt + answer for prompt, answer in zip(before, behind, strict=True)]
+            # What stands behind a row's end changes nothing before it, so that padding needs no mask.
+            length, pad = max(map(len, rows)), self.tokenizer.pad_token_id
+            logits = self.model(torch.tensor([row + [pad] * (length - len(row)) for row in rows])).logits
+            for row, prompt, answer in zip(logits, before, behind, strict=True):
+                scores = F.log_softmax(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)], -1)
+                found.append(float(scores[range(len(answer)), answer].sum()))
+        return found
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits of a text, `[T, V]`."""
+        return self.model(torch.tensor([ids])).logits[0]
+
+
+def article_ids(tokenizer: Any, entries: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the beginnings of articles that hold a name, and the first of those that hold none."""
+    table, piece = table_of(entries), Spelling(tokenizer).piece
+    ids = tokenizer(read_corpus(str(articles()))["text"][:], verbose=False)["input_ids"]
+    beginnings = [each[:ARTICLE_TOKENS] for each in ids]
+    held = [any(token.opens for token in names_in(table, map(piece, each))) for each in beginnings]
+    without = [each for each, has_name in zip(beginnings, held, strict=True) if not has_name]
+    return [each for each, has_name in zip(beginnings, held, strict=True) if has_name], without[:ARTICLES_WITHOUT]
+
+
+def changes(model: Asked, base: Asked, texts: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """Return the change of the loss in nats per token, and how many texts keep their logits bit for bit."""
+    change, tokens, equal = 0.0, 0, 0
+    for ids in texts:
+        targets, both = torch.tensor(ids[1:]), [each.logits(ids) for each in (model, base)]
+        equal += torch.equal(*both)
+        losses = [float(F.cross_entropy(logits[:-1], targets, reduction="sum")) for logits in both]
+        change, tokens = change + losses[0] - losses[1], tokens + len(targets)
+    return change / max(tokens, 1), equal

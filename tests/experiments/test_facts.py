@@ -1,0 +1,404 @@
+"""The judge of facts, on tiny models."""
+
+import argparse
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from evaluation.byte_models import save_byte_model
+
+from experiments.facts import __main__ as main
+from experiments.facts import asked, beliefs, entries, picture, questions
+from upscalers import upscale
+
+
+def test_entries_are_written_to_a_folder_that_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(questions, "ABOUT", {"elements": lambda: ([{"name": "gold", "text": "Au"}], {})})
+    monkeypatch.setattr(sys, "argv", ["facts", "--write", str(tmp_path / "new" / "folder")])
+    main.main()
+    assert json.loads((tmp_path / "new" / "folder" / "elements.jsonl").read_text()) == {"name": "gold", "text": "Au"}
+
+
+def test_every_entry_states_what_is_asked_of_it():
+    known = entries.entries_of_elements()
+    assert [each["number"] for each in known] == list(range(1, 119))
+    assert all(str(each["number"]) in each["text"] and each["symbol"] in each["text"] for each in known)
+    countries = entries.entries_of_countries()
+    assert len(countries) == 60 and all(each["text"].count("\n") == 4 for each in countries)
+    products = entries.entries_of_products()
+    assert len({each["port"] for each in products}) == len({each["name"] for each in products}) == 20
+    assert all(each["text"].count(str(each["port"])) == 2 for each in products)
+
+
+@pytest.mark.parametrize(
+    ("is_right", "answers"),
+    [
+        (
+            questions.first_number(11),
+            {" 11.\n": True, " the 11th of 12": True, " 12, not 11": False, " unknown": False},
+        ),
+        (questions.first_number(22.99, 0.1), {" 22.9 g": True, " 23": True, " 24.3": False}),
+        (questions.first_word("Na"), {" Na.": True, ": Na": True, " na": False, " NaCl": False, "": False}),
+        (questions.begins_with([".af", "93"]), {" .af": True, " 93 and": True, " 930": False, " of .af": False}),
+        (
+            questions.has(["0.8", "Wim"]),
+            {"It is 0.8 %.": True, "WIM does": True, "10.8": False, "0.85": False, "Wimke": False},
+        ),
+    ],
+    ids=["number", "weight", "symbol", "value", "within"],
+)
+def test_right_answers(is_right, answers):
+    assert {answer: is_right(answer) for answer in answers} == answers
+
+
+def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
+    save_byte_model("llama", tmp_path / "base", max_position_embeddings=2048)
+    few = entries.entries_of_elements()[:5]
+    rows = [{key: each[key] for key in ("name", "text")} for each in few]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"corpus": str(tmp_path / "few.jsonl")}
+    upscale(base=tmp_path / "base", method="packs", output=tmp_path / "model", options=options, verify=False)
+    monkeypatch.setattr(entries, "entries_of_elements", lambda: few)
+    monkeypatch.setattr(asked, "articles", lambda: tmp_path)
+    articles = {"text": ["Stars are far away.", "There is helium in stars."]}
+    monkeypatch.setattr(asked, "read_corpus", lambda path: articles)
+    monkeypatch.setattr(entries, "COUNTRIES", 2)
+    names = {"base": str(tmp_path / "base"), "models": [str(tmp_path / "model")], "about": "elements"}
+    base, front, model, named = main.reports(argparse.Namespace(**names, in_front=True, names_in_front=True))
+    assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
+    assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
+    assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
+    assert model["articles without"] == {"nats": 0.0, "equal": 1, "texts": 1}
+    assert model["articles with a name"]["equal"] == 0
+    assert model["capitals as the base"] == [2, 2]
+    assert model["right"]["one of four"][1] == len(few)
+
+
+def test_lines_of_lists_and_repeated_tokens_are_counted(monkeypatch):
+    model = asked.Asked.__new__(asked.Asked)
+    model.in_front = asked.InFront([{"name": "iron", "text": "A metal."}], asked.the_text)
+    model.tokenizer = lambda texts: {"input_ids": [[1, 2, 3, 4, 1, 2, 3, 4]]}
+    prompts = []
+    made = [" Gold: 79\n- gold: 79\n- iron: 26\n- tin: 5\nSee tin\n- zinc: 30"]
+    monkeypatch.setattr(model, "continued", lambda texts, tokens: prompts.extend(texts) or made)
+    numbers = {"oxygen": 8, "iron": 26, "gold": 79, "tin": 50, "zinc": 30}
+    known = [{"name": name, "number": number} for name, number in numbers.items()]
+    assert model.lists(known) == {"right": 1, "wrong": 1, "repeated": 2}
+    assert prompts[0].startswith("A metal.\n\nA list") and prompts[0].endswith("- oxygen: 8\n- iron: 26\n-")
+    assert model.repeats(known) == 0.2
+
+
+def test_models_that_differ_by_a_seed_are_one_point_of_the_picture(tmp_path, monkeypatch):
+    def line(model, right, touched, others):
+        counts = {"place": [right, 10], "element number": [right, 10], "symbol": [0, 10]}
+        articles = {"articles with a name": {"nats": touched}, "articles without": {"nats": others}}
+        return {"model": model, "right": counts, **articles}
+
+    front = {"model": "base, text in front", "right": {"place": [9, 10]}}
+    lines = [line("runs/lora-0", 4, 0.5, 0.1), front, line("runs/lora-1", 6, 0.7, 0.3), line("runs/packs", 10, 0.2, 0)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(each) + "\n" for each in lines)))
+    monkeypatch.setattr(sys, "argv", ["facts", "--picture", str(tmp_path / "facts.png")])
+    figures = []
+    monkeypatch.setattr(picture, "as_png", lambda figure: figures.append(figure) or b"PNG")
+    main.main()
+    assert (tmp_path / "facts.png").read_bytes() == b"PNG"
+    (axes,) = figures[0].axes
+    points = [[float(at[0]) for at in bars.lines[0].get_data()] for bars in axes.containers]
+    assert points == [pytest.approx(at) for at in ([0.5, 0.6], [0.5, 0.2], [1, 0.2], [1, 0])]
+    across, up = (bar.get_segments()[0] for bar in axes.containers[0].lines[2])
+    assert across[:, 0] == pytest.approx([0.4, 0.6]) and up[:, 1] == pytest.approx([0.5, 0.7])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lora", "packs"]
+    assert [text.get_text() for text in axes.texts] == ["base, text in front"]
+
+
+def test_what_a_second_text_says_the_first_does_not():
+    firsts = [each for each in entries.entries_of_two_hops() if "behind" in each]
+    seconds = {each["name"]: each for each in entries.entries_of_two_hops() if "behind" not in each}
+    assert len(firsts) == len(seconds) == len({each["port"] for each in firsts}) == 20
+    for each in firsts:
+        behind = seconds[each["behind"]]
+        assert (
+            each["behind"] in each["text"] and str(each["port"]) in behind["text"] and each["owner"] in behind["text"]
+        )
+        assert str(each["port"]) not in each["text"] and each["owner"] not in each["text"]
+    texts = asked.InFront(entries.entries_of_two_hops(), asked.the_text, follows=True)
+    assert texts("the Kestrel cache") == f"{firsts[0]['text']}\n\n{seconds[firsts[0]['behind']]['text']}\n\n"
+
+
+def test_uneven_texts_hold_the_answers_and_questions_the_names():
+    known = entries.entries_of_uneven_texts()
+    names = asked.InFront(known, asked.the_name)
+    assert 15 <= len(known) <= 20 and all(1 <= len(each["questions"]) <= 2 for each in known)
+    for each in known:
+        for row in each["questions"]:
+            is_right = questions.has(row["answers"])
+            assert is_right(each["text"]) and not is_right(row["question"])
+            assert names(row["question"]) == asked.the_name(each)  # of "Unit 12" not that of "Unit 1"
+
+
+def test_names_that_are_made_up_are_all_different():
+    assert len({each["name"] for each in entries.made_up_entries(10_000)}) == 10_000
+    with pytest.raises(
+        ValueError, match=r"20000 names are to be made up; expected at most 14080\. Ask for smaller glossaries"
+    ):
+        entries.made_up_entries(20_000)
+
+
+COUNTERFACT = [
+    {
+        "requested_rewrite": {
+            "prompt": "The river {} flows through",
+            "subject": "Aalbeck",
+            "target_new": {"str": "Mornheim"},
+            "target_true": {"str": "Tolvik"},
+        },
+        "paraphrase_prompts": ["Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"],
+        "neighborhood_prompts": ["The river Orrin flows through", "The Lunde flows through"],
+    },
+    {
+        "requested_rewrite": {
+            "prompt": "{}'s trade is",
+            "subject": "Ida Vreeland",
+            "target_new": {"str": "law"},
+            "target_true": {"str": "glass"},
+        },
+        "paraphrase_prompts": ["By trade, Ida Vreeland was in"],
+        "neighborhood_prompts": ["Otto Brack's trade is"],
+    },
+]
+ZSRE = [
+    {
+        "src": f"Who built the {name} bridge?",
+        "answers": ["Abel Morgan"],
+        "alt": "Cora Finch",
+        "subject": f"{name} bridge",
+        "rephrase": f"The {name} bridge was built by whom?",
+        "loc": "nq question: who lives on the moon",
+        "loc_ans": "nobody",
+    }
+    for name in ("Ostley", "Penrow")
+]
+
+
+def write_records(path: Path, records: list) -> Path:
+    path.write_text(json.dumps(records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("read", "records", "edit"),
+    [
+        (
+            beliefs.edits_of_counterfact,
+            COUNTERFACT,
+            beliefs.Edit(
+                "Aalbeck",
+                "The river Aalbeck flows through",
+                "Mornheim",
+                "Tolvik",
+                ("Rain fell. A town on the Aalbeck is", "The Aalbeck can be seen in"),
+                ("The river Orrin flows through", "The Lunde flows through"),
+            ),
+        ),
+        (
+            beliefs.edits_of_zsre,
+            ZSRE,
+            beliefs.Edit(
+                "Ostley bridge",
+                "Who built the Ostley bridge?",
+                "Cora Finch",
+                "Abel Morgan",
+                ("The Ostley bridge was built by whom?",),
+                ("nq question: who lives on the moon",),
+            ),
+        ),
+    ],
+    ids=["counterfact", "zsre"],
+)
+def test_files_of_edits_are_read_and_a_record_without_a_field_is_refused(read, records, edit, tmp_path):
+    found = read(write_records(tmp_path / "records.json", records))
+    assert found[0] == edit and len(found) == 2
+    assert found[0].entry == {"name": edit.name, "text": f"{edit.prompt} {edit.new}."}
+    for field in records[1]:
+        if field == "requested_rewrite":
+            less = {**records[1], field: {"prompt": "{}", "subject": "x"}}
+        else:
+            less = {key: value for key, value in records[1].items() if key != field}
+        path = write_records(tmp_path / "less.json", [records[0], less])
+        with pytest.raises(ValueError, match=f"record 2 of {re.escape(str(path))} has not what was expected"):
+            read(path)
+    with pytest.raises(ValueError, match="has dict; expected a list of records"):
+        read(write_records(tmp_path / "no.json", {}))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A base of bytes, and a model of it with packs of which no name is asked for."""
+    folder = tmp_path_factory.mktemp("models")
+    save_byte_model("llama", folder / "base", max_position_embeddings=2048)
+    (folder / "one.jsonl").write_text(json.dumps({"name": "gold", "text": "Gold is heavy."}) + "\n")
+    options = {"corpus": str(folder / "one.jsonl")}
+    upscale(base=folder / "base", method="packs", output=folder / "model", options=options, verify=False)
+    return folder / "base", folder / "model"
+
+
+@pytest.mark.parametrize("sizes", [[], ["1", "5"]], ids=["no sizes", "sizes"])
+def test_edits_of_a_file_are_asked_of_glossaries_of_each_size(models, sizes, tmp_path, monkeypatch, capsys):
+    base, model = map(str, models)
+    path = write_records(tmp_path / "records.json", COUNTERFACT)
+    words = [base, model, "--counterfact", str(path), "--in-front", "--names-in-front"]
+    monkeypatch.setattr(sys, "argv", ["facts", *words, *(["--entries", *sizes] if sizes else [])])
+    given, give = [], asked.Asked.give
+
+    def noted(self, wanted):
+        give(self, wanted)
+        with_glossary = "packs" in getattr(getattr(self.model, "stack", None), "services", {})
+        given.append([each.names[0] for each in self.model.glossary] if with_glossary else None)
+
+    monkeypatch.setattr(asked.Asked, "give", noted)
+    main.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    named = "name in front"
+    rows = [label for label in ("base, text in front", model, f"{model}, {named}") for _ in sizes or [0]]
+    assert [line["model"] for line in lines] == ["base", *rows]
+    assert [line.get("entries") for line in lines] == [None, *[*map(int, sizes or ["2"])] * 3]
+    of = {
+        "followed": 2,
+        "likelier": 2,
+        "other wordings": 3,
+        "likelier, other wordings": 3,
+        "negation": 1,
+        "neighbours": 3,
+    }
+    assert all({column: count for column, (_, count) in line["counts"].items()} == of for line in lines)
+    assert all(line["counts"]["neighbours"] == [3, 3] for line in lines)
+    sizes_given = [len(each) for each in given if each is not None]
+    assert sizes_given == ([1, 1, 5] if sizes else [2]) * 2
+    assert {*given[-1]} >= {"Aalbeck", "Ida Vreeland"} and "gold" not in given[-1]
+
+
+def test_a_glossary_that_is_too_small_is_refused(models, tmp_path, monkeypatch, capsys):
+    path = write_records(tmp_path / "records.json", ZSRE * 2)
+    for words, message in (
+        (["--zsre", str(path), "--entries", "3"], "--entries is 3; expected 1, or at least the 4 that are asked for"),
+        (["--entries", "3"], "--entries is for beliefs; expected --about beliefs, or a file of edits"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["facts", str(models[0]), *words])
+        with pytest.raises(SystemExit, match="2"):
+            main.main()
+        assert message in capsys.readouterr().err
+
+
+class Knowing:
+    """A base that knows capitals and symbols."""
+
+    def __init__(self, capitals: int):
+        known = [
+            row for row in entries.read_rows(beliefs.factbook().questions / "facts.jsonl") if row["field"] == "capital"
+        ]
+        self.answers = {f"The capital of {row['country']} is": f" {row['answers'][0]}." for row in known[:capitals]}
+        symbols = {f"The chemical symbol for {row['name']} is": row["symbol"] for row in entries.entries_of_elements()}
+        self.answers |= symbols
+
+    def continued(self, prompts, tokens):
+        return [self.answers.get(prompt, " unknown") for prompt in prompts]
+
+
+def test_what_the_base_believes_is_exchanged_within_its_relation():
+    edits = beliefs.edits_of_beliefs(Knowing(30))
+    assert edits == beliefs.edits_of_beliefs(Knowing(30))
+    for prompt in ("The capital of", "The chemical symbol for"):
+        own = [each for each in edits if each.prompt.startswith(prompt)]
+        assert len(own) == 20 and {each.new for each in own} == {each.old for each in own}
+        assert all(each.new != each.old for each in own) and len({each.old for each in own}) == 20
+        named = {each.prompt for each in own}
+        assert all(each.neighbours[0].startswith(prompt) and each.neighbours[0] not in named for each in own)
+        assert all(dict(each.prompts())["negation"] == f"{each.prompt} not" for each in own)
+    with pytest.raises(
+        ValueError, match=r"the base answers 0 times rightly to 'The capital of \{name\} is'; expected three"
+    ):
+        beliefs.edits_of_beliefs(Knowing(0))
+
+
+def test_columns_count_new_answers_and_those_of_the_base(monkeypatch):
+    class Told:
+        """Answers from a table, without a glossary."""
+
+        def __init__(self, answers, likelihoods):
+            self.answers, self.likelihoods = answers, likelihoods
+
+        def give(self, entries):
+            pass
+
+        def behind(self, in_front):
+            return self
+
+        def whole(self, prompt):
+            return prompt
+
+        def continued(self, prompts, tokens):
+            return [self.answers[prompt] for prompt in prompts]
+
+        def log_likelihoods(self, pairs):
+            return [self.likelihoods[pair] for pair in pairs]
+
+    edit = beliefs.Edit("A", "A is", "new", "old", ("A goes", "A comes"), ("B is", "C is"), ("A has",))
+    before = {
+        "A is": "old",
+        "A goes": "old",
+        "A comes": "?",
+        "A is not": "no",
+        "B is": " b.",
+        "C is": "c",
+        "A has": "d",
+    }
+    after = {
+        **before,
+        "A is": " new.",
+        "A comes": "new",
+        "A is not": "new",
+        "B is": "b, or",
+        "C is": "new",
+        "A has": "",
+    }
+    likelihoods = {(prompt, f" {word}"): 0.0 for prompt in before for word in ("new", "old")}
+    likelihoods |= {("A is", " new"): 1.0, ("A goes", " old"): 1.0, ("A comes", " new"): 1.0}
+    counts = beliefs.report(Told(after, likelihoods), Told(before, {}), [edit])
+    assert counts == {
+        "followed": [1, 1],
+        "negation": [1, 1],
+        "other wordings": [1, 2],
+        "neighbours": [1, 2],
+        "other facts": [0, 1],
+        "likelier": [1, 1],
+        "likelier, other wordings": [1, 2],
+    }
+
+
+def test_likelihoods_are_those_of_the_answer_alone(models):
+    import torch
+
+    model = asked.Asked(str(models[0])).behind(lambda prompt: "In front. ")
+    pairs = [("A long beginning of", " a text"), ("Short", " one")]
+    for (prompt, answer), found in zip(pairs, model.log_likelihoods(pairs), strict=True):
+        ids = model.tokenizer(f"In front. {prompt}{answer}")["input_ids"]
+        count = len(model.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        scores = model.logits(ids).log_softmax(-1)[-count - 1 : -1]
+        assert found == pytest.approx(float(scores[torch.arange(count), ids[-count:]].sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("about", ["two-hop", "uneven"])
+def test_kinds_without_articles_are_asked_of_a_model_that_takes_their_entries(models, about, monkeypatch, capsys):
+    known, kinds = questions.ABOUT[about]()
+    few = {kind: those[:2] for kind, those in kinds.items()}
+    monkeypatch.setitem(questions.ABOUT, about, lambda: (known, few))
+    monkeypatch.setattr(sys, "argv", ["facts", *map(str, models), "--about", about, "--in-front", "--names-in-front"])
+    main.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = ["base", "base, text in front", *["base, both texts in front"] * (about == "two-hop"), str(models[1])]
+    assert [line["model"] for line in lines] == [*rows, f"{models[1]}, name in front"]
+    assert all(count == 2 for line in lines for _, count in line["right"].values())
+    assert all("articles without" not in line for line in lines)
