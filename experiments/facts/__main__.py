@@ -21,6 +21,8 @@ glossary, so that one serves all kinds. All answers are greedy. Numbers are righ
 Of the first three, also the change of the loss, in nats per token, on beginnings of articles with a name and without, how many of the
 others keep their logits bit for bit, and how many capitals, whose questions name no element, are answered as by the base.
 
+`--at-most N` asks so many questions of each kind and reads so many articles, spread evenly.
+
 `--picture FILE` draws lines of the first five kinds: right answers to the right, what articles pay upwards. Folders that differ by
 a seed at the end, as `lora-0` and `lora-1` do, are one point with its range. `--write FOLDER` writes what a model is to be taught,
 a file for each of the first five kinds, with rows of `name` and `text`.
@@ -49,6 +51,8 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     base = Asked(asked.base)
     unrelated = [] if asked.about == "countries" else questions.capitals()
     with_name, without = article_ids(base.tokenizer, entries) if asked.about in WITH_ARTICLES else ([], [])
+    with_name, without, unrelated = (_spread(each, asked.at_most) for each in (with_name, without, unrelated))
+    kinds = {kind: _spread(of_kind, asked.at_most) for kind, of_kind in kinds.items()}
 
     def models() -> Iterator[tuple[str, Asked]]:
         yield "base", base
@@ -72,7 +76,8 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             right = [each.is_right(answer) for each, answer in zip(of_kind, answers, strict=True)]
             report["right"][kind] = [sum(right), len(right)]
         if asked.about == "elements":
-            report["right"]["one of four"] = [model.chosen(entries), len(entries)]
+            those = _spread(entries, asked.at_most)
+            report["right"]["one of four"] = [model.chosen(those), len(those)]
             report |= {"lists": model.lists(entries), "repeated 4-grams": model.repeats(entries)}
         if asked.about in WITH_ARTICLES and model.in_front is None:
             if unrelated:
@@ -83,6 +88,12 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 change, equal = changes(model, base, those) if model is not base else (0.0, len(those))
                 report[f"articles {kind}"] = {"nats": round(change, 5), "equal": equal, "texts": len(those)}
         yield report
+
+
+def _spread(items: Sequence[Any], most: int | None) -> list[Any]:
+    """Return so many items at most, spread evenly."""
+    count = len(items) if most is None else min(most, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
 
 
 def reports_of_edits(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -121,6 +132,7 @@ def main() -> None:
     what.add_argument("--about", choices=[*questions.ABOUT, "beliefs"], default="elements")
     what.add_argument("--counterfact", type=Path, metavar="FILE")
     what.add_argument("--zsre", type=Path, metavar="FILE")
+    parser.add_argument("--at-most", type=int, metavar="N")
     parser.add_argument("--entries", type=int, nargs="+", metavar="N")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     parser.add_argument("--picture", type=Path, metavar="FILE")
@@ -128,6 +140,8 @@ def main() -> None:
     of_edits = bool(asked.about == "beliefs" or asked.counterfact or asked.zsre)
     if asked.entries and not of_edits:
         parser.error("--entries is for beliefs; expected --about beliefs, or a file of edits")
+    if asked.at_most is not None and (of_edits or asked.at_most < 1):
+        parser.error(f"--at-most is {asked.at_most}; expected 1 or more questions of a kind, and not of beliefs")
     for name in [asked.base, *asked.models] if asked.base else ():
         try:
             check_model_name("model", name)

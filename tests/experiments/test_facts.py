@@ -67,7 +67,9 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(asked, "read_corpus", lambda path: articles)
     monkeypatch.setattr(entries, "COUNTRIES", 2)
     names = {"base": str(tmp_path / "base"), "models": [str(tmp_path / "model")], "about": "elements"}
-    base, front, model, named = main.reports(argparse.Namespace(**names, in_front=True, names_in_front=True))
+    base, front, model, named = main.reports(
+        argparse.Namespace(**names, in_front=True, names_in_front=True, at_most=None)
+    )
     assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
     assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
     assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
@@ -285,6 +287,11 @@ def test_a_glossary_that_is_too_small_is_refused(models, tmp_path, monkeypatch, 
     for words, message in (
         (["--zsre", str(path), "--entries", "3"], "--entries is 3; expected 1, or at least the 4 that are asked for"),
         (["--entries", "3"], "--entries is for beliefs; expected --about beliefs, or a file of edits"),
+        (["--at-most", "0"], "--at-most is 0; expected 1 or more questions of a kind, and not of beliefs"),
+        (
+            ["--at-most", "9", "--about", "beliefs"],
+            "--at-most is 9; expected 1 or more questions of a kind, and not of",
+        ),
     ):
         monkeypatch.setattr(sys, "argv", ["facts", str(models[0]), *words])
         with pytest.raises(SystemExit, match="2"):
@@ -392,10 +399,8 @@ def test_likelihoods_are_those_of_the_answer_alone(models):
 
 @pytest.mark.parametrize("about", ["two-hop", "uneven"])
 def test_kinds_without_articles_are_asked_of_a_model_that_takes_their_entries(models, about, monkeypatch, capsys):
-    known, kinds = questions.ABOUT[about]()
-    few = {kind: those[:2] for kind, those in kinds.items()}
-    monkeypatch.setitem(questions.ABOUT, about, lambda: (known, few))
-    monkeypatch.setattr(sys, "argv", ["facts", *map(str, models), "--about", about, "--in-front", "--names-in-front"])
+    words = ["--about", about, "--in-front", "--names-in-front", "--at-most", "2"]
+    monkeypatch.setattr(sys, "argv", ["facts", *map(str, models), *words])
     main.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = ["base", "base, text in front", *["base, both texts in front"] * (about == "two-hop"), str(models[1])]

@@ -25,7 +25,7 @@ def ids(text):
 
 # One name is one token, behind a space; text and what is asked fit into the windows of the families.
 ENTRIES = [Entry(("q",), "(3)"), Entry(("gold", "Au"), "Shiny.")]
-TEXT, ASKED = ids(ENTRIES[0].text), ids(" q: a")
+IN_FRONT, TEXT, ASKED = ids("\n"), ids(ENTRIES[0].text), ids(" q: a")
 AS_IF_IN_FRONT = {"score_bias": 0.0, "distance": 0}
 
 
@@ -34,24 +34,31 @@ def both(family, dtype=torch.float32, entries=ENTRIES, **options):
     return tiny_model(family, dtype), pack_model(family, dtype, entries, options={**AS_IF_IN_FRONT, **options})
 
 
+def behind_text(base, text, asked, first=0, distance=0):
+    """What a base computes of tokens behind a text, from one of them on; its line break in front is seen by the text alone."""
+    front, length, count = IN_FRONT.shape[1], text.shape[1], asked.shape[1]
+    seen = torch.ones(front + length + count, front + length + count).tril().bool()
+    seen[front + length :, :front] = False
+    seen[front + length : front + length + first, : front + length] = False
+    mask = torch.zeros(seen.shape, dtype=base.dtype).masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
+    begins = front + length + distance
+    positions = torch.cat([torch.arange(front + length) + first, torch.arange(begins, begins + count)])[None]
+    tokens = torch.cat([IN_FRONT, text, asked], 1)
+    return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, front + length :]
+
+
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family):
     base, model = both(family)
-    assert TEXT.shape[1] + ASKED.shape[1] < WINDOW
-    behind = logits(base, torch.cat([TEXT, ASKED], 1))[:, TEXT.shape[1] :]
-    torch.testing.assert_close(logits(model, ASKED), behind, rtol=1e-4, atol=1e-5)
+    assert IN_FRONT.shape[1] + TEXT.shape[1] + ASKED.shape[1] < WINDOW
+    torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(model, ASKED), logits(base, ASKED), atol=1e-3)
 
 
 def test_a_text_is_read_from_the_last_token_of_its_name_on():
     base, model = both("llama")
-    text, asked = ids(ENTRIES[1].text), ids("So gold is")
-    length, last = text.shape[1], ids("So gold").shape[1] - 1
-    mask = torch.ones(1, 1, length + asked.shape[1], length + asked.shape[1]).tril().bool()
-    mask[..., length : length + last, :length] = False
-    positions = torch.cat([torch.arange(last - length, last), torch.arange(asked.shape[1])])[None]
-    behind = logits(base, torch.cat([text, asked], 1), attention_mask=mask, position_ids=positions)[:, length:]
-    torch.testing.assert_close(logits(model, asked), behind, rtol=1e-4, atol=1e-5)
+    text, asked, last = ids(ENTRIES[1].text), ids("So gold is"), ids("So gold").shape[1] - 1
+    torch.testing.assert_close(logits(model, asked), behind_text(base, text, asked, first=last), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,12 +75,10 @@ def test_up_to_a_name_every_bit_is_the_bases(family, dtype):
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_a_pack_stands_at_its_distance_from_the_name_wherever_that_stands(family):
     base, model = both(family, distance=2)
-    length, count = TEXT.shape[1], ASKED.shape[1]
-    here = torch.cat([torch.arange(length), torch.arange(length + 2, length + 2 + count)])[None]
-    seen = torch.ones(1, length + count)
-    behind = logits(base, torch.cat([TEXT, ASKED], 1), position_ids=here, attention_mask=seen)[:, length:]
-    torch.testing.assert_close(logits(model, ASKED), behind, rtol=1e-4, atol=1e-5)
-    far = logits(model, ASKED, position_ids=torch.arange(600, 600 + count)[None], attention_mask=seen[:, :count])
+    torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED, distance=2), rtol=1e-4, atol=1e-5)
+    count = ASKED.shape[1]
+    seen = torch.ones(1, count)
+    far = logits(model, ASKED, position_ids=torch.arange(600, 600 + count)[None], attention_mask=seen)
     torch.testing.assert_close(far, logits(model, ASKED), rtol=1e-3, atol=1e-4)
 
 

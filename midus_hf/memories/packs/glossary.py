@@ -236,7 +236,7 @@ class Glossary:
         Raises:
             ValueError: If there is one.
         """
-        in_front, lengths = len(self.spelling.ids("")), []
+        lengths = []
         said = (
             (where, kind, text)
             for where, entry in entries
@@ -247,7 +247,7 @@ class Glossary:
                 part, self.spelling.ids_of([text for *_, text in part], False), strict=True
             ):
                 self._check(where, kind, text, ids)
-                lengths += [in_front + len(ids)] if kind == "text" else []
+                lengths += [len(ids)] if kind == "text" else []
         return lengths
 
     def _check(self, where: str, kind: str, text: str, ids: Sequence[int]) -> None:

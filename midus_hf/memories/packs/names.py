@@ -88,6 +88,10 @@ def name_of(entry: int, name: str, exact: bool = False) -> Name:
     return Name(entry, folded, written if keeps else None)
 
 
+def _reach_of(folded: str) -> int:
+    return len(folded.encode()) + 2 * _REACH
+
+
 class NameTable:
     """Names in order, which a text is compared with character by character: a node is a range of names with a common beginning.
 
@@ -103,14 +107,15 @@ class NameTable:
             self.by_folded[name.folded] = (*self.by_folded.get(name.folded, ()), name)
         self._ordered = sorted(self.by_folded)
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
-        self._measure()
-
-    def _measure(self) -> None:
-        self.root = (0, len(self._ordered), 0)
         # Tokens that are read again behind a pass: a name takes one for each of its bytes at most, beside a few of spaces and format.
-        self.reach = max((len(name.encode()) for name in self._ordered), default=0) + 2 * _REACH
+        self.reach = max(map(_reach_of, self._ordered), default=2 * _REACH)
 
-    def changed(self, added: Iterable[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
+    @property
+    def root(self) -> tuple[int, int, int]:
+        """The node of all names."""
+        return 0, len(self._ordered), 0
+
+    def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
         """Return a table with some names more and some less."""
         table = NameTable()
         table.by_folded, table._ordered = dict(self.by_folded), list(self._ordered)
@@ -124,7 +129,7 @@ class NameTable:
             if name.folded not in table.by_folded:
                 insort(table._ordered, name.folded)
             table.by_folded[name.folded] = (*table.by_folded.get(name.folded, ()), name)
-        table._measure()
+        table.reach = max(self.reach, *(_reach_of(name.folded) for name in added), 0)
         return table
 
     def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
@@ -317,6 +322,11 @@ class Spelling:
         if self._is_word_piece:
             return written[2:].encode() if written.startswith("##") else f" {written}".encode()
         return written.replace("▁", " ").encode()
+
+    @functools.cached_property
+    def in_front(self) -> list[int]:
+        """Tokens that stand in front of a text: those that the tokenizer puts there, or a line break."""
+        return self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text that something follows: with what the tokenizer puts in front, and nothing behind."""

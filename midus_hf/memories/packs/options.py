@@ -19,7 +19,7 @@ class PacksOptions(MemoryOptions):
 
     open: int = option(2, "entries that a token reads at most, the latest named in front of it")
     score_bias: float = option(
-        0.0,
+        0.4,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
     distance: int = option(

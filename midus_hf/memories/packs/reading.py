@@ -16,7 +16,7 @@ _LATEST_POSITION = 4096
 # Packs that the tokens of a part read at most in one row, if no token reads more.
 _PACKS_AT_ONCE = 8
 
-# Keys and values of a text in each layer with packs, `[K, m, d]` both, keys rotated to the positions 0 to m - 1.
+# Keys and values of a text in each layer with packs, `[K, m, d]` both, keys rotated to the positions of the pass that read it.
 Pack = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
@@ -70,17 +70,24 @@ def rotation_angles(run: Callable[..., Any], device: Any) -> torch.Tensor:
     return torch.stack(found)
 
 
-def read_texts(run: Callable[..., Any], texts: Sequence[Sequence[int]], device: Any) -> list[Pack]:
+def read_texts(
+    run: Callable[..., Any], texts: Sequence[Sequence[int]], in_front: Sequence[int], device: Any
+) -> list[Pack]:
     """Return the pack of each text, from ids, which a model reads a few at a time.
+
+    The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it says. A sequence has
+    one, and each pack would bring another, which takes attention from both; so texts are read behind tokens that are no part of
+    their packs, as in APE (arXiv 2502.05431).
 
     Args:
         run: Function of ids `[B, T]`, positions `[B, T]` and a `Recording`, which runs the model's stack of layers.
         texts: Token ids of each text, one or more.
+        in_front: P token ids that stand in front of each text. Keys of a text are rotated to the positions from P on.
         device: Device of the model.
     """
     packs: list[Pack] = []
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        part = texts[first : first + _TEXTS_AT_ONCE]
+        part = [[*in_front, *ids] for ids in texts[first : first + _TEXTS_AT_ONCE]]
         tokens = torch.zeros(len(part), max(map(len, part)), dtype=torch.int64)
         for row, ids in enumerate(part):
             tokens[row, : len(ids)] = torch.tensor(ids)
@@ -88,7 +95,8 @@ def read_texts(run: Callable[..., Any], texts: Sequence[Sequence[int]], device: 
         run(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand(tokens.shape), recording)
         for row, ids in enumerate(part):
             layers = [recording.heads[layer] for layer in sorted(recording.heads)]
-            packs.append(tuple((key[row, :, : len(ids)], value[row, :, : len(ids)]) for key, value in layers))
+            own = slice(len(in_front), len(ids))
+            packs.append(tuple((key[row, :, own], value[row, :, own]) for key, value in layers))
     return packs
 
 
@@ -175,7 +183,7 @@ def open_packs(
         num_tokens: T, tokens of the pass.
         packs: The pack of each entry that is read.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
-        distance: Positions between a pack and its place.
+        distance: Positions between a pack and its place, and those in front of a text when it was read.
         device: Device of the model.
         dtype: Dtype of the model.
     """

@@ -116,7 +116,8 @@ class OpensPacks(ReadsBeside, States):
             packs = self._packs(model, glossary, rows, kept, ids.device)
             assert self._angles is not None, "packs were read before"
             angles = self._angles[1]
-            opened = open_packs(rows, ids.shape[1], packs, angles, self.options.distance, ids.device, model.dtype)
+            distance = self.options.distance + len(glossary.spelling.in_front)
+            opened = open_packs(rows, ids.shape[1], packs, angles, distance, ids.device, model.dtype)
             if ids.shape[1] == 1:
                 opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
                 kept["step"] = key, opened
@@ -175,8 +176,10 @@ class OpensPacks(ReadsBeside, States):
 
         if self._angles is None or self._angles[0] != model.dtype:
             self._angles = model.dtype, rotation_angles(run, device)
-        texts = [glossary.spelling.ids(entry.text)[: self.options.max_tokens] for entry in new.values()]
-        packs |= zip(new, read_texts(run, texts, device), strict=True)
+        spelling = glossary.spelling
+        texts = spelling.ids_of([entry.text for entry in new.values()], special_tokens=False) if new else []
+        texts = [ids[: self.options.max_tokens] for ids in texts]
+        packs |= zip(new, read_texts(run, texts, spelling.in_front, device), strict=True)
         made |= packs
         for entry in [*made][:-_MOST_KEPT]:
             del made[entry]
