@@ -299,6 +299,8 @@ class Spelling:
         self._special = {number for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items() if not token.special}
         self._pieces: dict[int, bytes | None] = {}
+        #: Tokens that stand in front of a text: those that the tokenizer puts there, or a line break.
+        self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
 
     def piece(self, token: int) -> bytes | None:
         """Return the bytes that a token spells; None for special tokens and ids that the tokenizer does not have."""
@@ -322,11 +324,6 @@ class Spelling:
         if self._is_word_piece:
             return written[2:].encode() if written.startswith("##") else f" {written}".encode()
         return written.replace("▁", " ").encode()
-
-    @functools.cached_property
-    def in_front(self) -> list[int]:
-        """Tokens that stand in front of a text: those that the tokenizer puts there, or a line break."""
-        return self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text that something follows: with what the tokenizer puts in front, and nothing behind."""
