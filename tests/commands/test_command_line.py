@@ -303,8 +303,8 @@ TOLD_WITHOUT_TORCH = {
 }  # fmt: skip
 
 
-def test_what_needs_no_model_is_told_before_torch_is_imported(room):
-    requests = [words.replace("MODEL", MODEL).split() for words in TOLD_WITHOUT_TORCH]
+def refused_without_torch(requests, room):
+    """What a process says that refuses requests of `midus` one after the other, without torch."""
     code = f"""
 for arguments in {requests!r}:
     sys.argv = ["midus", *arguments]
@@ -313,7 +313,12 @@ for arguments in {requests!r}:
 """
     done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("midus ")]
+    return done.stderr
+
+
+def test_what_needs_no_model_is_told_before_torch_is_imported(room):
+    said = refused_without_torch([words.replace("MODEL", MODEL).split() for words in TOLD_WITHOUT_TORCH], room)
+    lines = [line for line in said.splitlines() if line.startswith("midus ")]
     for line, message in zip(lines, TOLD_WITHOUT_TORCH.values(), strict=True):
         assert message in line, (line, message)
 
@@ -325,18 +330,11 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported_where_n
         *(["eval", "adapter", "--text", "a=b"], ["look", "heads", "adapter", "--tasks", "piqa"]),
         ["look", "usage", "adapter", "--text", "a=b"],
     ]
-    code = f"""
-for arguments in {requests!r}:
-    sys.argv = ["midus", *arguments]
-    assert entry_points.midus() == 2, arguments
-    assert "torch" not in sys.modules, arguments
-"""
-    done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
-    assert done.returncode == 0, done.stderr
+    said = refused_without_torch(requests, room)
     with_keys = [
         as_command(command)(recipe) for command, recipe in zip(WITH_KEYS, ("run.yaml", "sft.yaml"), strict=True)
     ]
-    said = done.stderr + "".join(one.err for one in with_keys)
+    said += "".join(one.err for one in with_keys)
     lines = [line for line in said.splitlines() if line.startswith("midus ")]
     assert {one.status for one in with_keys} == {2} and len(lines) == len(requests) + 2, said
     assert all("is 'adapter', an adapter of PEFT; expected a whole model." in line for line in lines)
