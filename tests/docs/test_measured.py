@@ -106,6 +106,15 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
     ("kind", "key", "heading", "columns"),
     [
         (
+            "elements",
+            "right",
+            "| of 40 | base | text in front | packs | packs, name in front |",
+            (
+                *("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight"),
+                *("number in a chat", "protons in a chat"),
+            ),
+        ),
+        (
             "beliefs",
             "counts",
             "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| followed",
