@@ -95,7 +95,7 @@ def read_corpus(
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
-        say(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
+        print_note(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
     return rows
 
 
@@ -173,7 +173,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
 
 
-def say(line: str) -> None:
+def print_note(line: str) -> None:
     """Print a line on standard error, in the first process of a run alone."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, file=sys.stderr, flush=True)
@@ -241,7 +241,7 @@ def _read_source(
                 f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
             )
         if len(rows) > 1:
-            say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
+            print_note(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
     return rows
 
@@ -394,7 +394,7 @@ def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, us
     if in_quotes:
         phrases.append(f"quotes around {in_quotes:,} fields are text, as all of a TSV file")
     if phrases:
-        say(f"{key} {str(path)!r}: {'; '.join(phrases)}")
+        print_note(f"{key} {str(path)!r}: {'; '.join(phrases)}")
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
@@ -430,6 +430,6 @@ def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path
     unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)
     if unread:
         endings = first_few([f"{count:,} {ending}" for ending, count in unread.most_common()], 5)
-        say(
+        print_note(
             f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {endings}"
         )

@@ -26,7 +26,7 @@ from midus_hf.files.checkpoint_files import (
     TRAINED_FILE,
     indexed_weights,
 )
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
@@ -116,11 +116,11 @@ class Protection:
                 "transformers": transformers.__version__,
             },
         }
-        with whole_file(folder / CERTIFICATE) as unfinished:
+        with atomic_write(folder / CERTIFICATE) as unfinished:
             unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
         card = folder / CARD_FILE
         if card.is_file():
-            with whole_file(card) as unfinished:
+            with atomic_write(card) as unfinished:
                 content = without_section(card.read_text("utf-8")) + _section(texts, self.counts)
                 unfinished.write_text(content, encoding="utf-8")
         print(f"protected: {count} texts have the same logits, bit for bit; {folder / CERTIFICATE} says which")

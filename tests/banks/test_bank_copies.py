@@ -93,7 +93,7 @@ def test_a_copy_that_broke_off_is_no_bank_and_a_save_into_its_own_folder_leaves_
 @pytest.fixture
 def interrupted_level(monkeypatch):
     """Interrupt what writes the file of level 3, in the middle of it."""
-    real = level_file.whole_file
+    real = level_file.atomic_write
 
     @contextlib.contextmanager
     def interrupted(path):
@@ -102,4 +102,4 @@ def interrupted_level(monkeypatch):
             if path.name == "level-3.safetensors":
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(level_file, "whole_file", interrupted)
+    monkeypatch.setattr(level_file, "atomic_write", interrupted)

@@ -281,9 +281,9 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
     """Return the tokenizer of a base, or raise `RequestError`."""
-    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):
+    with refusing_requests(), as_value_error("the tokenizer of the base cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

@@ -15,7 +15,7 @@ from midus_hf.memories.module import MemoryModule
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
-class FetchesBlocks(ReadsBeside):
+class BlockService(ReadsBeside):
     """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
 
     key = "fetched"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.topics.corpus import read_rows, say
+from midus_hf.topics.corpus import print_note, read_rows
 from midus_hf.training.early_checks import format_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
         template = re.sub(r"\{#.*?#\}", "", tokenizer.get_chat_template(), flags=re.DOTALL)
     rows, keys = _converted(rows.select_columns(kept), columns, template, source)
     if unread + keys:
-        say(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
+        print_note(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
     return rows
 
 
