@@ -31,10 +31,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import row_losses, text_rows
 from midus_hf.model_names import check_model_name
 from midus_hf.topics.building import calibrate
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training import TrainArguments, train

@@ -155,8 +155,9 @@ def assign(
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     check_sources([("tree", str(tree)), ("corpus", corpus)])
     check_column("corpus", corpus, column)
+    from midus_hf.config.wording import print_note
+    from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
-    from midus_hf.topics.corpus import print_note, read_corpus
     from midus_hf.topics.known_topics import TopicNames
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
@@ -206,7 +207,7 @@ def report(
     from midus_hf.model_names import check_sources
 
     check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
-    from midus_hf.topics.corpus import read_corpus
+    from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)

@@ -260,7 +260,7 @@ def _overlap(first: Path, second: Path) -> bool:
 
 def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that `midus train` can read the corpora of all variants that lie here; a dataset of the Hub would be downloaded whole."""
-    from midus_hf.topics.corpus import may_be_dataset_id, read_corpus
+    from midus_hf.data.corpus import may_be_dataset_id, read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     read: set[str] = set()
@@ -300,10 +300,10 @@ def _check_base(comparison: Comparison) -> None:
     """Check that the base has a tokenizer and positions for a sequence, and that each text has a sequence of its tokens."""
     from transformers import AutoConfig
 
+    from midus_hf.data.corpus import read_corpus
+    from midus_hf.data.packing import packed_sequences
     from midus_hf.library_bars import data_bars_on_terminals
     from midus_hf.saved_models import as_value_error, load_tokenizer
-    from midus_hf.topics.corpus import read_corpus
-    from midus_hf.training.data.packing import packed_sequences
     from midus_hf.training.run import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"

@@ -1,5 +1,7 @@
-"""Phrases that several error messages share."""
+"""Phrases that several error messages share, and the printing of notes."""
 
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -36,3 +38,9 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
         f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
         "cluster) to the column that holds the text."
     )
+
+
+def print_note(line: str) -> None:
+    """Print a line on standard error, in the first process of a run alone."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ def rows_with_paths(
     """Yield each row of a corpus with the path of its document.
 
     Args:
-        rows: The corpus, without blank texts, as `midus_hf.topics.corpus.read_corpus` reads it.
+        rows: The corpus, without blank texts, as `midus_hf.data.corpus.read_corpus` reads it.
         paths: Paths of the windows of each row, from `document_paths`.
         tree: The tree of the paths.
 

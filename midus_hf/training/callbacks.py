@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from midus_hf.topics.corpus import print_note
+from midus_hf.config.wording import print_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from midus_hf.topics.corpus import print_note
+from midus_hf.config.wording import print_note
 from midus_hf.training.checkpoints import can_go_on
 
 

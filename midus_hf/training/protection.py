@@ -17,6 +17,7 @@ import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
+from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
@@ -29,11 +30,10 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.ngram.known import TAKEN_OUT, NgramTable, known_ngrams
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.models.layer import without_memories
 from midus_hf.saved_models import open_ended
-from midus_hf.topics.corpus import read_corpus
-from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024
 # N-grams taken out of a table that a line shows.

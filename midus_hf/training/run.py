@@ -16,19 +16,19 @@ from transformers import set_seed
 from transformers.integrations import integration_utils
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import first_line
+from midus_hf.config.wording import first_line, print_note
+from midus_hf.data.corpus import read_corpus
+from midus_hf.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from midus_hf.files.full_disk import NotWritten, telling_room
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import as_value_error
-from midus_hf.topics.corpus import print_note, read_corpus
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.blocks import growth_of, use_tree
 from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
-from midus_hf.training.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.training.loading import check_sequence_length, load_config, load_model, tokenizer_of
 from midus_hf.training.optim.freezing import cast_for_training, resolve_trainable, set_trainable, whole_numel
 from midus_hf.training.output import open_output, record_arguments

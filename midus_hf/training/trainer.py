@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
 from midus_hf.training.arguments import MemoryArguments
@@ -24,7 +25,6 @@ from midus_hf.training.checkpoints import (
     save_trained,
     saved_tensors,
 )
-from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates

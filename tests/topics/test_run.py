@@ -13,11 +13,11 @@ from topics.trees import random_tree
 
 from midus_hf.cli.clusters import nodes_with_words
 from midus_hf.config.wording import install_extra
+from midus_hf.data.corpus import read_corpus
 from midus_hf.topics import run
 from midus_hf.topics import tree as tree_module
 from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import open_build

@@ -181,8 +181,8 @@ class Engram(AttachedMemoryMethod):
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
-        from midus_hf.topics.corpus import read_corpus
-        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams
+        from midus_hf.data.corpus import read_corpus
+        from midus_hf.memories.ngram.known import keys_of_texts, known_ngrams
 
         if self._keys is None:
             with refusing_requests():

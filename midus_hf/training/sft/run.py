@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from midus_hf.config.wording import print_note
+from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids, open_ended
-from midus_hf.topics.corpus import print_note
-from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import RunTexts, TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats

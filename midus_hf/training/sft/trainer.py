@@ -8,9 +8,8 @@ from jinja2 import TemplateError
 from transformers import Trainer
 from trl import SFTTrainer
 
-from midus_hf.config.wording import first_line
-from midus_hf.topics.corpus import print_note
-from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.config.wording import first_line, print_note
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.training.trainer import MemoryTrainerMixin
 
 if TYPE_CHECKING:

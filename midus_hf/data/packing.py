@@ -13,7 +13,7 @@ import torch
 
 from midus_hf.banks.block_reader import check_paths
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.topics.corpus import DocumentPaths, read_paths
+from midus_hf.data.corpus import DocumentPaths, read_paths
 
 if TYPE_CHECKING:
     from datasets import Dataset

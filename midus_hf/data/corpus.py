@@ -6,7 +6,6 @@ import glob
 import importlib.util
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.config.wording import first_few, first_line, no_column
+from midus_hf.config.wording import first_few, first_line, no_column, print_note
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
 from midus_hf.library_bars import data_bars_on_terminals
@@ -173,12 +172,6 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
 
 
-def print_note(line: str) -> None:
-    """Print a line on standard error, in the first process of a run alone."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(line, file=sys.stderr, flush=True)
-
-
 def may_be_dataset_id(source: str) -> bool:
     """Return whether a name could be the id of a dataset on the Hub."""
     is_id = _DATASET_ID.fullmatch(source) is not None
@@ -272,7 +265,7 @@ def _read_declared(key: str, source: str, path: Path, split: str | None, name: s
     """Return the rows of a dataset of the Hub, or of the files that the card of a folder names, and say which are not read."""
     import datasets
 
-    from midus_hf.topics.readers import data_files_of, with_own_reader
+    from midus_hf.data.readers import data_files_of, with_own_reader
 
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
@@ -304,7 +297,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
-    from midus_hf.topics.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
+    from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}

@@ -1,0 +1,1 @@
+"""Texts and rows from files, folders and the Hub, and their packing into sequences."""
