@@ -37,7 +37,7 @@ from midus_hf.model_names import check_model_name
 from midus_hf.topics.building import calibrate
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.training import TrainArguments, train
+from midus_hf.training import TrainArguments, run_training
 from upscalers import upscale
 
 # Documents of a corpus, spread evenly over it, whose embeddings make the centroid of its stage.
@@ -212,7 +212,7 @@ def learn_stages(asked: argparse.Namespace, keys: dict[str, Any]) -> None:
             TrainArguments, {**own, "model_name_or_path": start, "output_dir": str(here / "trained")}
         )
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            trained = train(arguments)
+            trained = run_training(arguments)
         if stage and not asked.routed:
             shutil.rmtree(Path(model).parent)
         model = str(here / "trained")

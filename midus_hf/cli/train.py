@@ -1,7 +1,7 @@
-"""`midus train`, and what `midus sft` has in common with it: a recipe and flags become the arguments of one run, which is made.
+"""`midus train`, and what `midus sft` has in common with it: a recipe and flags become the arguments of one run.
 
-`HfArgumentParser` reads the flags, as it does for every script of the Trainer. It needs torch, so names of keys, paths and packages
-are checked before it is made.
+The words are split once, into keys. Names, paths and models are checked first; then `HfArgumentParser`, which needs torch, makes
+values of the words, as in every script of the Trainer.
 """
 
 import argparse
@@ -14,18 +14,19 @@ import re
 import sys
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_line, is_main_process, run_command
 from midus_hf.cli.options import argument
+from midus_hf.cli.training_keys import KEYS, are_all_known
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
-from midus_hf.model_names import check_sources, saved_config
-from midus_hf.training.early_checks import SOURCES, as_numbers, check_early, key_types
+from midus_hf.model_names import saved_config
+from midus_hf.training.early_checks import SOURCES, check_early
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 # Of a command that passes its flags on, to the parser that `--help` describes.
@@ -36,7 +37,7 @@ _ARGUMENTS = {
     "train": "midus_hf.training.arguments.TrainArguments",
     "sft": "midus_hf.training.sft.arguments.SftArguments",
 }
-_RUNS = {"train": "midus_hf.training.run.TrainingRun", "sft": "midus_hf.training.sft.SftRun"}
+_RUNS = {"train": "midus_hf.training.run.run_training", "sft": "midus_hf.training.sft.finetune"}
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
 
@@ -78,8 +79,8 @@ def train_in_group(command: str, words: Sequence[str]) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
-        # Cycles of trainer and model keep the group, and so its threads, alive. A finishing thread of gloo, which releases tensors,
-        # would wait for garbage collection for ever, and this for it, so the pause lets it finish.
+        # Cycles of trainer and model keep the group, and so its threads, alive. gloo threads that still release tensors can deadlock
+        # with the garbage collector, so the pause lets them finish.
         time.sleep(0.5)
         gc.collect()
     if ending is not None:
@@ -88,17 +89,9 @@ def train_in_group(command: str, words: Sequence[str]) -> None:
 
 def _train(command: str, words: Sequence[str]) -> Ending | None:
     try:
-        if (types := key_types(command)) is not None:  # what can be told before torch and transformers are imported
-            several: Any = list[str] | dict[str, str] | str
-            hints = {**dict.fromkeys(types, str), **dict.fromkeys(SOURCES, several)}
-            keys = _keys(command, words, hints)[0]
-            check_early(command, keys | as_numbers(keys, types))
-        from midus_hf.library_bars import library_bars_on_terminals
-
-        arguments = read_arguments(command, words)
-        check_sources(arguments.sources())
-        with library_bars_on_terminals():
-            run = _imported(_RUNS[command])(arguments)
+        given = given_keys(command, words)
+        check_given(command, given)
+        arguments = read_arguments(command, given)
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
@@ -106,7 +99,9 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
     from midus_hf.training.trainer import NotFiniteError
 
     try:
-        result = run.execute()
+        result = _imported(_RUNS[command])(arguments)
+    except ValueError as error:
+        return Ending(WRONG_REQUEST, str(error))
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
     except (NotFiniteError, PartialSaveError) as error:
@@ -164,12 +159,57 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def read_arguments(command: str, words: Sequence[str]) -> Any:
+class GivenKeys(NamedTuple):
+    """Keys with values, of a recipe or of texts; and by key, the words behind each flag, and the flag as it was written."""
+
+    values: dict[str, Any]
+    words: dict[str, list[str]]
+    flags: dict[str, str]
+    is_recipe: bool
+
+
+def given_keys(command: str, words: Sequence[str]) -> GivenKeys:
+    """Split a command line into keys."""
+    first, flags = ("", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    is_recipe = first.endswith((".yaml", ".yml"))
+    if first and (Path(first) / "config.json").is_file():
+        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {first}'.")
+    values = read_mapping(first) if is_recipe else {_TEXTS[command]: first} if first else {}
+    by_key: dict[str, list[str]] = {}
+    written: dict[str, str] = {}
+    behind: list[str] | None = None
+    for word in flags:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            key = _SHORT_NAMES.get(name, name[2:].replace("-", "_"))
+            written[key], by_key[key] = name, [value] if equals else []
+            behind = by_key[key]
+        elif behind is None:
+            raise _no_key(command, name)
+        else:
+            behind.append(word)
+    for key in by_key.keys() & values.keys() if not is_recipe else ():
+        raise ValueError(f"{key} is given twice, by {first!r} and by --{key}; expected it once. Leave one out.")
+    return GivenKeys(values, by_key, written, is_recipe)
+
+
+def check_given(command: str, given: GivenKeys) -> None:
+    """Reject unknown keys, and paths and models that are not there, before torch is imported."""
+    if are_all_known(command):
+        _check_names(command, given, KEYS[command])
+    if not given.is_recipe and "output_dir" not in given.words:
+        usage = f"midus {command} TEXTS --model MODEL --output DIR"
+        raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
+    check_early(command, given.values | _unread(given.words))
+
+
+def read_arguments(command: str, given: GivenKeys) -> Any:
     """Return the arguments of a run, `"train"` or `"sft"`: a recipe with flags over it, or texts with keys for a short run."""
-    quiet = not is_main_process()
-    arguments_class = _imported(_ARGUMENTS[command])
-    keys, is_recipe = _keys(command, words, typing.get_type_hints(arguments_class), flag_parser)
-    chosen = {} if is_recipe else _short_run(command, keys, quiet)
+    arguments_class, quiet = _imported(_ARGUMENTS[command]), not is_main_process()
+    hints = typing.get_type_hints(arguments_class)
+    _check_names(command, given, hints)
+    keys = given.values | _read(command, given.words, hints)
+    chosen = {} if given.is_recipe else _short_run(command, keys, quiet)
     arguments = from_mapping(arguments_class, chosen | keys)
     if command == "train" and "num_train_epochs" in chosen and "num_train_epochs" not in keys:
         arguments.least_steps = _LEAST_STEPS
@@ -179,61 +219,47 @@ def read_arguments(command: str, words: Sequence[str]) -> Any:
     return arguments
 
 
-def _keys(
-    command: str, words: Sequence[str], hints: Mapping[str, Any], parser_of: Callable[[str], Any] | None = None
-) -> tuple[dict[str, Any], bool]:
-    """Return the keys that a command line gives, with values of their types if there is a parser, and whether there is a recipe."""
-    first, flags = ("", words) if not words or words[0].startswith("-") else (words[0], words[1:])
-    is_recipe = first.endswith((".yaml", ".yml"))
-    if first and (Path(first) / "config.json").is_file():
-        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {first}'.")
-    values = read_mapping(first) if is_recipe else {_TEXTS[command]: first} if first else {}
-    said = _words_by_key(flags, values, hints, f"See 'midus {command} --help'.")
-    given: dict[str, Any] = {key: words for key, words in said.items() if words != ["null"]}
-    if parser_of is not None:
-        # Flags that are not given stay None, and so differ from those that say what is the default.
-        unsaid = argparse.Namespace(**dict.fromkeys(hints))
-        try:
-            # One word may begin with a dash.
-            line = [[f"--{key}={said[0]}"] if len(said) == 1 else [f"--{key}", *said] for key, said in given.items()]
-            parsed, unknown = parser_of(command).parse_known_args([*itertools.chain(*line)], unsaid)
-        except argparse.ArgumentError as error:
-            raise ValueError(f"{error}.") from None
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is no value of a key; expected --KEY VALUE.")
-        given = {key: value for key, value in vars(parsed).items() if value is not None}
-    given = {key: _said(key, hints.get(key, str), value) for key, value in given.items()}
-    given |= {key: None for key, words in said.items() if words == ["null"]}  # which the parser does not know
-    for key in given.keys() & values.keys() if not is_recipe else ():
-        raise ValueError(f"{key} is given twice, by {first!r} and by --{key}; expected it once. Leave one out.")
-    keys = values | given
-    if not is_recipe and "output_dir" not in keys:
-        usage = f"midus {command} TEXTS --model MODEL --output DIR"
-        raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
-    return keys, is_recipe
+def _no_key(command: str, name: str) -> ValueError:
+    return ValueError(
+        f"{name!r} is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus {command} --help'."
+    )
 
 
-def _words_by_key(
-    flags: Sequence[str], recipe: Mapping[str, Any], hints: Mapping[str, Any], see: str
-) -> dict[str, list[str]]:
-    """Return the words behind each flag by its key, and refuse what is no key, of the recipe too."""
-    said: dict[str, list[str]] = {}
-    names = {name: name for name in recipe}
-    words: list[str] | None = None
-    for word in flags:
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            key = _SHORT_NAMES.get(name, name[2:].replace("-", "_"))
-            words = said[key] = [value] if equals else []
-            names[name] = key if key in hints else key.removeprefix("no_")
-        elif words is None:
-            names[name] = ""
-        else:
-            words.append(word)
-    for name, key in names.items():
-        if key not in hints:
-            raise ValueError(f"{name!r} is no key; expected --KEY VALUE (KEY: VALUE in a recipe). {see}")
-    return said
+def _check_names(command: str, given: GivenKeys, known: Container[str]) -> None:
+    for name in given.values:
+        if name not in known:
+            raise _no_key(command, name)
+    for key, flag in given.flags.items():
+        if key not in known and key.removeprefix("no_") not in known:
+            raise _no_key(command, flag)
+
+
+def _unread(words: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return words as text, or as YAML where a key may name several things, for checks before the parser can be imported."""
+    unread: dict[str, Any] = {}
+    for key, behind in words.items():
+        value = behind[0] if len(behind) == 1 else behind or True
+        unread[key] = None if value == "null" else _as_yaml(key, value) if key in (*SOURCES, "adapters") else value
+    return unread
+
+
+def _read(command: str, words: Mapping[str, list[str]], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that `HfArgumentParser` reads from words, and None for `null`, which it does not know."""
+    none = {key: None for key, behind in words.items() if behind == ["null"]}
+    said = {key: behind for key, behind in words.items() if key not in none}
+    # One word may begin with a dash.
+    line = [[f"--{key}={behind[0]}"] if len(behind) == 1 else [f"--{key}", *behind] for key, behind in said.items()]
+    # Flags that are not given stay None, and so differ from those that say what is the default.
+    unsaid = argparse.Namespace(**dict.fromkeys(hints))
+    try:
+        parsed, unknown = flag_parser(command).parse_known_args([*itertools.chain(*line)], unsaid)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no value of a key; expected --KEY VALUE.")
+    return none | {
+        key: _said(key, hints.get(key, str), value) for key, value in vars(parsed).items() if value is not None
+    }
 
 
 def _said(key: str, hint: Any, value: Any) -> Any:
@@ -241,8 +267,11 @@ def _said(key: str, hint: Any, value: Any) -> Any:
     kinds = alternatives_of(hint)
     if str in kinds and isinstance(value, list) and len(value) <= 1:
         value = value[0] if value else True
-    takes_more = bool({*kinds} - {str, type(None)})
-    if takes_more and isinstance(value, str) and (value[:1] in ("{", "[") or value in ("true", "false")):
+    return _as_yaml(key, value) if {*kinds} - {str, type(None)} else value
+
+
+def _as_yaml(key: str, value: Any) -> Any:
+    if isinstance(value, str) and (value[:1] in ("{", "[") or value in ("true", "false")):
         return read_yaml(value, f"--{key}")
     return value
 

@@ -74,7 +74,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.training.arguments import TrainArguments
-    from midus_hf.training.run import train
+    from midus_hf.training.run import run_training
     from upscalers.edits.shuffling import shuffle
     from upscalers.runs.upscale import upscale
 
@@ -92,7 +92,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
             "controls": {} if variant.control is not None else available_controls(config),
         }
     keys = run.training_keys(comparison, model, trained)
-    outcome = train(from_mapping(TrainArguments, keys))
+    outcome = run_training(from_mapping(TrainArguments, keys))
     steps = finite_number(keys.get("max_steps", -1))
     if steps is not None and outcome.steps < steps:
         raise ValueError(
@@ -132,14 +132,14 @@ def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.training.arguments import TrainArguments
-    from midus_hf.training.run import TrainingRun
+    from midus_hf.training.run import measure_texts
 
     if not comparison.texts:
         return {}
     output = run.folder(comparison) / "measured"  # which measuring opens, and removes
     left_out = (*_OF_MEMORIES, *_OF_PATHS) if model == comparison.base else _OF_MEMORIES
     keys = {key: value for key, value in run.training_keys(comparison, model, output).items() if key not in left_out}
-    losses = TrainingRun(from_mapping(TrainArguments, {**keys, "trainable": "all"})).measure()
+    losses = measure_texts(from_mapping(TrainArguments, {**keys, "trainable": "all"}))
     clear_device_cache(garbage_collection=True)
     return losses
 

@@ -304,7 +304,7 @@ def _check_base(comparison: Comparison) -> None:
     from midus_hf.data.packing import packed_sequences
     from midus_hf.library_bars import data_bars_on_terminals
     from midus_hf.saved_models import as_value_error, load_tokenizer
-    from midus_hf.training.run import check_sequence_length
+    from midus_hf.training.loading import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)

@@ -14,7 +14,7 @@ _NAMES = {
     "optim.freezing": ("TrainableReport", "set_trainable"),
     "optim.parameter_groups": ("group_schedules", "parameter_groups"),
     "optim.rates": ("Rates",),
-    "run": ("TrainResult", "train"),
+    "run": ("TrainResult", "TrainingError", "run_training"),
     "trainer": ("MemoryTrainer", "MemoryTrainerMixin"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,7 +12,7 @@ from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.secrets import for_record
-from midus_hf.training.early_checks import check_data, check_ranges, sources_of
+from midus_hf.training.early_checks import check_data, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
@@ -140,7 +141,10 @@ class MemoryArguments(Rates):
                 f"{key} is {value!r}, for an optimizer that chooses its parameters itself, where a run makes the groups; expected "
                 "one such as adamw_torch. Leave it out."
             )
-        check_ranges(vars(self))
+        for key, (is_right, expected) in _RANGES.items():
+            number = getattr(self, key, None)
+            if isinstance(number, int | float) and not is_right(number):
+                raise ValueError(f"{key} is {number!r}; expected {expected}.")
         roles = get_args(TrainedRole)
         is_choice = isinstance(self.trainable, list) or self.trainable in ("auto", "new", "all")
         for key, is_wrong, expected in (
@@ -224,6 +228,16 @@ class MemoryArguments(Rates):
         return copied
 
 
+# Keys with a range: what is right, and how messages say it.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        (lambda size: size >= 1, "at least 1"),
+    ),
+    "max_steps": (lambda steps: steps != 0, "more than 0, or -1 for num_train_epochs"),
+    "num_train_epochs": (lambda epochs: epochs > 0, "more than 0"),
+    "generic_share": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
+}
 # Optimizers that choose the parameters of their groups themselves.
 _OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")
 

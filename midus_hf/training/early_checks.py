@@ -1,10 +1,7 @@
-"""Checks of a run's keys that need no library, so that a mistake is told before torch and transformers are imported."""
+"""Checks of a run's keys that need no library, so that a mistake is reported before torch and transformers are imported."""
 
-import ast
-import importlib.util
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,82 +22,12 @@ SOURCES = (
     *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
     *("eval_text", "protect"),
 )
-# The key of the data, by command, and the classes that have the keys of arguments: package, file and name.
+# The key of the data, by command.
 _DATA = {"train": "corpus", "sft": "dataset_name"}
-_SHARED = (
-    ("midus_hf", "training/optim/rates.py", "Rates"),
-    ("midus_hf", "training/arguments.py", "MemoryArguments"),
-    ("transformers", "training_args.py", "TrainingArguments"),
-)
-_CLASSES = {
-    "train": (*_SHARED, ("midus_hf", "training/arguments.py", "TrainArguments")),
-    "sft": (
-        *_SHARED,
-        ("midus_hf", "training/sft/arguments.py", "SftArguments"),
-        ("trl", "trainer/base_config.py", "_BaseConfig"),
-        ("trl", "trainer/sft_config.py", "SFTConfig"),
-    ),
-}
-
-
-# Keys with a range: what is right, and how messages say it.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-        (lambda size: size >= 1, "at least 1"),
-    ),
-    "max_steps": (lambda steps: steps != 0, "more than 0, or -1 for num_train_epochs"),
-    "num_train_epochs": (lambda epochs: epochs > 0, "more than 0"),
-    "generic_share": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
-}
-
-
-def key_types(command: str) -> dict[str, str] | None:
-    """Return the types of the keys of a command by name, as the sources of the classes that have them write these.
-
-    None if a class is not where the versions that were tried have it; its keys are then known when it is imported.
-    """
-    types: dict[str, str] = {}
-    for package, file, name in _CLASSES[command]:
-        specification = importlib.util.find_spec(package)
-        folders = (specification and specification.submodule_search_locations) or [""]
-        path = Path(folders[0], file)
-        classes = ast.parse(path.read_bytes()).body if path.is_file() else []
-        found = next((node for node in classes if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None:
-            return None
-        for node in found.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                types |= {node.target.id: ast.unparse(node.annotation)}
-    return {name: kind for name, kind in types.items() if not name.startswith("_")}
-
-
-def as_numbers(words: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
-    """Return the words of keys that take a number alone as numbers, or refuse one as `argparse` does; others are left out."""
-    numbers: dict[str, Any] = {}
-    for key, word in words.items():
-        names = {*re.findall(r"\w+", types.get(key, ""))} - {"Optional", "None"}
-        kind = {"int": int, "float": float}.get("".join(names))
-        if kind is not None and isinstance(word, str):
-            try:
-                numbers[key] = kind(word)
-            except ValueError:
-                flags = "/".join(dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}")))
-                raise ValueError(f"argument {flags}: invalid {kind.__name__} value: {word!r}.") from None
-    return numbers
-
-
-def check_ranges(values: Mapping[str, Any]) -> None:
-    """Refuse numbers out of the range of their key."""
-    for key, (is_right, expected) in _RANGES.items():
-        value = values.get(key)
-        if isinstance(value, int | float) and not is_right(value):
-            raise ValueError(f"{key} is {value!r}; expected {expected}.")
 
 
 def check_early(command: str, keys: Mapping[str, Any]) -> None:
-    """Refuse keys of which a mistake can be told without a library: values as YAML has them, None where none is given."""
-    check_ranges(keys)
+    """Reject invalid paths and models before heavy imports: values as YAML has them, None where none is given."""
     check_data(_DATA[command], keys.get(_DATA[command]))
     if keys.get("model_name_or_path") is None and keys.get("config_name") is None:
         raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")

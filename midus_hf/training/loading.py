@@ -21,9 +21,9 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import as_value_error, check_whole, load_tokenizer
-from midus_hf.saved_models import load_model as load_saved
+from midus_hf.saved_models import as_value_error, check_whole, load_model, load_tokenizer
 from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.optim.freezing import resolve_trainable
 from midus_hf.training.saving import new_card
 
 
@@ -39,6 +39,8 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
+    key = "sequence_length" if hasattr(arguments, "sequence_length") else "max_length"
+    check_sequence_length(key, getattr(arguments, key), config)
     hosts_memory = isinstance(config, MemoryConfig)
     if hosts_memory and getattr(arguments, "use_liger_kernel", False):
         raise ValueError(
@@ -46,6 +48,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
             "Leave it out."
         )
     if arguments.adapters is None:
+        resolve_trainable(config, arguments.trainable)  # type: ignore[arg-type]
         return config
     if importlib.util.find_spec("peft") is None:
         raise ValueError(
@@ -73,7 +76,7 @@ def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConf
         )
 
 
-def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
+def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     source = arguments.model_name_or_path or arguments.tokenizer_name
     assert source is not None, "a config is named with a tokenizer"
     message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
@@ -83,7 +86,7 @@ def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
         return load_tokenizer(source)
 
 
-def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
     """Load or make the model, and return it with the contents, by name, of the files that accompany it.
 
     A saved model has the dtype of its checkpoint, of which only safetensors are read. A new model draws its weights
@@ -95,7 +98,7 @@ def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMode
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {CARD_FILE: new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
-        model, missing = load_saved(source, **options)
+        model, missing = load_model(source, **options)
     check_whole(source, missing)
     return model, _accompanying_files(source)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,27 @@ _FREE = re.compile(
 _SEQUENCES = "sequences_per_step"
 
 
-def open_output(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
-    """Check that a run may write its output, lock and begin it in the main process, and return the checkpoint to resume from.
+@contextlib.contextmanager
+def open_output(arguments: Any) -> Iterator[Path | None]:
+    """Lock and begin the output of a run in its main process, and yield the checkpoint to resume from, if there is one.
 
-    To close `opened` gives the output free, and takes it away if it holds nothing but the record of the run.
+    In the end the output is unlocked, and removed if it holds nothing but the record of the run.
+
+    Raises:
+        ValueError: If the run may not write there; in all processes.
     """
-    outcome: list[Any] = [None, None]  # what the main process returns or refuses, in all processes
-    if arguments.process_index == 0:
-        try:
-            outcome[0] = _open_here(arguments, opened)
-        except ValueError as error:
-            outcome[1] = str(error)
-    broadcast_object_list(outcome)
-    checkpoint, refusal = outcome
-    if refusal is not None:
-        raise ValueError(refusal)
-    return checkpoint
+    with contextlib.ExitStack() as opened:
+        outcome: list[Any] = [None, None]  # what the main process returns or refuses, in all processes
+        if arguments.process_index == 0:
+            try:
+                outcome[0] = _open_here(arguments, opened)
+            except ValueError as error:
+                outcome[1] = str(error)
+        broadcast_object_list(outcome)
+        checkpoint, refusal = outcome
+        if refusal is not None:
+            raise ValueError(refusal)
+        yield checkpoint
 
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:

@@ -1,40 +1,35 @@
-"""One run, from its arguments to the trained model: what is checked, loaded, trained and saved, in this order."""
+"""One run from top to bottom: what is read, loaded, trained and saved, in this order."""
 
-import contextlib
 import dataclasses
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import integration_utils
 
-from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import first_line, print_note
-from midus_hf.data.corpus import read_corpus
-from midus_hf.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
-from midus_hf.files.checkpoint_files import CONFIG_FILE
-from midus_hf.files.full_disk import NotWritten, telling_room
-from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
+from midus_hf.config.wording import first_line
+from midus_hf.data.packing import collate
+from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
-from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import as_value_error
-from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.blocks import growth_of, use_tree
+from midus_hf.training.arguments import MemoryArguments, TrainArguments
+from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
-from midus_hf.training.loading import check_sequence_length, load_config, load_model, tokenizer_of
-from midus_hf.training.optim.freezing import cast_for_training, resolve_trainable, set_trainable, whole_numel
+from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
+from midus_hf.training.optim.freezing import cast_for_training, set_trainable, whole_numel
 from midus_hf.training.output import open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
-from midus_hf.training.saving import PartialSaveError, save_model, upload_model
+from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
+from midus_hf.training.texts import RunTexts, read_texts
 from midus_hf.training.trainer import MemoryTrainer
 
 
@@ -58,219 +53,214 @@ class TrainResult:
     log: list[dict[str, Any]]
 
 
-class RunTexts(NamedTuple):
-    """Rows that are trained on, sequences of held-out texts by name, a phrase on what is read, and the paths' tree, if any."""
+def make_memory_trainer(
+    model: PreTrainedModel, arguments: TrainArguments, tokenizer: PreTrainedTokenizerBase, texts: RunTexts
+) -> MemoryTrainer:
+    """Return the Trainer of a model on packed texts, whose banks belong to the tree of the run or of its paths."""
+    if arguments.tree is not None or texts.tree is not None:
+        use_tree(model, arguments.tree, texts.tree)
+    return MemoryTrainer(
+        model,
+        arguments,
+        train_dataset=texts.train,
+        eval_dataset=texts.eval_dataset,
+        data_collator=partial(collate, sequence_length=arguments.sequence_length, fill=tokenizer.eos_token_id),
+    )
 
-    train: Any
-    held_out: dict[str, Any]
-    reads: str
-    tree: str | None = None
 
-
-def train(arguments: TrainArguments) -> TrainResult:
+def run_training(
+    arguments: Any, read: Callable[..., RunTexts] = read_texts, make_trainer: Callable[..., Any] = make_memory_trainer
+) -> TrainResult:
     """Pretrain a model on text, from its weights or from the beginning.
 
     The function prints what trains, and writes to `arguments.output_dir` the trained model and its tokenizer,
     checkpoints, the Trainer's log (`trainer_state.json`) and the arguments (`train_config.yaml`).
 
+    Args:
+        arguments: `TrainArguments`, or other `MemoryArguments` that `read` and `make_trainer` take.
+        read: Returns what is trained on and measured, from arguments, config and tokenizer. Default: packed texts.
+        make_trainer: Makes the Trainer, from model, arguments, tokenizer and texts. Default: `MemoryTrainer`.
+
     Raises:
         ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
+        TrainingError: If a step fails. The message says how to go on.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
+        PartialSaveError: If not all of the trained model could be saved or uploaded.
     """
-    return TrainingRun(arguments).execute()
-
-
-class TrainingRun:
-    """A run that is ready to start: its output is open and locked, texts and model are read, and the Trainer is made."""
-
-    # Key of the arguments with the length of sequences.
-    length_key = "sequence_length"
-
-    def __init__(self, arguments: Any):
-        self.arguments = arguments
-        self.config = load_config(arguments)
-        self.length: int = getattr(arguments, self.length_key)
-        check_sequence_length(self.length_key, self.length, self.config)
-        self.tokenizer = tokenizer_of(arguments)
-        if arguments.adapters is None:
-            resolve_trainable(self.config, arguments.trainable)
-        self._opened = contextlib.ExitStack()
-        self.checkpoint = open_output(arguments, self._opened)
-        try:
-            with data_bars_on_terminals():
-                self._prepare()
-        except BaseException:
-            self._opened.close()
-            raise
-
-    def _prepare(self) -> None:
-        """Read texts and model, make the Trainer, and try what the end will do."""
-        arguments, is_main = self.arguments, self.arguments.process_index == 0
-        for name in arguments.report_to or ():
-            if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
-                raise ValueError(
-                    f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
-                )
-        with arguments.main_process_first(desc="reading texts"):
-            self.texts = self.read_data()
-        set_seed(arguments.seed)
-        self.model: Any
-        self.model, self.files = load_model(arguments, self.config)
-        self.uses_cache = self.model.config.use_cache
-        if arguments.adapters is None:
-            report = str(set_trainable(self.model, arguments.trainable, arguments.frozen))
-        else:
-            from midus_hf.training.adapters import add_adapters
-
-            self.model, report = add_adapters(self.model, arguments.adapters)
-        self.dtypes = cast_for_training(self.model, arguments.bf16)
-        if is_main:
-            print(report)
-            if arguments.lacks_bf16:
-                print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
-            if self.checkpoint is not None:
-                print(f"going on from {self.checkpoint}")
-        column, self.protection = getattr(arguments, "text_column", "text"), None
-        if arguments.protect:
-            with arguments.main_process_first(desc="reading protected texts"):
-                self.protection = Protection(self.model, self.tokenizer, arguments.protect, column)
-            if self.checkpoint is not None:
-                self.protection.check_checkpoint(self.model, self.checkpoint)
+    output, is_main = Path(arguments.output_dir), arguments.process_index == 0
+    config = load_config(arguments)
+    tokenizer = load_run_tokenizer(arguments)
+    with open_output(arguments) as checkpoint:
+        with data_bars_on_terminals(), library_bars_on_terminals():
+            with arguments.main_process_first(desc="reading texts"):
+                texts = read(arguments, config, tokenizer)
+            set_seed(arguments.seed)
+            model, files = load_for_training(arguments, config)
+            uses_cache = model.config.use_cache
+            model, report = _freeze(model, arguments)
+            dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
-                print(self.protection)
-        made = "push_to_hub is true, and the Trainer makes a repository"
-        of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
-        with (
-            as_value_error("the Trainer cannot be made", ImportError),
-            as_value_error(made, *of_hub, reason=_why_not_made),
-        ):
-            self.trainer = self.make_trainer()
-            self.trainer.get_optimizer_cls_and_kwargs(arguments)  # imports its package, which may be absent
-        if self.checkpoint is not None:
-            check_checkpoint(self.trainer, self.checkpoint)
-        if self.protection is not None and shares_parameters(self.trainer):
-            raise ValueError(
-                "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
-                "Start the run with configs/accelerate/ddp.yaml."
-            )
-        num_sequences = len(self.trainer.train_dataset)
-        least_steps = arguments.least_steps
-        epochs = math.ceil(least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
-        if epochs > arguments.num_train_epochs:  # nobody gave them, and they are too few for the least number of steps
-            arguments.num_train_epochs = epochs
-            if is_main:
-                record_arguments(arguments)
-        else:
-            least_steps = 0
-        self.stop = GracefulStop(self.trainer.largest)
-        self.trainer.add_callback(self.stop)
-        self.trainer.add_callback(StepSummary(self.texts.reads, num_sequences, least_steps))
-
-    def read_data(self) -> RunTexts:
-        """Return the corpus and held-out texts as sequences."""
-        banks: dict[str, BankLayout] = self.config.memories().banks if isinstance(self.config, MemoryConfig) else {}
-        if self.arguments.tree is not None:
-            from midus_hf.topics.tree import folder_of_tree
-
-            roots = growth_of(folder_of_tree(Path(self.arguments.tree).expanduser()))["roots"]
-            banks = {name: layout.with_roots(roots) for name, layout in banks.items()}
-        named = {"split": self.arguments.corpus_split, "name": self.arguments.corpus_name}
-        rows = read_corpus(self.arguments.corpus, text_column=self.arguments.text_column, **named)
-        packed, tree = self._sequences("corpus", rows, banks)
-        held_out = self.read_held_out(lambda key, rows: self._sequences(key, rows, banks)[0])
-        return RunTexts(packed.sequences, held_out, f"corpus: {packed.phrase(self.length)}", tree)
-
-    def read_held_out(self, pack: Any) -> dict[str, Any]:
-        """Return the sequences of held-out texts by name, as a function packs them, and say what of them is not measured."""
-        held_out = {}
-        for name, path in self.arguments.eval_texts.items():
-            key = f"eval_text {name}".rstrip()
-            column = getattr(self.arguments, "text_column", "text")
-            packed = pack(key, read_corpus(path, key=key, text_column=column))
-            if packed.dropped:
-                print_note(f"{key}: {packed.phrase(self.length)}")
-            held_out[name] = packed.sequences
-        return held_out
-
-    def _sequences(self, key: str, rows: Any, banks: Mapping[str, BankLayout]) -> tuple[PackedTexts, str | None]:
-        """Return the sequences of a text, and the fingerprint of the tree that its paths belong to, if they name it."""
-        arguments, column = self.arguments, self.arguments.path_column
-        options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
-        options["vocab_size"] = self.config.get_text_config().vocab_size
-        if column is None or (key != "corpus" and column not in rows.column_names):
-            if key == "corpus" and any(layout.blocks.without_ids == "none" for layout in banks.values()):
-                raise ValueError(
-                    "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
-                    "paths. midus cluster assign writes them."
-                )
-            return packed_sequences(rows, self.tokenizer, self.length, key=key, **options), None
-        written = checked_paths(rows, banks, column, key)
-        options |= {"paths": written.paths, "depth": max(max(layout.levels) for layout in banks.values())}
-        return leaf_sequences(rows, self.tokenizer, self.length, **options), written.tree
-
-    def make_trainer(self) -> Any:
-        arguments, texts = self.arguments, self.texts
-        if arguments.tree is not None or texts.tree is not None:
-            use_tree(self.model, arguments.tree, texts.tree)
-        return MemoryTrainer(
-            self.model,
-            arguments,
-            train_dataset=texts.train,
-            eval_dataset=texts.held_out.get("", texts.held_out) or None,
-            data_collator=partial(collate, sequence_length=self.length, fill=self.tokenizer.eos_token_id),
+                _print_start(report, arguments, checkpoint)
+            protection = _protect(model, tokenizer, arguments, checkpoint)
+            trainer = _make(make_trainer, model, arguments, tokenizer, texts)
+            _check_trainer(trainer, checkpoint, protection)
+        num_sequences = len(trainer.train_dataset)
+        least_steps = _choose_epochs(arguments, num_sequences)
+        stop = GracefulStop(trainer.largest)
+        trainer.add_callback(stop)
+        trainer.add_callback(
+            StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences, least_steps)
         )
+        with saving_to(output), stop, without_library_bars():
+            _train(trainer, checkpoint, output)
+            if stop.signal_number:
+                raise RunInterrupted(_how_to_go_on(trainer, output), stop.signal_number)
+            trainer.log({"trained_parameters": _num_trained(trainer), "peak_memory_bytes": peak_memory_bytes()})
+            failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
+            if protection is not None and is_main:
+                stop.release()  # the model is saved, so that a signal may end this at once
+                # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.
+                protection.certify(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), output)
+            if failures:
+                raise PartialSaveError(
+                    f"the trained model is in {output}, but without {' and '.join(failures)}; copy what is missing from "
+                    f"{arguments.model_name_or_path or arguments.tokenizer_name}."
+                )
+            if arguments.push_to_hub and is_main:
+                upload_model(trainer.hub_model_id, output, arguments.hub_token)
+    state = trainer.state
+    losses = [event["loss"] for event in state.log_history if "loss" in event]
+    tokens, loss = int(state.num_input_tokens_seen), losses[-1] if losses else None
+    return TrainResult(str(output), state.global_step, tokens, loss, state.log_history)
 
-    def execute(self) -> TrainResult:
-        """Train, save the model, and return the result; raise `PartialSaveError` if not all of it could be saved or uploaded."""
-        arguments, trainer, output = self.arguments, self.trainer, Path(self.arguments.output_dir)
-        try:
-            with self.stop, without_library_bars(), telling_room(output):
-                trainer.train_from(self.checkpoint)
-                state = trainer.state
-                if self.stop.signal_number:
-                    saved = output / f"checkpoint-{state.global_step}"
-                    way = f"--resume_from_checkpoint true goes on from {saved}"
-                    if arguments.save_only_model:
-                        way = f"{saved} has what trained alone, by save_only_model, and no run can go on from it"
-                    raise RunInterrupted(
-                        f"interrupted after step {state.global_step:,}; {way}", self.stop.signal_number
-                    )
-                trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
-                trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
-                trainer.log({"trained_parameters": trained, "peak_memory_bytes": peak_memory_bytes()})
-                failures = save_model(self)
-                if self.protection is not None and arguments.process_index == 0:
-                    self.stop.release()  # the model is saved, so that a signal may end this at once
-                    # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.
-                    plain = trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-                    self.protection.certify(plain, output)
-                if failures:
-                    raise PartialSaveError(
-                        f"the trained model is in {output}, but without {' and '.join(failures)}; copy what is missing from "
-                        f"{arguments.model_name_or_path or arguments.tokenizer_name}."
-                    )
-                if arguments.push_to_hub and arguments.process_index == 0:
-                    upload_model(trainer, arguments)
-        except NotWritten as error:
-            kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
-            raise PartialSaveError(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
-        finally:
-            self._opened.close()
-        losses = [event["loss"] for event in state.log_history if "loss" in event]
-        tokens, loss = int(state.num_input_tokens_seen), losses[-1] if losses else None
-        return TrainResult(str(output), state.global_step, tokens, loss, state.log_history)
 
-    def measure(self) -> dict[str, float]:
-        """Measure the held-out texts without training, and return the loss of each, in nats per token, by its name."""
-        with self._opened, without_library_bars():
-            metrics = self.trainer.evaluate()
-        return {name: metrics[f"eval_{name}_loss"] for name in self.arguments.eval_texts}
+def measure_texts(arguments: TrainArguments) -> dict[str, float]:
+    """Measure held-out texts as a run does while it trains, and return the loss of each, in nats per token, by its name.
+
+    What the Trainer writes to `arguments.output_dir` is removed.
+
+    Raises:
+        ValueError: If the arguments are wrong.
+    """
+    config = load_config(arguments)
+    tokenizer = load_run_tokenizer(arguments)
+    with open_output(arguments), data_bars_on_terminals(), without_library_bars():
+        texts = read_texts(arguments, config, tokenizer)
+        set_seed(arguments.seed)
+        model, _ = load_for_training(arguments, config)
+        model, _ = _freeze(model, arguments)
+        cast_for_training(model, bool(arguments.bf16))
+        metrics = make_memory_trainer(model, arguments, tokenizer, texts).evaluate()
+    return {name: metrics[f"eval_{name}_loss"] for name in arguments.eval_texts}
+
+
+class TrainingError(RuntimeError):
+    """Error of a step; the message says how to go on."""
+
+
+def _freeze(model: PreTrainedModel, arguments: MemoryArguments) -> tuple[Any, str]:
+    """Freeze what does not train, or add adapters; return the model, wrapped by PEFT then, and a sentence on what trains."""
+    if arguments.adapters is None:
+        return model, str(set_trainable(model, arguments.trainable, arguments.frozen))  # type: ignore[arg-type]
+    from midus_hf.training.adapters import add_adapters
+
+    assert isinstance(arguments.adapters, dict), "checked by the arguments"
+    return add_adapters(model, arguments.adapters)
+
+
+def _print_start(report: str, arguments: MemoryArguments, checkpoint: Path | None) -> None:
+    print(report)
+    if arguments.lacks_bf16:
+        print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
+    if checkpoint is not None:
+        print(f"going on from {checkpoint}")
+
+
+def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None) -> Protection | None:
+    """Take the n-grams of protected texts out of the model's tables, and print how many are left; None if no text is protected."""
+    if not arguments.protect:
+        return None
+    with arguments.main_process_first(desc="reading protected texts"):
+        column = getattr(arguments, "text_column", "text")
+        protection = Protection(model, tokenizer, arguments.protect, column)
+    if checkpoint is not None:
+        protection.check_checkpoint(model, checkpoint)
+    if arguments.process_index == 0:
+        print(protection)
+    return protection
+
+
+def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenizer: Any, texts: RunTexts) -> Any:
+    """Make a Trainer, and import its optimizer's package, which may be absent."""
+    for name in arguments.report_to or ():
+        if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
+            raise ValueError(
+                f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
+            )
+    made = "push_to_hub is true, and the Trainer makes a repository"
+    of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+    with (
+        as_value_error("the Trainer cannot be made", ImportError),
+        as_value_error(made, *of_hub, reason=_why_not_made),
+    ):
+        trainer = make_trainer(model, arguments, tokenizer, texts)
+        trainer.get_optimizer_cls_and_kwargs(arguments)
+    return trainer
 
 
 def _why_not_made(error: Exception) -> str:
     reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
+
+
+def _check_trainer(trainer: Any, checkpoint: Path | None, protection: Protection | None) -> None:
+    if checkpoint is not None:
+        check_checkpoint(trainer, checkpoint)
+    if protection is not None and shares_parameters(trainer):
+        raise ValueError(
+            "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
+            "Start the run with configs/accelerate/ddp.yaml."
+        )
+
+
+def _choose_epochs(arguments: Any, num_sequences: int) -> int:
+    """Raise `num_train_epochs` where nobody gave it and it is too few for the least number of steps; return that number, or 0."""
+    least_steps: int = arguments.least_steps
+    epochs = math.ceil(least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
+    if epochs <= arguments.num_train_epochs:
+        return 0
+    arguments.num_train_epochs = epochs
+    if arguments.process_index == 0:
+        record_arguments(arguments)
+    return least_steps
+
+
+def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
+    """Train; a `ValueError` of a step is no mistake of the arguments, which have been checked."""
+    try:
+        trainer.train(checkpoint)
+    except ValueError as error:
+        if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
+            raise
+        step = trainer.state.global_step + 1
+        raise TrainingError(
+            f"step {step:,} failed: {str(error).rstrip('.')}. To continue, {way_on(output)}."
+        ) from error
+
+
+def _how_to_go_on(trainer: Any, output: Path) -> str:
+    step = trainer.state.global_step
+    saved = output / f"checkpoint-{step}"
+    way = f"--resume_from_checkpoint true goes on from {saved}"
+    if trainer.args.save_only_model:
+        way = f"{saved} has what trained alone, by save_only_model, and no run can go on from it"
+    return f"interrupted after step {step:,}; {way}"
+
+
+def _num_trained(trainer: Any) -> int:
+    trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
+    return trained + sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
 
 
 def peak_memory_bytes() -> int:

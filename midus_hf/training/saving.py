@@ -1,22 +1,24 @@
 """The trained model on the disk: it appears whole, and what fails beside its weights costs no weights."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import GenerationConfig, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from midus_hf.config.wording import first_line
 from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
-from midus_hf.files.full_disk import not_written
+from midus_hf.files.full_disk import NotWritten, not_written, telling_room
 from midus_hf.files.secrets import for_record
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
@@ -28,21 +30,48 @@ class PartialSaveError(RuntimeError):
     """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
 
 
-def save_model(run: Any) -> list[str]:
-    """Save the model of a `TrainingRun` whole, in the dtypes that it came with and without adapters; all processes call this.
+@contextlib.contextmanager
+def saving_to(output: Path) -> Iterator[None]:
+    """Say what is in the output, and the room that is left, where a disk does not take what is written within."""
+    try:
+        with telling_room(output):
+            yield
+    except NotWritten as error:
+        kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
+        raise PartialSaveError(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
 
-    Returns a phrase about each file beside the weights that could not be written.
+
+def save_model(
+    trainer: Any,
+    arguments: Any,
+    dtypes: dict[str, torch.dtype],
+    uses_cache: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Mapping[str, bytes],
+) -> list[str]:
+    """Save the trained model whole, as it was loaded but for its weights; all processes call this.
+
+    Args:
+        trainer: The Trainer that trained it; adapters are merged.
+        arguments: The run's, which its card records.
+        dtypes: The dtypes that tensors had before `cast_for_training`, by their names.
+        uses_cache: `use_cache` of the config that was loaded.
+        tokenizer: The tokenizer, saved beside it.
+        files: Contents of other files that accompany it, by their names; a card gets a section on the training.
+
+    Returns:
+        A phrase about each file beside the weights that could not be written.
     """
-    trainer, model, is_main = run.trainer, run.model, run.arguments.process_index == 0
+    model, is_main = trainer.model, arguments.process_index == 0
     trainer.check_finite()
     if shares_parameters(trainer):
-        trainer.saved_dtypes = run.dtypes
+        trainer.saved_dtypes = dtypes
     else:
-        restore_dtypes(model, run.dtypes)
+        restore_dtypes(model, dtypes)
     if has_adapters(model):
         trainer.model = model = model.merge_and_unload()
-    model.config.use_cache = run.uses_cache
-    output, partial_model = Path(run.arguments.output_dir), Path(run.arguments.output_dir, PARTIAL_MODEL)
+    model.config.use_cache = uses_cache
+    output, partial_model = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
     pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
     settings, is_saved, failures = model.generation_config, False, []
     try:
@@ -57,7 +86,7 @@ def save_model(run: Any) -> list[str]:
         is_saved = True
         if is_main:
             (partial_model / "training_args.bin").unlink(missing_ok=True)
-            failures = _written(partial_model, _beside_weights(run))
+            failures = _written(partial_model, _beside_weights(arguments, trainer.state, settings, tokenizer, files))
             _move_into_place(partial_model, output)
     except BaseException as error:
         if isinstance(error, OSError) and is_saved:
@@ -88,9 +117,8 @@ def _move_into_place(partial_model: Path, output: Path) -> None:
     partial_model.rmdir()
 
 
-def upload_model(trainer: Any, arguments: Any) -> None:
-    repository, output = trainer.hub_model_id, arguments.output_dir
-    options = {"token": arguments.hub_token, "ignore_patterns": ["checkpoint-*", ".*"]}
+def upload_model(repository: str, output: Path, token: str | None) -> None:
+    options: dict[str, Any] = {"token": token, "ignore_patterns": ["checkpoint-*", ".*"]}
     try:
         upload_folder(repo_id=repository, folder_path=output, **options)
     except (HfHubHTTPError, OSError) as error:
@@ -100,13 +128,19 @@ def upload_model(trainer: Any, arguments: Any) -> None:
         ) from error
 
 
-def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
+def _beside_weights(
+    arguments: Any,
+    state: TrainerState,
+    settings: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    given: Mapping[str, bytes],
+) -> dict[str, Callable[[Path], object]]:
     """Return what writes the files beside config and weights into a folder, by what messages call the file."""
-    state, settings, files = run.trainer.state, run.model.generation_config, dict(run.files)
+    files = dict(given)
     if CARD_FILE in files:
         # A byte that is no UTF-8 stays as it is.
         card = without_section(without_results(files[CARD_FILE].decode(errors="surrogateescape"), "training"))
-        files[CARD_FILE] = add_training(card.encode(errors="surrogateescape"), run.arguments, state)
+        files[CARD_FILE] = add_training(card.encode(errors="surrogateescape"), arguments, state)
     shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
 
     def write(name: str, content: bytes, folder: Path) -> None:
@@ -114,7 +148,7 @@ def _beside_weights(run: Any) -> dict[str, Callable[[Path], object]]:
 
     return {
         TRAINER_STATE: lambda folder: shared.save_to_json(str(folder / TRAINER_STATE)),
-        "the tokenizer": run.tokenizer.save_pretrained,
+        "the tokenizer": tokenizer.save_pretrained,
         GENERATION_CONFIG: lambda folder: settings.to_json_file(
             folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]
         ),

@@ -105,22 +105,20 @@ class MemoryTrainerMixin(AnyTrainer):
         # Of the held-out text that is being measured: the mean loss of each batch of this process, and its number of tokens.
         self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and passes over damaged ones.
 
-        A checkpoint of the last step is loaded, and no step is taken.
+        A checkpoint of the last step is loaded, and no step is taken. A `Path` is a checkpoint that has been checked.
 
         Raises:
             ValueError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         """
-        checkpoint = resumed_checkpoint(str(self.args.output_dir), resume_from_checkpoint)
-        if checkpoint is not None:
-            check_checkpoint(self, checkpoint)
-        return self.train_from(checkpoint, *args, **kwargs)
-
-    def train_from(self, checkpoint: Path | None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `train` does, from a checkpoint that has been checked; None starts the run."""
+        checkpoint = resume_from_checkpoint
+        if not isinstance(checkpoint, Path):
+            checkpoint = resumed_checkpoint(str(self.args.output_dir), checkpoint)
+            if checkpoint is not None:
+                check_checkpoint(self, checkpoint)
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):

@@ -13,6 +13,7 @@ from training.tiny_run import (
     EOS_ID,
     LEAVES,
     AtStep,
+    PreparedRun,
     best_at,
     give_held_out_losses,
     interrupted,
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.config.wording import install_extra
 from midus_hf.training.adapters import add_adapters, read_adapters
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 from upscalers.runs.upscale import upscale
 
 LORA = {"r": 4}
@@ -49,7 +50,7 @@ def copies(base, tmp_path_factory) -> Path:
 
 
 def test_they_train_the_linear_layers_and_are_merged(base, config_for, tmp_path):
-    run = TrainingRun(config_for(model=base, adapters=LORA, max_steps=4))
+    run = PreparedRun(config_for(model=base, adapters=LORA, max_steps=4))
     prompt, adapted = torch.tensor([[5, 9, 12, EOS_ID, 7]]), []
 
     def note(model) -> None:
@@ -70,7 +71,7 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(base, config_for, t
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    run = TrainingRun(config_for(model=model, adapters=LORA, bf16=True, max_steps=4))
+    run = PreparedRun(config_for(model=model, adapters=LORA, bf16=True, max_steps=4))
     training = [value for value in run.trainer.model.parameters() if value.requires_grad]
     assert training and all(value.dtype == torch.float32 for value in training)
     run.execute()
@@ -81,7 +82,7 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(base, config_for, t
 def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, config_for, tmp_path, capsys):
     model = upscaled("llama")
     options = {"max_steps": 4, "adapters": LORA}
-    train(config_for(**options))
+    run_training(config_for(**options))
     new = {key for key in weights(model) if re.search(r"layers\.[14]\.", key)}
     assert moved(model, tmp_path / "out") == linear(weights(model)) | new
     printed = " ".join(capsys.readouterr().out.split())
@@ -89,19 +90,19 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, con
     assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", printed)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 
-    interrupted(TrainingRun(config_for("parts", **options)), 2)
+    interrupted(PreparedRun(config_for("parts", **options)), 2)
     assert (tmp_path / "parts" / "checkpoint-2" / "adapter_config.json").exists()
-    train(config_for("parts", resume_from_checkpoint=True, **options))
+    run_training(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "out")
     other = {**options, "adapters": {**LORA, "layers": "all"}}
     with refused(r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
-        TrainingRun(config_for("parts", resume_from_checkpoint=True, **other))
+        PreparedRun(config_for("parts", resume_from_checkpoint=True, **other))
 
 
 def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, corpus, tmp_path, monkeypatch):
     give_held_out_losses(monkeypatch, best_at(4))
     options = {"eval_text": str(corpus), "eval_steps": 2, "save_steps": 2, "save_total_limit": None}
-    train(config_for(model=base, max_steps=8, load_best_model_at_end=True, adapters={"r": 8}, **options))
+    run_training(config_for(model=base, max_steps=8, load_best_model_at_end=True, adapters={"r": 8}, **options))
     best = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "checkpoint-4")
     merged, saved = best.merge_and_unload().state_dict(), weights(tmp_path / "out")
     assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items())
@@ -110,14 +111,14 @@ def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, corpus, tmp
 
 def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, fetching, tmp_path, capsys):
     config = blocks_for(trainable="auto", adapters={"r": 4})
-    train(config)
+    run_training(config)
     assert moved(fetching, tmp_path / "out") == linear(weights(fetching))
     bank = bank_of(tmp_path / "out")
     assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES)
     assert "; and the blocks of the bank, " in " ".join(capsys.readouterr().out.split())
 
     options = {"trainable": "auto", "adapters": {"r": 4, "layers": "all"}}
-    train(blocks_for("all", **options))
+    run_training(blocks_for("all", **options))
     assert not bank_of(tmp_path / "all").written(1)
 
 
@@ -126,7 +127,7 @@ def test_they_may_be_on_all_layers_or_on_those_that_peft_is_given(copies, config
     new = {name for name in every if re.search(r"layers\.[25]\.", name)}
     named = {"layers_to_transform": [2, 5], "target_modules": sorted({name.split(".")[-2] for name in every})}
     for name, more, expected in (("all", {}, every), ("new", named, new)):
-        train(config_for(name, model=copies, max_steps=4, adapters={"r": 4, "layers": "all", **more}))
+        run_training(config_for(name, model=copies, max_steps=4, adapters={"r": 4, "layers": "all", **more}))
         assert "Training adapters on all layers: " in capsys.readouterr().out
         assert moved(copies, tmp_path / name) == expected
     assert len(new) == 14
@@ -160,10 +161,10 @@ def test_what_cannot_be_is_refused_before_anything_is_written(model, adapters, m
     """DoRA among it, on new layers whose weights are zero."""
     arguments = config_for(model=request.getfixturevalue(model), adapters=adapters)
     if message is None:
-        TrainingRun(arguments)
+        PreparedRun(arguments)
     else:
         with refused(message):
-            TrainingRun(arguments)
+            PreparedRun(arguments)
         assert not (tmp_path / "out").exists()
 
 
@@ -182,4 +183,4 @@ def test_defaults_are_those_of_the_commands_and_without_peft_it_is_named(base, c
     without("peft")
     message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
     with refused(re.escape(message)):
-        TrainingRun(config_for(model=base, adapters={}))
+        PreparedRun(config_for(model=base, adapters={}))

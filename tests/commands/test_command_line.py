@@ -36,8 +36,8 @@ MISSING_FILE = {
 # What does the work of a command, and a request for it.
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
-    "midus train": ("midus_hf.training.run.TrainingRun", ["run.yaml"]),
-    "midus sft": ("midus_hf.training.sft.SftRun", ["sft.yaml"]),
+    "midus train": ("midus_hf.training.run.run_training", ["run.yaml"]),
+    "midus sft": ("midus_hf.training.sft.finetune", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus ask": ("midus_hf.saved_models.load_for_reading", ["model", "Why?"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from midus_hf.cli.train import read_arguments
+from midus_hf.cli.train import given_keys, read_arguments
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def model(tmp_path):
 
 
 def read(*words, command="train"):
-    return read_arguments(command, words)
+    return read_arguments(command, given_keys(command, words))
 
 
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import yaml
-from sft.tiny_chats import chat, write_rows
+from sft.tiny_chats import chat, prepared, write_rows
 from training.tiny_run import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig
@@ -16,7 +16,6 @@ from midus_hf.cli.sft import main
 from midus_hf.config.wording import install_extra
 from midus_hf.training.sft.arguments import REFUSED, SftArguments
 from midus_hf.training.sft.rows import CHATML
-from midus_hf.training.sft.run import SftRun
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_a_key_without_effect_is_refused_by_name(keys, message):
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
 def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, tmp_path):
     """And batches are padded as far as is said."""
-    run = SftRun(config_for(eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=32, max_steps=1))
+    run = prepared(config_for(eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=32, max_steps=1))
     assert next(iter(run.trainer.get_train_dataloader()))["input_ids"].shape[1] % 32 == 0
     run.execute()
     tokenizer, config = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoConfig))

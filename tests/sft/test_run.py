@@ -13,7 +13,7 @@ import yaml
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
 from processes.warm import MIDUS, run_ranks
-from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
+from sft.tiny_chats import character_tokenizer, chat, prepared, sft_config, write_rows
 from tiny import FAMILIES
 from tokenizers import processors
 from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
@@ -23,7 +23,7 @@ from trl.chat_template_utils import qwen2_5_chat_template
 
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.training.sft.rows import CHATML
-from midus_hf.training.sft.run import SftRun, finetune, has_loss
+from midus_hf.training.sft.run import finetune, has_loss
 
 REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
 ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
@@ -61,9 +61,9 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
         with refused(
             "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
         ):
-            SftRun(config_for(model=model, trainable="auto"))
+            prepared(config_for(model=model, trainable="auto"))
         assert not (tmp_path / "out").exists()
-    SftRun(config_for(model=model, trainable="all"))
+    prepared(config_for(model=model, trainable="all"))
     printed = " ".join(capsys.readouterr().out.split())
     assert ("chats have no paths" in printed) == (read is not None)
     assert read is None or f"they, and held-out text, {read}, in training and where the model is measured" in printed
@@ -82,7 +82,7 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
     tokenizer.chat_template = qwen2_5_chat_template
     tokenizer.save_pretrained(model)
     options = {"max_length": 128, "truncation_mode": "keep_end"}
-    run = SftRun(config_for(model=model, chat_template_path=own and str(own), **options))
+    run = prepared(config_for(model=model, chat_template_path=own and str(own), **options))
     expected = "it is 0<eos>1<eos>" if own else "\nit is 0<|im_end|>\n\n1<|im_end|>\n"
     assert expected in list(map(learned, run.trainer.train_dataset))
     assert run.tokenizer.chat_template == (own.read_text() if own else qwen2_5_chat_template)
@@ -119,7 +119,7 @@ def test_what_cannot_train_is_refused_and_nothing_is_written(
     if row is not None:
         options = {**options, "data": write_rows(tmp_path / "x.jsonl", [row])}
     with refused(message):
-        SftRun(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja"), **options))
+        prepared(config_for(model=base(), chat_template_path=str(tmp_path / "own.jinja"), **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -128,7 +128,7 @@ def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypat
     made = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
     monkeypatch.setattr(made, Mock(side_effect=torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
-        SftRun(config_for(model=base()))
+        prepared(config_for(model=base()))
 
 
 def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
@@ -140,15 +140,15 @@ def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(con
     inside = CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{{ message['content'] }}{% endg")
     options = {"model": base(), "data": data, "chat_template_path": str(own)}
     own.write_text(inside)
-    assert "addlook" in map(learned, SftRun(config_for(**options)).trainer.train_dataset)
+    assert "addlook" in map(learned, prepared(config_for(**options)).trainer.train_dataset)
     message = r"row 2 of .* has a call of '{}', which the chat template does not write into an answer. Set"
     own.write_text(inside.replace("message.tool_calls", "(message.tool_calls or [])[:1]"))
     with refused(message.format("look")):
-        SftRun(config_for("last", **options))
+        prepared(config_for("last", **options))
     own.write_text(CHATML.replace("{% endgeneration %}", "{% endgeneration %}" + call))
     with refused(message.format("add")):
-        SftRun(config_for("outside", **options))
-    SftRun(config_for("all", **options, assistant_only_loss=False))
+        prepared(config_for("outside", **options))
+    prepared(config_for("all", **options, assistant_only_loss=False))
 
 
 def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tmp_path):
@@ -159,7 +159,7 @@ def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tm
     call = "{% for call in message.tool_calls %}{{ call.name + (call.arguments | tojson) }}{% endfor %}"
     own.write_text(CHATML.replace("{{ message['content'] + '<|im_end|>' }}{% endg", call + "{% endg"))
     data = write_rows(tmp_path / "x.jsonl", rows)
-    run = SftRun(config_for(model=base(), data=data, chat_template_path=str(own), max_length=128))
+    run = prepared(config_for(model=base(), data=data, chat_template_path=str(own), max_length=128))
     texts = [learned(row).replace(" ", "") for row in run.trainer.train_dataset]
     assert texts == ["f" + json.dumps(arguments).replace(" ", "") for arguments in given]
 
@@ -173,7 +173,7 @@ def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refus
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
     template = CHATML if ends else CHATML.replace("'<|im_end|>'", "'.'")
     own.write_text(REFUSES.format("messages[0].role != 'system'") + template)
-    run = SftRun(config_for(model=base(), data=data, chat_template_path=str(own)))
+    run = prepared(config_for(model=base(), data=data, chat_template_path=str(own)))
     said = "ends answers with no special token, so the model will not learn to stop" in capsys.readouterr().err
     assert said == (ends is None)
     stops = np.atleast_1d(run.model.generation_config.eos_token_id)
@@ -201,7 +201,7 @@ WHOLE = "<|im_start|>user\nsay 1"
 )  # fmt: skip
 def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, config_for, base, tmp_path, capsys):
     config = config_for(model=base(), data=write_rows(tmp_path / "x.jsonl", [row]), **options)
-    run = SftRun(config)
+    run = prepared(config)
     (sequence,) = run.trainer.train_dataset
     text, count = learned(sequence), sum(label != IGNORED_LABEL for label in sequence["labels"])
     assert f"1 sequences, {len(sequence['input_ids'])} tokens, {count} of them with a loss" in capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_learned_once(confi
     behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = behind
     tokenizer.save_pretrained(folder)
-    run = SftRun(config_for(model=folder, data=write_rows(tmp_path / "x.jsonl", [TEXTS]), chat_template_path=None))
+    run = prepared(config_for(model=folder, data=write_rows(tmp_path / "x.jsonl", [TEXTS]), chat_template_path=None))
     (sequence,) = run.trainer.train_dataset
     assert (learned(sequence), tokenizer.decode(sequence["input_ids"])) == (" 3<eos>", "1 + 2 = 3<eos>")
     assert "not a prefix" not in caplog.text
@@ -226,12 +226,12 @@ def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_learned_once(confi
 def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
     data = write_rows(tmp_path / "x.jsonl", rows)
-    run = SftRun(config_for(model=base("llama"), data=data, max_length=64))
+    run = prepared(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
     said = capsys.readouterr().err
     assert "1 rows are left out: no answer in the part of them that is kept" in said
     assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in said
-    run = SftRun(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
+    run = prepared(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
     said = capsys.readouterr().err
     assert len(run.trainer.train_dataset) == 2 and "left out" not in said
     assert "2 of 2 rows are longer than max_length, 32 tokens, and keep their last tokens" in said
@@ -243,7 +243,7 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     long = {"messages": [{"role": "user", "content": "a" * 200}, *chat(1)]}
     data = write_rows(tmp_path / "x.jsonl", [long, {"messages": chat(2)}])
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
-    run = SftRun(config_for(model=base("llama"), data=data, **options))
+    run = prepared(config_for(model=base("llama"), data=data, **options))
     said = capsys.readouterr().err
     what = "keep their first tokens" if strategy == "bfd" else "go on in another sequence, which does not see"
     assert f"1 of 2 rows are longer than max_length, 64 tokens, and {what}" in said
@@ -288,7 +288,7 @@ def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_inte
 
 def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(config_for, base, tmp_path):
     options = {"packing": True, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
-    run = SftRun(config_for(model=base("llama", "moc"), **options))
+    run = prepared(config_for(model=base("llama", "moc"), **options))
     batch = next(iter(run.trainer.get_train_dataloader()))
     model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()
     output = model(**batch, use_cache=False)

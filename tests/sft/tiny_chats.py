@@ -8,10 +8,11 @@ from typing import Any
 from tiny import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
-from training.tiny_run import save_upscaled
+from training.tiny_run import PreparedRun, save_upscaled
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft.run import make_sft_trainer, read_chat_texts
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
@@ -67,3 +68,7 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftArgu
         **changes,
     }
     return SftArguments(model_name_or_path=str(model), output_dir=str(output), dataset_name=str(data), **options)
+
+
+def prepared(arguments: SftArguments) -> PreparedRun:
+    return PreparedRun(arguments, read_chat_texts, make_sft_trainer)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.checkpoints import checkpoints_in
-from midus_hf.training.run import train
+from midus_hf.training.run import run_training
 
 # What events say that differs from run to run.
 OF_TIME = (
@@ -114,13 +114,13 @@ def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
 
 
 def assert_resumes(
-    config_for: Callable[..., TrainArguments], step: int, train: Callable = train, **options: Any
+    config_for: Callable[..., TrainArguments], step: int, run: Callable = run_training, **options: Any
 ) -> Path:
     """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed; return the output of this one."""
     options = {"save_steps": step, "save_total_limit": None, **options}
-    whole = Path(train(config_for("whole", **options)).output)
+    whole = Path(run(config_for("whole", **options)).output)
     parts = as_it_was_at(step, whole, whole.with_name("parts"))
-    result = train(config_for("parts", resume_from_checkpoint=True, **options))
+    result = run(config_for("parts", resume_from_checkpoint=True, **options))
     assert result.steps == exact_log(whole, "loss")[-1]["step"] > step
     assert_same_run(parts, whole)
     return parts

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 from training.outcomes import logged
-from training.tiny_run import document, letter_tokenizer, save_upscaled
+from training.tiny_run import PreparedRun, document, letter_tokenizer, save_upscaled
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.train import main
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import measure_texts, run_training
 from midus_hf.training.trainer import MemoryTrainer
 
 NUMBERS = ["w1", "w22", "w333", "w4", "w555"]
@@ -93,7 +93,7 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_
     ],
 )  # fmt: skip
 def test_few_steps_are_said_with_what_gives_more(keys, steps, line, config_for, capsys):
-    train(config_for(**keys))
+    run_training(config_for(**keys))
     out, err = capsys.readouterr()
     assert err.endswith(line) if line else "few" not in err
     read = (
@@ -108,11 +108,9 @@ def test_held_out_text_has_the_loss_of_its_tokens_at_any_size_of_batches(keys, c
     held_out.write_text(document(16 * 5 + 3, 7))
     measured = []
     for size in (1, 2, 3, 8):
-        run = TrainingRun(
-            config_for(f"{size}", eval_text={"a": str(held_out)}, per_device_eval_batch_size=size, **keys)
-        )
-        sequences = run.trainer.eval_dataset["a"]
-        measured.append(run.measure()["a"])
+        config = config_for(f"{size}", eval_text={"a": str(held_out)}, per_device_eval_batch_size=size, **keys)
+        measured.append(measure_texts(config)["a"])
+    sequences = PreparedRun(config).trainer.eval_dataset["a"]
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama")).eval()
     total, tokens = 0.0, 0
     for row in sequences:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.tiny_run import refused
+from training.tiny_run import PreparedRun, refused
 
-from midus_hf.cli.train import flag_parser, main, read_arguments
+from midus_hf.cli.train import flag_parser, given_keys, main, read_arguments
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
-from midus_hf.training.run import TrainingRun
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 
@@ -85,7 +84,7 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     ids=str,
 )
 def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recipe):
-    value = getattr(read_arguments("train", [str(recipe), *flags]), key)
+    value = getattr(read_arguments("train", given_keys("train", [str(recipe), *flags])), key)
     assert value == expected and type(value) is type(expected)
 
 
@@ -106,7 +105,7 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
 )  # fmt: skip
 def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
     with refused(re.escape(message)):
-        read_arguments("train", [str(recipe), *flags])
+        read_arguments("train", given_keys("train", [str(recipe), *flags]))
 
 
 def test_every_key_is_described_in_the_help(capsys):
@@ -128,7 +127,7 @@ def test_bfloat16_is_the_default_where_the_device_computes_it(able, config_for, 
         assert (read.bf16, read.lacks_bf16) == (bool(options["bf16"]), False)
         assert read.recorded().get("bf16") == options["bf16"], "what was asked for is recorded"
     assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
-    TrainingRun(config_for(bf16=None))
+    PreparedRun(config_for(bf16=None))
     line = "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
     assert capsys.readouterr().out.splitlines().count(line) == (not able)
 

@@ -10,13 +10,23 @@ from peft import LoraConfig, get_peft_model
 from processes.warm import MIDUS, run_ranks
 from tiny import save_tiny_model
 from training.outcomes import assert_resumes, assert_same_blocks, bank_of, logged, moved, weights
-from training.tiny_run import FETCHING, LEAVES, QUIET, best_at, document, give_held_out_losses, refused, write_recipe
+from training.tiny_run import (
+    FETCHING,
+    LEAVES,
+    QUIET,
+    PreparedRun,
+    best_at,
+    document,
+    give_held_out_losses,
+    refused,
+    write_recipe,
+)
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.blocks import draw_generic, train_blocks
 from midus_hf.training.optim.parameter_groups import banks_of
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 from upscalers.runs.upscale import upscale
 
 # Projections of a layer by the name of the pair of factors that adapts them.
@@ -29,7 +39,7 @@ PROJECTIONS = {
 @pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], FETCHING))
 def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, upscaled, tmp_path, method):
     source = upscaled("llama", method)
-    train(blocks_for(model=source, max_steps=25))
+    run_training(blocks_for(model=source, max_steps=25))
     losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
     assert moved(source, tmp_path / "out") == set()
@@ -39,7 +49,7 @@ def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_
 
 
 def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tmp_path):
-    train(blocks_for(trainable="all"))
+    run_training(blocks_for(trainable="all"))
     matrices = {name for name in weights(fetching) if "proj" in name}
     assert matrices <= moved(fetching, tmp_path / "out")
     assert bank_of(tmp_path / "out").written(2) == LEAVES
@@ -47,7 +57,7 @@ def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tm
 
 def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
     """Every sequence of a run, in order, and whether it fetched the generic memory."""
-    run, seen = TrainingRun(config), []
+    run, seen = PreparedRun(config), []
 
     def look(module, args, kwargs):
         generic = (kwargs["memory_ids"] == -1).all(1).tolist()
@@ -90,7 +100,7 @@ def test_a_resumed_run_with_accumulated_gradients_is_the_uninterrupted_one_and_t
     assert not (checkpoint / "memory_bank").exists() and not list(checkpoint.glob("model*.safetensors"))
     names = sorted(path.name for path in checkpoint.glob("block_states/0/*"))
     assert names == ["level-1.safetensors", "level-2.safetensors"]
-    train(blocks_for("one", generic_share=0.5))
+    run_training(blocks_for("one", generic_share=0.5))
     for name, tolerance in (("grad_norm", 1e-4), ("loss", 1e-5)):
         assert logged(tmp_path / "one", name) == pytest.approx(logged(parts, name), rel=tolerance)
 
@@ -99,14 +109,14 @@ def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_fo
     give_held_out_losses(monkeypatch, best_at(4))
     texts = held_out_rows(tmp_path / "held_out.jsonl", [0] * 3)
     best = {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1, "lr_scheduler_type": "constant"}
-    train(blocks_for(eval_text=str(texts), eval_steps=2, **best))
+    run_training(blocks_for(eval_text=str(texts), eval_steps=2, **best))
     monkeypatch.undo()
-    train(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
+    run_training(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "four"))
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, fetching, assigned, tmp_path):
-    train(blocks_for("one", generic_share=0.4))
+    run_training(blocks_for("one", generic_share=0.4))
     output = tmp_path / "two"
     words = {"generic_share": 0.4, "save_steps": 3, "path_column": "memory_ids", "output_dir": output}
     run = run_ranks(MIDUS, "train", write_recipe(tmp_path, fetching, assigned, **words))
@@ -132,8 +142,8 @@ def test_held_out_text_fetches_the_blocks_of_its_paths_if_any_and_changes_nothin
 ):
     held_out = {"paths": [4, 0, 8, 7], "none": [None] * 20}  # of leaves 7 and 8 the corpus has nothing
     texts = {name: str(held_out_rows(tmp_path / f"{name}.jsonl", leaves)) for name, leaves in held_out.items()}
-    train(blocks_for("without"))
-    train(blocks_for("with", eval_text=texts, eval_steps=3))
+    run_training(blocks_for("without"))
+    run_training(blocks_for("with", eval_text=texts, eval_steps=3))
     losses, others = (logged(tmp_path / "with", f"eval_{name}_loss") for name in texts)
     assert len(losses) == 2 and losses[0] != losses[1]
     assert len(others) == 2 and others[0] == others[1], "the model is frozen"
@@ -144,7 +154,7 @@ def test_held_out_text_fetches_the_blocks_of_its_paths_if_any_and_changes_nothin
 def test_held_out_text_of_another_tree_is_refused(blocks_for, tmp_path):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 9])
     with refused(r"has 3 for level 1 in row 1; expected 0 to 2, or a row of -1"):
-        train(blocks_for(eval_text=str(texts)))
+        run_training(blocks_for(eval_text=str(texts)))
     assert not (tmp_path / "out").exists()
 
 

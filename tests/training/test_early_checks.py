@@ -7,28 +7,26 @@ import subprocess
 import sys
 
 import pytest
-from training.tiny_run import refused
+from training.tiny_run import PreparedRun, refused
 
+from midus_hf.cli import training_keys
 from midus_hf.cli.train import main
+from midus_hf.cli.training_keys import KEYS, are_all_known
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.model_names import small_columns
-from midus_hf.training import early_checks
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.early_checks import key_types
-from midus_hf.training.run import TrainingRun
 from midus_hf.training.sft.arguments import SftArguments
 
 
 @pytest.mark.parametrize(("command", "kind"), [("train", TrainArguments), ("sft", SftArguments)])
 def test_the_names_of_keys_are_those_of_the_classes(command, kind):
     fields = {field.name for field in dataclasses.fields(kind) if field.init and not field.name.startswith("_")}
-    assert set(key_types(command)) == fields
+    assert KEYS[command] == fields and are_all_known(command)
 
 
-def test_no_names_are_known_where_a_class_is_not_where_it_was(monkeypatch):
-    for moved in (("midus_hf", "training/optim/rates.py", "Renamed"), ("no_such_package", "a.py", "Rates")):
-        monkeypatch.setitem(early_checks._CLASSES, "train", (moved,))
-        assert key_types("train") is None
+def test_a_newer_library_may_have_other_keys(monkeypatch):
+    monkeypatch.setattr(training_keys, "version", lambda name: "1000.0.0")
+    assert not are_all_known("train") and not are_all_known("sft")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_an_optimizer_that_chooses_its_parameters_is_refused(keys, message):
 def test_a_package_that_is_absent_is_missed_before_training(package, keys, message, config_for, without, tmp_path):
     without(package)
     with refused(message):
-        TrainingRun(config_for(**keys))
+        PreparedRun(config_for(**keys))
     assert not (tmp_path / "out").exists()
 
 
@@ -67,7 +65,7 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
     with refused(
         "use_liger_kernel is true, and Liger has no kernels for midus_llama; expected a model without memory."
     ):
-        TrainingRun(arguments)
+        PreparedRun(arguments)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +110,6 @@ MISTAKES = [
     ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE"),
     ("train", ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
     ("train", ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
-    ("train", ["notes", MODEL, "--output=o", "--max_steps=many"], "argument --max_steps/--max-steps: invalid int value: 'many'."),
-    ("train", ["notes", MODEL, "--output=o", "--learning_rate", "1,5"], "argument --learning_rate/--learning-rate: invalid float va"),
-    ("train", ["notes", MODEL, "--output=o", "--generic_share=2"], "generic_share is 2.0; expected a share from 0 to 1."),
-    ("train", ["notes", MODEL, "--output=o", "--num_train_epochs=0"], "num_train_epochs is 0.0; expected more than 0."),
     ("train", ["notes", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upscaled m"),
     ("sft", ["chats.jsonl", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upsc"),
     ("eval", ["model", "--text", "notes", "--dtype", "float8"], "dtype is 'float8'; expected auto, float32, bfloat16 or float16."),
@@ -185,6 +179,20 @@ def test_a_mistake_is_told_before_libraries_are_imported(number, endings):
     assert (status, out, imported) == (2, "", []), err
     name = command if command == "upscale" else f"midus {command}"
     assert err.startswith(f"{name}: {message}") and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--max_steps=many", "argument --max_steps/--max-steps: invalid int value: 'many'."),
+        ("--learning_rate=1,5", "argument --learning_rate/--learning-rate: invalid float value: '1,5'."),
+        ("--generic_share=2", "generic_share is 2.0; expected a share from 0 to 1."),
+        ("--num_train_epochs=0", "num_train_epochs is 0.0; expected more than 0."),
+    ],
+)
+def test_a_number_that_is_none_or_out_of_its_range_is_refused(flag, message, words, tmp_path, capsys):
+    assert main([*words, flag]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"midus train: {message}" and not (tmp_path / "out").exists()
 
 
 def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, tmp_path, capsys):

@@ -12,13 +12,13 @@ from pairs import by_default
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, logged
-from training.tiny_run import refused, tiny_config, tiny_tokenizer
+from training.tiny_run import PreparedRun, refused, tiny_config, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, PreTrainedConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.loading import check_sequence_length
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 
 
 def without_values(model: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(what, upscaled, config_for, tm
     model, (spoil, message) = shutil.copytree(upscaled("llama"), tmp_path / "model"), SPOILT[what]
     spoil(model)
     with refused(f"^model(_name_or_path)? is '{re.escape(str(model))}'.*{message}") as refusal:
-        train(config_for(model=model))
+        run_training(config_for(model=model))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
@@ -90,7 +90,7 @@ def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
     (base / "model.safetensors").unlink()
     model = {"headwise": upscaled("llama"), "none": None, "fetching": fetching, "base without weights": base}[kind]
     with refused(message):
-        train(tiny_config(model, corpus, tmp_path / "out", **options))
+        run_training(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -99,7 +99,7 @@ def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_an
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).unlink()
     with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):
-        train(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
+        run_training(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
     check_sequence_length("sequence_length", 64, LlamaConfig(max_position_embeddings=64))
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())  # which has none
 
@@ -137,7 +137,7 @@ def shape(memory: str | None) -> PreTrainedConfig:
 @pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
 def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
     """Its card names no base, and nothing that is saved names a path of this machine."""
-    run = TrainingRun(begun(model_config=shape(memory), max_steps=60, seed=3))
+    run = PreparedRun(begun(model_config=shape(memory), max_steps=60, seed=3))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert all(parameter.requires_grad for parameter in run.model.parameters())
     run.execute()
@@ -165,11 +165,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(begun):
 
 def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
-    run = TrainingRun(begun(config_name=str(upscaled_model)))
+    run = PreparedRun(begun(config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
     made = run.model.state_dict()
     again, other = (
-        TrainingRun(begun(name, config_name=str(upscaled_model), seed=seed)).model.state_dict()
+        PreparedRun(begun(name, config_name=str(upscaled_model), seed=seed)).model.state_dict()
         for name, seed in (("again", 42), ("other", 2))
     )
     assert made.keys() == saved.keys()
@@ -178,7 +178,7 @@ def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(ups
     assert not torch.equal(made[name], saved[name]) and not torch.equal(made[name], other[name])
     assert not hasattr(run.model.config, "upscale")
     with refused("what trains is 'new', but the config of this midus_llama model records no new"):
-        TrainingRun(begun("new", config_name=str(upscaled_model), trainable="new"))
+        PreparedRun(begun("new", config_name=str(upscaled_model), trainable="new"))
 
 
 IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
@@ -205,6 +205,6 @@ IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128
 def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused(message) as refusal:
-        TrainingRun(begun(**changes))
+        PreparedRun(begun(**changes))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.outcomes import weights
-from training.tiny_run import AFTER, AtStep
+from training.tiny_run import AFTER, AtStep, PreparedRun
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training.run import TrainingRun
+from midus_hf.training.optim.freezing import cast_for_training
 from midus_hf.training.trainer import MemoryTrainer, NotFiniteError, first_not_finite
 
 
@@ -44,7 +44,7 @@ def files_of(output):
 )
 def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config_for, tmp_path):
     options = {"max_steps": 6, "save_steps": 2, "save_total_limit": None, **changes}
-    run = TrainingRun(config_for(**options))
+    run = PreparedRun(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
         NotFiniteError,
@@ -70,7 +70,7 @@ def test_the_largest_finite_number_is_finite(dtype):
 Q_PROJ = "model.layers.4.self_attn.q_proj.weight"
 
 
-def of_block(run):
+def of_block(run, monkeypatch):
     """Return what spoils a block of the bank of a run."""
     (bank,) = run.trainer.blocks.banks
     return lambda model: bank._values(bank.touched()[0]).__setitem__(5, math.nan)
@@ -79,8 +79,9 @@ def of_block(run):
 def of_weight(value, dtype=None):
     """Return what makes for a run what spoils a weight, which is saved in a dtype."""
 
-    def spoil(run):
-        run.dtypes |= {} if dtype is None else {Q_PROJ: dtype}
+    def spoil(run, monkeypatch):
+        cast, saved = cast_for_training, {} if dtype is None else {Q_PROJ: dtype}
+        monkeypatch.setattr("midus_hf.training.run.cast_for_training", lambda *given: cast(*given) | saved)
         return lambda model: model.get_parameter(Q_PROJ).data[1].fill_(value)
 
     return spoil
@@ -96,10 +97,12 @@ def of_weight(value, dtype=None):
     ],
     ids=["checkpoint", "model", "dtype-of-the-model", "blocks"],
 )  # fmt: skip
-def test_tensors_that_are_not_finite_are_never_saved(fixture, save_steps, spoil, message, request, tmp_path):
+def test_tensors_that_are_not_finite_are_never_saved(
+    fixture, save_steps, spoil, message, request, monkeypatch, tmp_path
+):
     """Whatever made them so: here it is no gradient."""
-    run = TrainingRun(request.getfixturevalue(fixture)(max_steps=4, save_steps=save_steps))
-    run.trainer.add_callback(AtStep(4, spoil(run), AFTER))
+    run = PreparedRun(request.getfixturevalue(fixture)(max_steps=4, save_steps=save_steps))
+    run.trainer.add_callback(AtStep(4, spoil(run, monkeypatch), AFTER))
     with pytest.raises(NotFiniteError, match=message):
         run.execute()
     left = [path.name for path in tmp_path.glob("out/*") if path.name != "train_config.yaml"]
@@ -108,7 +111,7 @@ def test_tensors_that_are_not_finite_are_never_saved(fixture, save_steps, spoil,
 
 def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     """A model may hold infinite numbers that nothing reads, and does not train them."""
-    run = TrainingRun(config_for(max_steps=1))
+    run = PreparedRun(config_for(max_steps=1))
     run.execute()
     frozen, trained = (
         run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
@@ -122,7 +125,7 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
 
 
 def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
-    run = TrainingRun(blocks_for(save_steps=2, trainable="new"))
+    run = PreparedRun(blocks_for(save_steps=2, trainable="new"))
     (bank,) = run.trainer.blocks.banks
     leaves, left = bank.leaves, [3]
 

@@ -12,7 +12,7 @@ from midus_hf.files.checkpoint_files import CERTIFICATE
 from midus_hf.memories.ngram.known import TAKEN_OUT
 from midus_hf.memories.ngram.options import MOST_TOKENS
 from midus_hf.training.protection import compare_texts, read_certificate
-from midus_hf.training.run import train
+from midus_hf.training.run import run_training
 from tests.tiny import FAMILIES, save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, tiny_config, tiny_tokenizer, write_corpus
 from upscalers.runs.upscale import upscale
@@ -46,7 +46,7 @@ def trained(texts, tmp_path_factory):
     """Return the folder of a model that was trained while texts were protected, beside its base and the model before."""
     folder = tmp_path_factory.mktemp("trained")
     model = engram(texts, folder)
-    train(run_of(texts, model, folder / "trained"))
+    run_training(run_of(texts, model, folder / "trained"))
     return folder / "trained"
 
 
@@ -95,18 +95,18 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.training.protection._take_out", lambda model, table, taken: 1)
     with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0, have other logits"):
-        train(run_of(texts, trained.parent / "model", tmp_path / "run"))
+        run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_a_model_that_is_trained_again_has_a_certificate_of_that_run_or_none(texts, trained, tmp_path):
-    train(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
+    run_training(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
     card = (tmp_path / "again" / "README.md").read_text()
     assert "Protected texts" not in card and card.count("## Trained with") == 2
     assert read_certificate(tmp_path / "again") is None
     protect = [str(texts / "protected"), str(shutil.copytree(texts / "protected", tmp_path / "more" / "protected"))]
-    train(run_of(texts, trained, tmp_path / "protected_again", max_steps=1, protect=protect))
+    run_training(run_of(texts, trained, tmp_path / "protected_again", max_steps=1, protect=protect))
     assert (tmp_path / "protected_again" / "README.md").read_text().count("## Protected texts") == 1
     named = [text["name"] for text in read_certificate(tmp_path / "protected_again")["texts"]]
     assert named == ["protected 1", "protected 2"]
@@ -123,7 +123,7 @@ def test_a_line_says_which_ngrams_protected_texts_took(texts, tmp_path, capsys):
         "w20 w21": "7 of the 7 n-grams of memory 'ngram' are left to learn with (100.0%)",
     }.items():
         (tmp_path / "protected.txt").write_text(protected)
-        train(run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1))
+        run_training(run_of(texts, model, tmp_path / "run", protect=str(tmp_path / "protected.txt"), max_steps=1))
         shutil.rmtree(tmp_path / "run")
         assert f"protect: {line}\n" in capsys.readouterr().out
 
@@ -142,8 +142,8 @@ def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
 def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
     model = engram(texts, tmp_path)
     first = tmp_path / "first"
-    train(tiny_config(model, texts / "corpus", first, max_steps=4))
-    train(run_of(texts, first, tmp_path / "second", learning_rate=1e-30))
+    run_training(tiny_config(model, texts / "corpus", first, max_steps=4))
+    run_training(run_of(texts, first, tmp_path / "second", learning_rate=1e-30))
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (first, tmp_path / "second"))
     rows = {int(key): row for key, row in zip(before.get_buffer(TABLE), before.get_parameter(MEMORY)[1:], strict=True)}
     keys = after.get_buffer(TABLE)
@@ -156,15 +156,15 @@ def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
 def test_a_resumed_run_protects_the_same_texts_and_no_others(texts, trained, tmp_path):
     protected, output = shutil.copytree(texts / "protected", tmp_path / "protected"), tmp_path / "run"
     keys = {"save_steps": 2, "protect": str(protected)}
-    train(run_of(texts, trained.parent / "model", output, **keys))
+    run_training(run_of(texts, trained.parent / "model", output, **keys))
     shutil.rmtree(output / "checkpoint-4")
     keys["resume_from_checkpoint"] = True
-    train(run_of(texts, trained.parent / "model", output, **keys))
+    run_training(run_of(texts, trained.parent / "model", output, **keys))
     assert (output / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert read_certificate(output) == read_certificate(trained)
     (protected / "001.txt").unlink()
     with pytest.raises(ValueError, match="protect names other texts than the run had when it saved checkpoint-4"):
-        train(run_of(texts, trained.parent / "model", output, **keys))
+        run_training(run_of(texts, trained.parent / "model", output, **keys))
 
 
 def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained, tmp_path):
@@ -173,7 +173,7 @@ def test_a_second_corpus_is_learned_while_the_first_is_protected(texts, trained,
         (tmp_path / "more" / "corpus" / f"{number:03}.txt").unlink()
     second = engram(tmp_path / "more", tmp_path, base=trained)
     protect = [str(texts / "corpus"), str(texts / "protected")]
-    train(tiny_config(second, tmp_path / "more" / "corpus", tmp_path / "run", protect=protect, max_steps=4))
+    run_training(tiny_config(second, tmp_path / "more" / "corpus", tmp_path / "run", protect=protect, max_steps=4))
     for path in (*(texts / "corpus").iterdir(), *(texts / "protected").iterdir()):
         assert torch.equal(logits(tmp_path / "run", path.read_text()), logits(trained, path.read_text()))
     assert [text["name"] for text in read_certificate(tmp_path / "run")["texts"]] == ["corpus", "protected"]
@@ -269,6 +269,6 @@ def test_what_it_refuses(model, changes, messages, texts, trained, upscaled, tmp
     (tmp_path / "corpus").symlink_to(texts / "corpus")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refused:
-        train(run_of(texts, folder, tmp_path / "run", **changes))
+        run_training(run_of(texts, folder, tmp_path / "run", **changes))
     assert all(message in str(refused.value) for message in messages), refused.value
     assert not (tmp_path / "run").exists()

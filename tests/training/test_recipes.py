@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.flops import count_parameters
-from midus_hf.cli.train import read_arguments
+from midus_hf.cli.train import given_keys, read_arguments
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
@@ -60,7 +60,7 @@ def read(path: Path, *words: str) -> TrainArguments:
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
     given = {**GIVEN, "corpus" if path.parent == RECIPES else "dataset_name": "c"}
     given = [f"--{key}={value}" for key, value in given.items() if key not in stated]
-    return read_arguments(path.parent.name, [str(path), *given, *words])
+    return read_arguments(path.parent.name, given_keys(path.parent.name, [str(path), *given, *words]))
 
 
 def test_nothing_goes_unchecked():

@@ -9,19 +9,19 @@ from pairs import by_default
 from safetensors.torch import load_file
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, by_step, logged, moved, weights
-from training.tiny_run import NEW_LAYERS, best_at, give_held_out_losses, is_new, refused, save_upscaled
+from training.tiny_run import NEW_LAYERS, PreparedRun, best_at, give_held_out_losses, is_new, refused, save_upscaled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.checkpoints import load_checkpoint
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 
 
 def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_model(
     family, upscaled, config_for, tmp_path
 ):
     source, trained = upscaled(family), tmp_path / "out"
-    run = TrainingRun(config_for("out", family, max_steps=6))
+    run = PreparedRun(config_for("out", family, max_steps=6))
     batch = next(iter(run.trainer.get_train_dataloader()))
     logits = AutoModelForCausalLM.from_pretrained(source).train()(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
@@ -53,7 +53,7 @@ def test_every_kind_of_run_resumes_exactly(kind, config_for):
 
 
 def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_kept(config_for, upscaled, tmp_path):
-    train(config_for(save_steps=4, max_steps=12))
+    run_training(config_for(save_steps=4, max_steps=12))
     folders = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
     files = "manifest.json optimizer.pt rng_state.pth scheduler.pt trained.safetensors trainer_state.json"
@@ -74,12 +74,12 @@ def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_
 
 def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpus, tmp_path, monkeypatch):
     options = {"eval_text": str(corpus), "eval_steps": 2, "save_steps": 2, "max_steps": 6}
-    train(config_for("last", **options, save_total_limit=None))
+    run_training(config_for("last", **options, save_total_limit=None))
     losses = by_step(tmp_path / "last", "eval_loss")
     assert list(losses) == [2, 4, 6] and losses[6] < losses[2]
     assert by_step(tmp_path / "last", "eval_perplexity") == {step: math.exp(loss) for step, loss in losses.items()}
     give_held_out_losses(monkeypatch, best_at(4))
-    train(config_for("best", **options, load_best_model_at_end=True, save_total_limit=1))
+    run_training(config_for("best", **options, load_best_model_at_end=True, save_total_limit=1))
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     set_trainable(model)
@@ -92,9 +92,9 @@ def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
     for name, text in (("short", "w5 w6"), ("blank", " ")):
         (tmp_path / f"{name}.txt").write_text(text)
     with refused(r"eval_text a has 3 tokens; expected at least one sequence of \d+ tokens"):
-        train(config_for(eval_text={"a": str(tmp_path / "short.txt")}, eval_steps=1))
+        run_training(config_for(eval_text={"a": str(tmp_path / "short.txt")}, eval_steps=1))
     with refused(r"eval_text '.*blank.txt' is empty"):
-        train(config_for(eval_text=str(tmp_path / "blank.txt"), eval_steps=1))
+        run_training(config_for(eval_text=str(tmp_path / "blank.txt"), eval_steps=1))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
 def test_of_a_half_precision_base_what_is_new_moves_and_is_computed_in_float32(family, bf16, config_for, tmp_path):
     """And so is all of it without bf16."""
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
-    run = TrainingRun(config_for(model=model, bf16=bf16, max_steps=6))
+    run = PreparedRun(config_for(model=model, bf16=bf16, max_steps=6))
     for name, parameter in run.model.named_parameters():
         assert parameter.dtype is (torch.float32 if is_new(name) or not bf16 else torch.bfloat16), name
     run.execute()
@@ -112,7 +112,7 @@ def test_of_a_half_precision_base_what_is_new_moves_and_is_computed_in_float32(f
 
 
 def test_a_run_with_a_document_mask_gives_the_model_positions_and_no_cache(config_for):
-    run = TrainingRun(config_for(document_mask=True, sequence_length=122))
+    run = PreparedRun(config_for(document_mask=True, sequence_length=122))
     batch = next(iter(run.trainer.get_train_dataloader()))
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert run.model.config.use_cache is False

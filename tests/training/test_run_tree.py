@@ -8,13 +8,13 @@ import torch
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 from training.outcomes import bank_of
-from training.tiny_run import block_config, refused
+from training.tiny_run import PreparedRun, block_config, refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.evaluate import main as midus_eval
 from midus_hf.evaluation.fetching import check_tree_of
 from midus_hf.topics.tree import ClusterTree, TreeOrigin
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.strip import strip
@@ -40,7 +40,7 @@ def made(fetching, assigned, tmp_path_factory):
         named(assigned, folder / f"{name}.jsonl", tree)
     random_tree(2, 2, width=WIDTH).save(folder / "small")
     keys = {"tree": str(folder / "tree"), "save_steps": 3, "max_steps": 3}
-    train(block_config(fetching, folder / "tree.jsonl", folder / "model", **keys))
+    run_training(block_config(fetching, folder / "tree.jsonl", folder / "model", **keys))
     return folder
 
 
@@ -78,7 +78,7 @@ def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_
     """A person may change the files of a tree where they lie; those of a model may not change with them."""
     config = blocks_for(model=made / "model", corpus=made / "tree.jsonl", tree=str(made / "model"), max_steps=1)
     assert ("tree", str(made / "model")) in config.sources(), "overwriting must not take it away"
-    train(config)
+    run_training(config)
     assert fingerprints(tmp_path / "out") == (TREE.fingerprint, TREE.fingerprint)
     assert all((made / "tree" / name).stat().st_nlink == 1 for name in ("tree.json", "tree.safetensors"))
 
@@ -108,7 +108,7 @@ def test_texts_and_trees_of_another_tree_are_refused(
     keys = {**keys, "tree": str(made / keys["tree"])} if "tree" in keys else keys
     paths = {"model": made / model if model else fetching, "corpus": made / corpus if corpus else assigned}
     with refused(message):
-        TrainingRun(blocks_for(**paths, **keys))
+        PreparedRun(blocks_for(**paths, **keys))
     assert not (tmp_path / "out").exists()
 
 

@@ -13,8 +13,9 @@ from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training import loading
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 from midus_hf.training.saving import add_training
+from midus_hf.training.trainer import MemoryTrainer
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
@@ -40,7 +41,7 @@ def training_section(folder: Path) -> str:
 def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, monkeypatch):
     give_held_out_losses(monkeypatch, lambda step: 3.0 - step / 4)
     measured = {"eval_text": {"a": str(corpus)}, "eval_on_start": True, "eval_steps": 3}
-    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3, **measured))
+    result = run_training(config_for(model=model, max_steps=3, learning_rate=1e-3, **measured))
     section = training_section(tmp_path / "out")
     assert "| a | 3.0000 | 2.2500 | 20.0855 | 9.4877 |\n" in section
     assert "save_" not in section and "eval_strategy" not in section
@@ -56,13 +57,15 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, m
     assert str(tmp_path) not in section
 
 
-def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_is_made(model, config_for, tmp_path):
+def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_is_made(
+    model, config_for, tmp_path, monkeypatch
+):
     (model / "README.md").unlink()
-    run = TrainingRun(config_for(model=model, max_steps=1))
     names = ("LICENSE.txt", "NOTICE", "upscale.json")
     contents = [(model / name).read_bytes() for name in names]
-    shutil.rmtree(model)
-    run.execute()
+    train = MemoryTrainer.train
+    monkeypatch.setattr(MemoryTrainer, "train", lambda *given: shutil.rmtree(model) or train(*given))
+    run_training(config_for(model=model, max_steps=1))
     assert [(tmp_path / "out" / name).read_bytes() for name in names] == contents
     assert not (tmp_path / "out" / "README.md").exists()
 
@@ -89,7 +92,7 @@ def test_its_card_has_what_held_out_texts_measured_before_and_after_and_makes_no
 
 def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled, tmp_path, monkeypatch, capsys):
     base = str(upscaled("llama").parent / "base")
-    train(tiny_config(None, corpus, tmp_path / "out", config_name=base, tokenizer_name=base, max_steps=1))
+    run_training(tiny_config(None, corpus, tmp_path / "out", config_name=base, tokenizer_name=base, max_steps=1))
     monkeypatch.chdir(tmp_path / "out")
     exec(Path("README.md").read_text().split("```python\n")[1].split("```")[0], {})
     assert len(capsys.readouterr().out.split("\n")[-2].split()) > 20

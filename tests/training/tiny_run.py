@@ -5,7 +5,7 @@ import math
 import random
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.callbacks import RunInterrupted
-from midus_hf.training.run import TrainingRun
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
+from midus_hf.training.run import TrainResult, make_memory_trainer, run_training
+from midus_hf.training.texts import read_texts
 from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 
@@ -194,7 +195,45 @@ def signal_at(step: int, number: signal.Signals = signal.SIGINT) -> AtStep:
     return AtStep(step, lambda model: signal.raise_signal(number))
 
 
-def interrupted(run: TrainingRun, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
+class _Prepared(Exception):
+    pass
+
+
+class PreparedRun:
+    """A run up to its first step, with what it has made; a test may change it before `execute` does the rest."""
+
+    trainer: Any
+    model: Any
+    tokenizer: Any
+    texts: Any
+
+    def __init__(self, arguments: Any, read: Callable = read_texts, make_trainer: Callable = make_memory_trainer):
+        def keep(model: Any, arguments: Any, tokenizer: Any, texts: Any) -> Any:
+            self.model, self.tokenizer, self.texts = model, tokenizer, texts
+            self.trainer = make_trainer(model, arguments, tokenizer, texts)
+            self._train, self.trainer.train = self.trainer.train, self._wait
+            return self.trainer
+
+        self.arguments = arguments
+        with suppress(_Prepared):
+            run_training(arguments, read, keep)
+
+    def _wait(self, *_: Any) -> None:
+        raise _Prepared
+
+    def execute(self) -> TrainResult:
+        self.trainer.train = self._train
+        for callback in (GracefulStop, StepSummary):  # which the run adds again
+            self.trainer.remove_callback(callback)
+
+        def read(arguments: Any, config: Any, tokenizer: Any) -> Any:
+            vars(tokenizer).update(vars(self.tokenizer))  # which reading may have changed
+            return self.texts
+
+        return run_training(self.arguments, read, lambda *_: self.trainer)
+
+
+def interrupted(run: PreparedRun, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
     """Train until a signal ends the run after a step, with a checkpoint; return what is raised."""
     run.trainer.add_callback(signal_at(step, number))
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: rows of instruction data become chats, and TRL trains on them. This needs TRL."""
 
 from midus_hf.training.sft.arguments import SftArguments
-from midus_hf.training.sft.run import SftRun, finetune
+from midus_hf.training.sft.run import finetune
 
-__all__ = ["SftArguments", "SftRun", "finetune"]
+__all__ = ["SftArguments", "finetune"]

@@ -8,11 +8,12 @@ import pytest
 from pairs import by_default
 from processes.warm import MIDUS, run_ranks
 from training.outcomes import assert_same_run
-from training.tiny_run import AtStep, interrupted, signal_at, write_corpus
+from training.tiny_run import AtStep, PreparedRun, interrupted, signal_at, write_corpus
 
 from midus_hf.cli.train import main
 from midus_hf.training.checkpoints import latest_whole as last_checkpoint
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
+from midus_hf.training.trainer import MemoryTrainer
 
 # Ranks that are named hear SIGINT when they would update parameters for the third time.
 INTERRUPTED = f"""
@@ -35,8 +36,8 @@ HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(config_for, tmp_path):
     held_out = write_corpus(tmp_path / "held-out", 2)
     options = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_text": str(held_out)}
-    train(config_for("whole", **options))
-    run, measured = TrainingRun(config_for("parts", **options)), []
+    run_training(config_for("whole", **options))
+    run, measured = PreparedRun(config_for("parts", **options)), []
     run.trainer.evaluate = lambda *_, **__: measured.append(run.trainer.state.global_step) or {}
     stopped = interrupted(run, 7, signal.SIGTERM)
     assert not [step for step in measured if step >= 7]
@@ -44,12 +45,12 @@ def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(
     assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true goes on from {saved}"
     assert stopped.signal_number == signal.SIGTERM
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
-    train(config_for("parts", resume_from_checkpoint=True, **options))
+    run_training(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
-    run = TrainingRun(config_for(max_steps=3))
+    run = PreparedRun(config_for(max_steps=3))
     run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
     assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
@@ -57,13 +58,13 @@ def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, monkeypatch, capfd):
-    execute = TrainingRun.execute
+    train = MemoryTrainer.train
 
-    def signalled(run):
-        run.trainer.add_callback(signal_at(3, number))
-        return execute(run)
+    def signalled(trainer, checkpoint):
+        trainer.add_callback(signal_at(3, number))
+        return train(trainer, checkpoint)
 
-    monkeypatch.setattr(TrainingRun, "execute", signalled)
+    monkeypatch.setattr(MemoryTrainer, "train", signalled)
     assert main(words) == status
     saved, err = last_checkpoint(tmp_path / "out"), capfd.readouterr().err
     line = f"midus train: interrupted after step 3; --resume_from_checkpoint true goes on from {saved}"
@@ -79,7 +80,7 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
         signal.raise_signal(signal.SIGINT)
         pytest.fail("nothing stopped")
 
-    run = TrainingRun(config_for())
+    run = PreparedRun(config_for())
     run.trainer.add_callback(AtStep(1, signal_twice))
     with pytest.raises(KeyboardInterrupt) as raised:
         run.execute()
@@ -87,7 +88,7 @@ def test_a_second_signal_stops_at_once(config_for, tmp_path):
 
 
 def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.run.load_model", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("midus_hf.training.run.load_for_training", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130 and not (tmp_path / "out").exists()
 
 

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 import pytest
 from safetensors import SafetensorError
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
-from training.tiny_run import refused, tiny_config
+from training.tiny_run import AtStep, PreparedRun, refused, tiny_config
 
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import checkpoints
 from midus_hf.training.callbacks import RunInterrupted
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
-from midus_hf.training.run import TrainingRun, train
+from midus_hf.training.run import run_training
 from midus_hf.training.saving import PartialSaveError
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
@@ -26,7 +26,7 @@ OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 def whole(upscaled, corpus, tmp_path_factory) -> Path:
     """The output of a run that nobody disturbed, with all of its checkpoints."""
     output = tmp_path_factory.mktemp("whole") / "out"
-    train(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    run_training(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
     return output
 
 
@@ -81,7 +81,7 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, output
 
 def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resumed, output, whole, capsys):
     flip(output / "checkpoint-4" / WEIGHTS)
-    train(resumed())
+    run_training(resumed())
     printed = capsys.readouterr()
     card = (output / "README.md").read_text()
     assert card.replace("resume_from_checkpoint: auto\n", "") == (whole / "README.md").read_text()
@@ -112,17 +112,17 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
     with refused(
         "resume_from_checkpoint is true, but '.*out' holds no whole checkpoint; start the run again in another"
     ):
-        TrainingRun(resumed(resume_from_checkpoint=True))
+        PreparedRun(resumed(resume_from_checkpoint=True))
     for path in output.iterdir():
         if path.name not in ("checkpoint-2", "train_config.yaml"):
             path.unlink()
-    train(resumed())
+    run_training(resumed())
     assert_same_run(output, whole)
     assert not (output / "checkpoint-2" / "left.bin").exists()
     for step in (2, 4, 6):
         shutil.rmtree(output / f"checkpoint-{step}")
     with refused(r"which holds README\.md, .*; choose another folder"):
-        TrainingRun(resumed())
+        PreparedRun(resumed())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_cannot_be_gone_on_with_is_refused(resumed, output, changes, messag
     if isinstance(name := changes.get("resume_from_checkpoint"), str):
         changes = {"resume_from_checkpoint": str(output / name)}
     with refused(message):
-        TrainingRun(resumed(**changes))
+        PreparedRun(resumed(**changes))
 
 
 def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed(output, monkeypatch):
@@ -172,7 +172,7 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
         finish(folder)
 
     monkeypatch.setattr("midus_hf.training.trainer.finish_checkpoint", watched)
-    train(resumed(save_total_limit=1, per_device_train_batch_size=1, gradient_accumulation_steps=2))
+    run_training(resumed(save_total_limit=1, per_device_train_batch_size=1, gradient_accumulation_steps=2))
     assert whole_ones == [["checkpoint-4", "checkpoint-2"]]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-6"]
 
@@ -201,14 +201,18 @@ def test_a_full_disk_ends_a_run_in_words_and_leaves_no_part_of_a_checkpoint(case
     if case != "log":
         facts = facts.replace(f"{needed}{where}", f"{needed}{output}")
     with pytest.raises(PartialSaveError, match=facts + goes_on):
-        train(resumed(logging_steps=1))
+        run_training(resumed(logging_steps=1))
     assert not (output / "checkpoint-6").exists()
 
 
 def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output, whole, monkeypatch):
     alone = {**OPTIONS, "save_only_model": True}
-    run = TrainingRun(config_for(**alone, output_dir=output.parent / "alone"))
-    monkeypatch.setattr(run.stop, "largest", lambda noted: SIGTERM if run.trainer.state.global_step == 3 else 0)
+    run = PreparedRun(config_for(**alone, output_dir=output.parent / "alone"))
+    monkeypatch.setattr(
+        run.trainer,
+        "largest",
+        lambda noted: noted or SIGTERM * (noted is not False and run.trainer.state.global_step == 3),
+    )
     with pytest.raises(
         RunInterrupted, match=r"checkpoint-3 has what trained alone, by save_only_model, and no run can"
     ):
@@ -217,9 +221,9 @@ def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output,
         with refused(
             r"checkpoint-[23] has no optimizer and no schedule, as save_only_model .* without save_only_model"
         ):
-            train(config_for(**alone, output_dir=output.parent / "alone", resume_from_checkpoint=resume))
+            run_training(config_for(**alone, output_dir=output.parent / "alone", resume_from_checkpoint=resume))
     # Of a run that is over, nothing but what trained is read.
-    done = train(config_for(**alone, output_dir=output.parent / "done"))
+    done = run_training(config_for(**alone, output_dir=output.parent / "done"))
     shutil.rmtree(output.parent / "done")
     assert done.steps == 6
 
@@ -228,7 +232,7 @@ def test_random_numbers_of_another_number_of_processes_are_said_to_begin_anew(re
     (output / "checkpoint-4" / "rng_state.pth").rename(output / "checkpoint-4" / "rng_state_0.pth")
     (output / "checkpoint-4" / "manifest.json").unlink()
     checkpoints.finish_checkpoint(output / "checkpoint-4")
-    train(resumed())
+    run_training(resumed())
     assert "checkpoint-4 has the random numbers of another number of processes: those of" in capsys.readouterr().err
 
 
@@ -240,13 +244,13 @@ def test_a_run_that_is_over_completes_a_killed_publication_in_no_further_step(re
             raise KeyboardInterrupt
         replace(source, target)
 
-    train(resumed())
+    run_training(resumed())
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            train(resumed())
+            run_training(resumed())
     assert not (output / "config.json").exists()
-    assert train(resumed()).steps == 6
+    assert run_training(resumed()).steps == 6
     assert_same_run(output, whole)
     assert not (output / ".partial_model").exists()
 
@@ -271,7 +275,7 @@ def test_a_place_that_is_none_for_a_run_is_refused_and_left_alone(changes, messa
         (tmp_path / name).write_text("w3 w4 " * 20)
     corpus = str(tmp_path / changes.get("corpus", "texts"))
     with refused(message):
-        TrainingRun(config_for(**{**changes, "corpus": corpus}))
+        PreparedRun(config_for(**{**changes, "corpus": corpus}))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
     assert not (tmp_path / "texts" / "out").exists() and not (tmp_path / "deep" / "out").exists()
 
@@ -282,11 +286,18 @@ def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
         exclusive(tmp_path / "out", busy),
         refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."),
     ):
-        TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
+        PreparedRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
     assert not list((tmp_path / "out").iterdir())
-    run = TrainingRun(config_for(max_steps=1))
-    with refused("busy"), exclusive(tmp_path / "out", busy):
-        pass
+    tried = []
+
+    def try_to_write(model):
+        with refused("busy"), exclusive(tmp_path / "out", busy):
+            pass
+        tried.append(model)
+
+    run = PreparedRun(config_for(max_steps=1))
+    run.trainer.add_callback(AtStep(1, try_to_write))
     run.execute()
+    assert tried
     with exclusive(tmp_path / "out", busy):
         pass

@@ -7,7 +7,7 @@ from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM, default_data_collator
 
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
-from midus_hf.training.run import train
+from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 from tests.upscalers.checkpoints import load
 
@@ -137,7 +137,7 @@ def test_a_run_with_gradients_of_rows_moves_those_that_are_read_as_a_dense_one_d
     """Others keep their bytes, and the log has the norm of all gradients."""
     model = upscaled("llama", method, **options)
     for is_sparse in (False, True):
-        train(config_for(str(is_sparse), model=model, warmup_steps=0, sparse_values=is_sparse, **changes))
+        run_training(config_for(str(is_sparse), model=model, warmup_steps=0, sparse_values=is_sparse, **changes))
     start, dense, by_rows = (weights(folder) for folder in (model, tmp_path / "False", tmp_path / "True"))
     norms, rtol = (
         [logged(tmp_path / name, "grad_norm") for name in ("False", "True")],
@@ -177,7 +177,7 @@ def test_a_step_without_decay_moves_rows_of_chosen_chapters_alone(upscaled, conf
             memory.output_projection.weight.normal_()
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    train(config_for(model=tmp_path / "model", trainable=["value"], max_steps=4))
+    run_training(config_for(model=tmp_path / "model", trainable=["value"], max_steps=4))
     assert moved(tmp_path / "model", tmp_path / "out") == {BANK}
     rows = (weights(tmp_path / "model")[BANK] != weights(tmp_path / "out")[BANK]).any(1).unflatten(0, (12, 2))
     assert [chapter for chapter in range(12) if rows[chapter].any()] == [0, 3, 7, 11]

@@ -19,7 +19,7 @@ from training.parallel.two_processes import (
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
 )
-from training.tiny_run import refused
+from training.tiny_run import PreparedRun, refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
@@ -33,7 +33,6 @@ from midus_hf.training.parallel import (
     save_gathered,
     shares_parameters,
 )
-from midus_hf.training.run import TrainingRun
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 
@@ -140,7 +139,7 @@ def test_the_first_kind_of_fsdp_is_refused():
 
 
 def test_the_whole_model_is_saved_and_uploaded_where_the_trainer_would(config_for, tmp_path, monkeypatch):
-    trainer, plugin, there = TrainingRun(config_for()).trainer, SimpleNamespace(), []
+    trainer, plugin, there = PreparedRun(config_for()).trainer, SimpleNamespace(), []
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
     for kind, is_there in (("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):

@@ -17,7 +17,7 @@ from midus_hf.banks.model_banks import check_tree
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
-from midus_hf.training.run import train
+from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import file_digests, load
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -288,7 +288,7 @@ def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(wi
     row = json.dumps({"text": " ".join(f"w{word}" for word in range(10, 24)), "memory_ids": [2, 7]})
     (tmp_path / "rest.jsonl").write_text(f"{row}\n" * 8)
     keys = {"path_column": "memory_ids", "max_steps": 3, "tree": str(with_trees / "tree"), "generic_share": 0.0}
-    train(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
+    run_training(tiny_config(tmp_path / "without", tmp_path / "rest.jsonl", tmp_path / "again", **keys))
     before, after = blocks_in(with_trees / "one"), blocks_in(tmp_path / "again")
     assert after.keys() == before.keys() - {(2, -1)} and 7 not in bank_of(tmp_path / "again").deleted(2)
     assert {key for key in after if not torch.equal(after[key], before[key])} == {(1, 2), (2, 7)}

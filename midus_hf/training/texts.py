@@ -1,0 +1,81 @@
+"""What a run trains on and measures: the corpus and held-out texts as packed sequences."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.wording import print_note
+from midus_hf.data.corpus import read_corpus
+from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.models.host import MemoryConfig
+from midus_hf.training.arguments import MemoryArguments, TrainArguments
+from midus_hf.training.blocks import growth_of
+
+
+class RunTexts(NamedTuple):
+    """Rows that are trained on, sequences of held-out texts by name, a phrase on what is read, and the paths' tree, if any."""
+
+    train: Any
+    held_out: dict[str, Any]
+    reads: str
+    tree: str | None = None
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The held-out texts as a Trainer takes them: by name, a text without a name alone, or None."""
+        return self.held_out.get("", self.held_out) or None
+
+
+def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
+    """Return the corpus and the held-out texts as sequences of `arguments.sequence_length` tokens."""
+    length, column = arguments.sequence_length, arguments.path_column
+    banks = _banks(config, arguments.tree)
+    options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
+    options["vocab_size"] = config.get_text_config().vocab_size
+
+    def pack(key: str, rows: Any) -> tuple[PackedTexts, str | None]:
+        """Return sequences, and the fingerprint of the tree that their paths name."""
+        if column is None or (key != "corpus" and column not in rows.column_names):
+            return packed_sequences(rows, tokenizer, length, key=key, **options), None
+        written = checked_paths(rows, banks, column, key)
+        depth = max(max(layout.levels) for layout in banks.values())
+        return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
+
+    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+    rows = read_corpus(arguments.corpus or [], text_column=arguments.text_column, **named)
+    if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
+        raise ValueError(
+            "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
+            "paths. midus cluster assign writes them."
+        )
+    packed, tree = pack("corpus", rows)
+    held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
+    return RunTexts(packed.sequences, held_out, f"corpus: {packed.phrase(length)}", tree)
+
+
+def read_held_out(
+    arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
+) -> dict[str, Any]:
+    """Return the sequences of held-out texts by name, as a function packs them, and say what of them is not measured."""
+    held_out = {}
+    for name, path in arguments.eval_texts.items():
+        key = f"eval_text {name}".rstrip()
+        packed = pack(key, read_corpus(path, key=key, text_column=text_column))
+        if packed.dropped:
+            print_note(f"{key}: {packed.phrase(length)}")
+        held_out[name] = packed.sequences
+    return held_out
+
+
+def _banks(config: PreTrainedConfig, tree: str | None) -> Mapping[str, BankLayout]:
+    """Return the layouts of a model's banks, with the nodes of the first level that a run's tree has grown."""
+    banks: dict[str, BankLayout] = config.memories().banks if isinstance(config, MemoryConfig) else {}
+    if tree is None:
+        return banks
+    from midus_hf.topics.tree import folder_of_tree
+
+    roots = growth_of(folder_of_tree(Path(tree).expanduser()))["roots"]
+    return {name: layout.with_roots(roots) for name, layout in banks.items()}
