@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from midus_hf.config.wording import first_line
-from midus_hf.files.checkpoint_files import ADAPTERS, BANKS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
+from midus_hf.files.checkpoint_files import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.memories.bank import bank_patterns
 from midus_hf.model_names import check_dtype, usable_device
 
 
@@ -104,7 +105,7 @@ def load_model(
     name: str, dtype: str = "auto", trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks."""
-    refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, BANKS)
+    refuse_lfs_pointers(Path(name), CONFIG, WEIGHTS, ADAPTERS, bank_patterns())
     file_options = {key: options[key] for key in _OF_FILES if key in options}
     config = options.get("config") or AutoConfig.from_pretrained(
         name, trust_remote_code=trust_remote_code, **file_options

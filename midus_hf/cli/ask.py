@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, cli_option, flag
-from midus_hf.config.fetched_blocks import TREE_FILES
+from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.model_names import check_dtype, check_model_name
 
 if TYPE_CHECKING:

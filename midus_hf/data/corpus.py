@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_few, first_line, no_column, print_note
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
@@ -37,6 +36,8 @@ _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
 # Separators of fields by the kind of table.
 _SEPARATORS = {"csv": ",", "tsv": "\t"}
 
+# Column of documents with paths: the fingerprint of the tree that gave the paths.
+TREE_COLUMN = "memory_tree"
 _FILE_COLUMN = "file"  # of texts in a folder
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
 
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_few
 from midus_hf.files.json_text import parse_json
 
@@ -28,6 +27,12 @@ PARTIAL_MODEL = ".partial_model"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINED_FILE, BLOCK_STATES = "trained.safetensors", "block_states"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
+
+# Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that tells a bank of blocks apart.
+BANKS_FOLDER, BANK_DESCRIPTION = "memory_bank", "bank.json"
+# Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
+# with a tree has copies of both.
+TREE_FILES = ("tree.safetensors", "tree.json")
 
 # As `save_pretrained` and `upscale` name weights. Shards with other names are found through an index: `indexed_weights`.
 _NUMBER = "[0-9]" * 5
@@ -53,18 +58,14 @@ CODE: Kind = ("modeling_midus.py",)
 RECORD: Kind = (RECORD_FILE,)
 CARD: Kind = (CARD_FILE,)
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
-# Blocks that texts fetch.
-_LEVELS: Kind = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
-BANKS: Kind = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
 # Names and texts that a model with packs reads.
 GLOSSARY_FILE = "glossary.jsonl"
-GLOSSARY: Kind = (GLOSSARY_FILE,)
 # What a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
-# All that is in a folder that `upscale`, `strip` or an edit wrote, with what training and the Hub add. Checkpoints to resume from
-# are left out, since they belong to a run.
+# All that is in a folder that `upscale`, `strip` or an edit wrote but banks, which memories know, with what training and the Hub add.
+# Checkpoints to resume from are left out, since they belong to a run.
 OF_UPSCALED: Kind = (
-    *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS, *GLOSSARY),
+    *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD),
     *(TRAINER_STATE, "training_args.bin", RUN_CONFIG, CERTIFICATE, ".gitattributes"),
 )
 

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.wording import first_few
-from midus_hf.files.checkpoint_files import CONFIG_FILE, OF_UPSCALED, RECORD_FILE, indexed_weights, is_of, named_code
+from midus_hf.files.checkpoint_files import (
+    CONFIG_FILE,
+    OF_UPSCALED,
+    RECORD_FILE,
+    Kind,
+    indexed_weights,
+    is_of,
+    named_code,
+)
 from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
 
@@ -96,6 +104,10 @@ class OutputFolder:
         self._overwrite = overwrite
         self._check()
 
+    def own_files(self) -> Kind:
+        """Return the patterns of files that may be replaced."""
+        return OF_UPSCALED
+
     @property
     def disk(self) -> Path:
         """The nearest existing folder above the output."""
@@ -124,7 +136,7 @@ class OutputFolder:
                 f"{output} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
                 f"{CONFIG_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
             )
-        foreign = foreign_files(self.path)
+        foreign = foreign_files(self.path, self.own_files())
         if foreign:
             raise self.error(
                 f"{output} holds what no checkpoint has, and --overwrite would delete it: {first_few(foreign)}; expected nothing but "
@@ -168,13 +180,11 @@ def _sync(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """Return the paths of files in a folder that no checkpoint has, sorted; notes of the Hub's client are none."""
+def foreign_files(folder: Path, kind: Kind) -> list[str]:
+    """Return the paths of files in a folder that are of no kind that a checkpoint has, sorted; notes of the Hub's client are."""
     own = {*indexed_weights(folder), *(path.name for path in named_code(folder))}
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    foreign = [
-        name for name in names if not is_of(name, OF_UPSCALED) and Path(".cache/huggingface") not in name.parents
-    ]
+    foreign = [name for name in names if not is_of(name, kind) and Path(".cache/huggingface") not in name.parents]
     return sorted({*map(str, foreign)} - own)
 
 

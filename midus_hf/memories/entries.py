@@ -98,15 +98,6 @@ class Memories:
         entry = self.attached[name]
         return entry.options.tables(self.sizes, entry.layers)
 
-    @property
-    def banks(self) -> dict[str, Any]:
-        """Layouts of the banks (`BankLayout`), by the name of the memory that fetches blocks from the bank."""
-        return {
-            name: blocks.layout(entry.options.type, entry.layers, self.base)
-            for name, entry in self.attached.items()
-            if (blocks := entry.options.fetched(self.sizes)) is not None
-        }
-
 
 # Memories of a model without memory. The sizes in it mean nothing.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
@@ -217,14 +208,10 @@ def check_memories(memories: Memories) -> None:
                 f"layer {min(twice)} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long "
                 "as both, of which layers read segments."
             )
-    trees = {name: (layout.blocks.branching, layout.num_levels) for name, layout in memories.banks.items()}
-    for name, tree in trees.items():
-        first, expected = next(iter(trees.items()))
-        if tree != expected:
-            raise ValueError(
-                f"memory {name!r} fetches blocks by a tree of branching {tree[0]} and {tree[1]} levels, and {first!r} by one of "
-                f"branching {expected[0]} and {expected[1]} levels; expected one tree, by whose nodes a text fetches from both."
-            )
+    before: dict[str, MemoryOptions] = {}
+    for name, entry in memories.attached.items():
+        entry.options.check_beside(name, before)
+        before[name] = entry.options
     names = [entry.name for entry in memories.entries if entry.is_attached]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:

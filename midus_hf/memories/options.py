@@ -74,6 +74,13 @@ class MemoryOptions:
             ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
         """
 
+    def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
+        """Refuse memories of the same model, by their names, that do not go with this one, of a name. Default: all do.
+
+        Raises:
+            ValueError: If one does not. The message names both memories.
+        """
+
     @property
     def reads_ahead(self) -> bool:
         """True if a token depends on later tokens. The model is then not causal. Default: False."""
@@ -111,10 +118,6 @@ class MemoryOptions:
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
         return {}
-
-    def fetched(self, sizes: ModelSizes) -> Any:
-        """Return the `FetchedBlocks` that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
-        return None
 
 
 def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
+from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_corpus
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.memories.hierarchical.blocks import BankLayout
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.blocks import growth_of
@@ -72,7 +73,7 @@ def read_held_out(
 
 def _banks(config: PreTrainedConfig, tree: str | None) -> Mapping[str, BankLayout]:
     """Return the layouts of a model's banks, with the nodes of the first level that a run's tree has grown."""
-    banks: dict[str, BankLayout] = config.memories().banks if isinstance(config, MemoryConfig) else {}
+    banks: dict[str, BankLayout] = block_layouts(config.memories()) if isinstance(config, MemoryConfig) else {}
     if tree is None:
         return banks
     from midus_hf.topics.tree import folder_of_tree

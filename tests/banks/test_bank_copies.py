@@ -8,8 +8,8 @@ import pytest
 import torch
 from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
-from midus_hf.banks import MemoryBank, level_file
-from midus_hf.banks.level_file import BankError
+from midus_hf.memories.hierarchical.bank import MemoryBank, level_file
+from midus_hf.memories.hierarchical.bank.level_file import BankError
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
+from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 

@@ -9,6 +9,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from midus_hf.files.checkpoint_files import (
     CONFIG,
+    OF_UPSCALED,
     TOKENIZER,
     WEIGHTS,
     indexed_weights,
@@ -17,6 +18,9 @@ from midus_hf.files.checkpoint_files import (
     refuse_lfs_pointers,
 )
 from midus_hf.files.outputs import foreign_files
+from midus_hf.memories.bank import bank_patterns
+
+EVERY = (*OF_UPSCALED, *bank_patterns())
 
 # What `upscale --overwrite` removes from a checkpoint; its last lines have names that an author of a base chose.
 OURS = """
@@ -43,7 +47,7 @@ runs/events.out.tfevents.1 runs/Nov21/events.out.tfevents.1 runs/events .env .gi
 def test_whose_a_file_is(name, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("x")
-    assert (not foreign_files(tmp_path)) is (name in OURS)
+    assert (not foreign_files(tmp_path, EVERY)) is (name in OURS)
 
 
 NAMES = ["one.safetensors", "../two.safetensors", "deep/three.safetensors", "notes.txt", 5]
@@ -57,7 +61,7 @@ def test_an_index_names_only_weights_that_lie_beside_it_and_nothing_where_it_is_
         (tmp_path / name).touch()
     weights = set() if text in NOT_SOUND else {"one.safetensors"}
     assert indexed_weights(tmp_path) == weights
-    assert {*foreign_files(tmp_path)} == {"one.safetensors", "others.safetensors"} - weights
+    assert {*foreign_files(tmp_path, EVERY)} == {"one.safetensors", "others.safetensors"} - weights
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_code_that_configs_name_is_followed_as_transformers_follows_it(tmp_path)
     assert {path.name for path in named_code(folder)} == expected
     assert by_transformers == {"helpers_own.py", "more.py", "v1.parts.py", "tokenization_own.py"}
     (folder / "model.safetensors").touch()
-    assert set(foreign_files(folder)) == {"not_followed.py", "unnamed.py"}
+    assert set(foreign_files(folder, EVERY)) == {"not_followed.py", "unnamed.py"}
 
 
 @pytest.mark.parametrize(

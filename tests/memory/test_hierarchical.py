@@ -6,16 +6,17 @@ import math
 import pytest
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import read_memories
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,
     HierLoraQKOptions,
     HierLoraVOOptions,
+    block_layouts,
 )
 from midus_hf.memories.module import build_memory
 from midus_hf.ops import op_choices
@@ -279,8 +280,11 @@ def test_an_alpha_that_scales_nothing_is_refused(alpha):
 
 def test_memories_of_one_tree_have_a_bank_each():
     memories = read_memories([entry(), entry("hier-kv", layers=[1]), entry(name="second")], SIZES)
-    assert list(memories.banks) == ["hier-ffn", "hier-kv", "second"]
-    assert memories.banks["hier-kv"].layers == (1,) and memories.banks["second"].memory_type == "hier-ffn"
+    assert list(block_layouts(memories)) == ["hier-ffn", "hier-kv", "second"]
+    assert (
+        block_layouts(memories)["hier-kv"].layers == (1,)
+        and block_layouts(memories)["second"].memory_type == "hier-ffn"
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])

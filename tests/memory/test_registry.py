@@ -9,6 +9,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.headwise.layer import HeadwiseMemory
 from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
 from midus_hf.memories.module import MemoryModule, build_memory, check_code
 from midus_hf.memories.options import MemoryOptions, SharedTables
@@ -26,7 +27,7 @@ def test_every_type_has_a_layer_of_the_declared_tensors():
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
         assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
         shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
-        blocks = options.fetched(SIZES)
+        blocks = options.fetched(SIZES) if isinstance(options, HierarchicalOptions) else None
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []
         roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared, *fetched)}
         assert (roles & {"value", "gate"} or name == "packs") and memory.__doc__, name

@@ -7,9 +7,10 @@ import torch
 from models.hosting import host_of
 from tiny import tiny_model
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.memory_bank import MemoryBank, create_bank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.inference.statement import state
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
@@ -29,7 +30,7 @@ def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True
     """A tiny model with the banks of one kind of memory, or of several, whose every block was written if they act, in eval mode."""
     kinds = (kind,) if isinstance(kind, str) else kind
     model = host_of(tiny_model(family, dtype, **(base or {})), *(entry_of(name, **options) for name in kinds))
-    for name, layout in model.config.memories().banks.items():
+    for name, layout in block_layouts(model.config.memories()).items():
         path = folder / BANKS_FOLDER / name
         create_bank(path, layout, dtype, seed=3)
         if acting:

@@ -9,7 +9,8 @@ from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
 
-from midus_hf.banks.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.inference.statement import state
 
 # What no proof of a type wires (test_every_type.py): tables that layers share, and layers to which a memory adds across others.
@@ -47,7 +48,7 @@ SITES["inside-ffn"] = "hier-lora-ffn"
 def blocks_of(model):
     """Return the same blocks for each memory that fetches any, for two rows."""
     batches, rows = {}, torch.arange(2)
-    for name, layout in model.config.memories().banks.items():
+    for name, layout in block_layouts(model.config.memories()).items():
         generator = torch.Generator().manual_seed(2)
         shapes = {level: (2, layout.record_numel(level)) for level in layout.levels}
         records = {level: 0.1 * torch.randn(shape, generator=generator).double() for level, shape in shapes.items()}

@@ -20,8 +20,9 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from trl.trainer.utils import hash_module
 
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.blocks import train_blocks
 from midus_hf.training.optim.freezing import set_trainable
@@ -126,7 +127,7 @@ def test_trl_keeps_what_a_reference_says_by_the_blocks_that_texts_fetch_too(upsc
     folders = [tmp_path / "first", tmp_path / "copied", tmp_path / "other"]
     for folder in folders:
         shutil.copytree(upscaled("llama", "hier-ffn", without_ids="generic"), folder)
-    (name, layout), *_ = AutoConfig.from_pretrained(folders[0]).memories().banks.items()
+    (name, layout), *_ = block_layouts(AutoConfig.from_pretrained(folders[0]).memories()).items()
     fill(MemoryBank(folders[2] / BANKS_FOLDER / name, layout))
     dataset, hashes = preferences(), []
     for folder in folders:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from models.hierarchical_models import IDS, fill
 
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.options import block_layouts
 from tests.upscalers.checkpoints import SMALL, config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS
 from upscalers.record.report import UpscaleReport
@@ -148,7 +149,9 @@ class Made:
 
 def memory_ids(model: Any) -> dict[str, torch.Tensor]:
     """Return what a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
-    return {"memory_ids": IDS} if model.config.to_dict().get("memory") and model.config.memories().banks else {}
+    return (
+        {"memory_ids": IDS} if model.config.to_dict().get("memory") and block_layouts(model.config.memories()) else {}
+    )
 
 
 def trained(folder: Path, output: Path) -> Path:
@@ -166,7 +169,7 @@ def trained(folder: Path, output: Path) -> Path:
             if any(part in name for part in new):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(output)
-    for name, layout in (model.config.memories().banks if memory_ids(model) else {}).items():
+    for name, layout in (block_layouts(model.config.memories()) if memory_ids(model) else {}).items():
         bank = MemoryBank(output / BANKS_FOLDER / name, layout)
         fill(bank, but=((1, 0), (3, 2)))
     return output

@@ -12,7 +12,7 @@ from pairs import by_default, taking_turns
 from tiny import NATIVE_FAMILIES, NUM_LAYERS, prompt
 
 from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.files.outputs import OutputFolder
 from tests.upscalers.checkpoints import (
     RECORD,
@@ -29,7 +29,6 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
-from upscalers.checkpoint.banks import bank_files
 from upscalers.methods import memory_methods
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
@@ -122,7 +121,7 @@ def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_p
         for key in ("method", "model_type", "num_layers", "new_layer_indices", "parameters", "promises_identity"):
             assert getattr(planned, key) == getattr(done, key), key
         assert planned.bytes.written == sum(tensor.nbytes for tensor in read_tensors(made.output).values())
-    banks = sum(path.stat().st_blocks * 512 for path in bank_files(made.output))
+    banks = sum(path.stat().st_blocks * 512 for path in (made.output / BANKS_FOLDER).glob("*/*"))
     assert done.bytes.written == banks + sum(path.stat().st_size for path in made.output.glob("*.safetensors"))
     assert done.parameters.total == sum(parameter.numel() for parameter in load(made.output).parameters())
     assert done.parameters.base == sum(parameter.numel() for parameter in load(made.base).parameters())
@@ -254,7 +253,7 @@ def test_the_comparison_finds_what_should_start_at_zero_and_does_not(kind, base,
     def not_zero(layout, level, index, seed, dtype):
         return torch.full((layout.record_numel(level),), 0.01 if (level, index) == (3, 26) else 0.0, dtype=dtype)
 
-    monkeypatch.setattr("midus_hf.banks.mapped_bank.initial_block", not_zero)
+    monkeypatch.setattr("midus_hf.memories.hierarchical.bank.mapped_bank.initial_block", not_zero)
     value = 1e-6 if kind == "midus-hml" else 0.1
     honest = memory_methods.initialised
     monkeypatch.setattr(

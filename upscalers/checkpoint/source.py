@@ -12,7 +12,6 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTERS,
-    BANKS,
     CARD,
     CARD_FILE,
     CONFIG,
@@ -29,6 +28,7 @@ from midus_hf.files.checkpoint_files import (
     named_modules,
     refuse_lfs_pointers,
 )
+from midus_hf.memories.bank import bank_patterns
 from midus_hf.model_names import answer_of_hub, gguf_refusal
 from upscalers.checkpoint.stored_weights import missing_weights
 from upscalers.request.errors import RequestError, refusing_requests
@@ -76,7 +76,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         _refuse_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
     elif path.is_dir():
-        _refuse_pointers(path, CONFIG, TRAVELLING, RECORD, CARD, BANKS, *(() if config_only else (WEIGHTS,)))
+        _refuse_pointers(path, CONFIG, TRAVELLING, RECORD, CARD, bank_patterns(), *(() if config_only else (WEIGHTS,)))
         yield Source(name, path)
     elif path.is_file():
         raise RequestError(
@@ -129,7 +129,9 @@ def _refuse_pointers(folder: Path, *kinds: Kind) -> None:
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
     """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
     below = [pattern for pattern in TRAVELLING if "/" in pattern]
-    folder = _fetch(name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *BANKS))
+    folder = _fetch(
+        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *bank_patterns())
+    )
     if config_only:
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile

@@ -10,22 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import (
+    BANKS_FOLDER,
     CARD,
     CARD_FILE,
     CODE,
     CONFIG,
-    GLOSSARY,
     RECORD,
     RUN_CONFIG,
     WEIGHTS,
     indexed_weights,
     is_of,
 )
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from midus_hf.memories.bank import banks_of
+from midus_hf.memories.hierarchical.bank_files import BlockFiles
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
+from midus_hf.memories.hierarchical.options import block_layouts
+from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -34,7 +37,7 @@ from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
-    from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
     from midus_hf.topics.tree import ClusterTree
 
 # A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
@@ -88,17 +91,22 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
             raise refusals[0]
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
-        memories = open_base(source.folder, needs_weights=False).layout.memories
+        banks = banks_of(open_base(source.folder, needs_weights=False).layout.memories)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
             after = tree.without(gone) if tree is not None and gone else None
             if after is not None:
                 after.save(scratch)
             copy_for_edit(files, source.folder, partial)
             tree_folder = Path(scratch) if gone else None
-            carry_banks(source.folder, partial, memories.banks, deleted, after, tree_folder)
+            with refusing_requests():
+                for name, carried in banks.items():
+                    if isinstance(carried, BlockFiles):
+                        carried.copy(source.folder, partial, deleted.get(name, ()), after, tree_folder)
+                    else:
+                        carried.copy(source.folder, partial)
         also_taught, copies = _also_taught(source.folder, named, deleted), _copies(source.folder, str(request.model))
     return {
         "command": "delete",
@@ -288,7 +296,7 @@ def written_node(node: Node) -> str:
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
     """Return the layout of each bank by the name of its memory, or of the bank of one memory alone, or raise `RequestError`."""
-    banks = open_base(folder, needs_weights=False).layout.memories.banks
+    banks = block_layouts(open_base(folder, needs_weights=False).layout.memories)
     chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
     if not chosen:
         raise RequestError(
@@ -301,8 +309,8 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
     """Open the bank of a memory in the folder of a checkpoint; errors of reading it inside the context are a `RequestError`."""
-    from midus_hf.banks.level_file import BankError
-    from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank.level_file import BankError
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
     try:
         yield MemoryBank(folder / BANKS_FOLDER / name, layout)
@@ -311,8 +319,8 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
 
 
 def files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold no blocks; states that a run resumes from hold some."""
-    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD, GLOSSARY)
+    """Return the files of a checkpoint that are of no bank; states that a run resumes from hold some of one."""
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
     beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*beside, *travelling_files(folder)})
 

@@ -12,9 +12,9 @@ from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
+from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import carry_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, write_record
@@ -73,7 +73,7 @@ def edit_checkpoint(
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
-        banks = opened.layout.memories.banks
+        banks = banks_of(opened.layout.memories)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)
@@ -127,7 +127,6 @@ def _write_siblings(
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
-    carry_glossary(model.folder, partial, model.layout.memories)
     record, card = read_record(model.folder), model.folder / CARD_FILE
     if record is not None:
         unknown = {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}

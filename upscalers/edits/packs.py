@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, has_glossary
+from midus_hf.memories.bank import banks_of
+from midus_hf.memories.packs.bank_files import has_glossary
+from upscalers.checkpoint.banks import bytes_of_banks, copy_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import copy_for_edit, files_beside_banks
@@ -103,11 +104,11 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
         glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened))
         entries = change(glossary)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
-        files = [path for path in files_beside_banks(source.folder) if path.name != GLOSSARY_FILE]
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
+        files, banks = files_beside_banks(source.folder), banks_of(memories)
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
         with folder.writing() as partial:
             copy_for_edit(files, source.folder, partial)
-            carry_banks(source.folder, partial, memories.banks)
+            copy_banks(source.folder, partial, banks)
             write_glossary(partial, glossary)
     return {
         "command": command,

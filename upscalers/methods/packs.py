@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, install_extra
+from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
-from upscalers.checkpoint.banks import has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method

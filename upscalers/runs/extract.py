@@ -6,6 +6,7 @@ from typing import Any
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
@@ -38,7 +39,7 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks, shards = _config(opened), opened.layout.memories.banks, split_shards(tensors)
+        config, banks, shards = _config(opened), banks_of(opened.layout.memories), split_shards(tensors)
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
             keep_tokenizer(source, folder.partial, progress)

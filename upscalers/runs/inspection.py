@@ -7,6 +7,7 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import CODE
 from midus_hf.files.outputs import STRIPPED_KEY, has_config_entry
+from midus_hf.memories.bank import banks_of
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
@@ -54,8 +55,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         ]
         base = record.get("base")
         unknown = f"unknown: {'strip does not restore the record of the base' if stripped else 'upscale.json is gone'}"
-        banks = opened.layout.memories.banks.values()
-        fetched = {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
+        banks = banks_of(opened.layout.memories).values()
+        fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
         return {
             "model": str(model),
             "method": entry["method"],
@@ -69,7 +70,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "parameters": {
                 "total": sum(counts.values()),
                 "new": sum(count for name, count in counts.items() if plan.owns(name)),
-                **(fetched if banks else {}),
+                **({"fetched": fetched, "bank": bank} if bank else {}),
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],

@@ -2,8 +2,8 @@
 
 import math
 
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
@@ -81,8 +81,8 @@ class Job:
         self.concerns = method.concerns(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        banks = self.layout.memories.banks
-        self.new_banks = {name: layout for name, layout in banks.items() if name in plan.new_memories}
+        banks = banks_of(self.layout.memories)
+        self.new_banks = {name: bank for name, bank in banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
         base, method = self.base, self.method
@@ -126,9 +126,9 @@ class Job:
             total += 0 if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted else size
             new += size if self.plan.owns(tensor.name) else 0
         trainable = new if self.method.trainable == "new" else total
-        banks = [layout for layout in self.new_banks.values() if isinstance(layout, BankLayout)]
-        fetched, bank = sum(layout.fetched for layout in banks), sum(layout.bank for layout in banks)
-        return ParameterCounts(base, new, total, trainable + bank, *((fetched, bank) if banks else ()))
+        banks = self.new_banks.values()
+        fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
+        return ParameterCounts(base, new, total, trainable + bank, *((fetched, bank) if bank else ()))
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""

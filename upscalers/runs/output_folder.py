@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
+from midus_hf.memories.bank import Bank, bank_patterns, banks_of
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, carry_glossary, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.request.errors import RequestError
@@ -22,6 +23,9 @@ class CheckpointFolder(OutputFolder):
     """An output folder whose errors are `RequestError`."""
 
     error = RequestError
+
+    def own_files(self) -> Kind:
+        return (*super().own_files(), *bank_patterns())
 
     def free_bytes(self) -> int:
         """Return the free bytes of the output's disk, with what a killed run left there, which is removed first."""
@@ -43,7 +47,7 @@ def written_from(
     model: BaseCheckpoint,
     folder: CheckpointFolder,
     shards: dict[str, list[OutputTensor]],
-    banks: Mapping[str, BankLayout],
+    banks: Mapping[str, Bank],
     progress: Progress,
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
@@ -54,7 +58,7 @@ def written_from(
     with shown(progress), folder.writing() as partial:
         writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
         written = writer.write(partial, shards)
-        carry_banks(model.folder, partial, banks)
+        copy_banks(model.folder, partial, banks)
         yield replace(written, bytes_written=written.bytes_written + bytes_of_banks(partial, banks))
 
 
@@ -62,9 +66,7 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     """Write the files beside weights and banks of a checkpoint that has a part of the tensors of the one in the folder `source`."""
     copy_travelling_files(source, partial, progress)
     write_config(partial, config)
-    memories = open_base(partial).layout.memories
-    tie_banks(partial, memories.banks)
-    carry_glossary(source, partial, memories)
+    tie_banks(partial, banks_of(open_base(partial).layout.memories))
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
         write_code_of(partial)
 

@@ -9,6 +9,7 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
@@ -109,7 +110,7 @@ def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     """Return the path to the last leaf of the tree that memories fetch blocks by; None if no memory fetches blocks."""
-    banks = config.memories().banks if getattr(config, "memory", None) else {}
+    banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
     return None

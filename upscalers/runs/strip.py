@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
+from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
@@ -66,7 +67,7 @@ def strip(
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
-        kept = {name: bank for name, bank in opened.layout.memories.banks.items() if name not in plan.new_memories}
+        kept = {name: bank for name, bank in banks_of(opened.layout.memories).items() if name not in plan.new_memories}
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with (
             digested as digests,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.memories.bank import banks_of
 from midus_hf.model_names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -146,14 +146,12 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
-        num_bytes += bytes_of_banks(source.folder, opened.layout.memories.banks)
+        num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
         if output is not None:
-            for name, layout in job.new_banks.items():
-                if not isinstance(layout, BankLayout):
-                    continue
-                taken = sum(layout.file_bytes(level, ITEM_BYTES[job.cast(opened.dtype)]) for level in layout.levels)
+            for name, bank in job.new_banks.items():
+                taken = bank.full_bytes(ITEM_BYTES[job.cast(opened.dtype)])
                 if taken > folder.free_bytes():
                     progress.warn(
                         f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "

@@ -7,9 +7,10 @@ from typing import Any
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, carry_glossary, create_banks, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.quantised_weights import with_products
@@ -50,16 +51,15 @@ class Writing:
             written = writer.write(partial, shards)
             for concern in job.method.review(written.measurements):
                 progress.warn(concern)
-            if job.new_banks:
-                create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-            carry_banks(job.base.folder, partial, job.base.layout.memories.banks)
-            carry_glossary(job.base.folder, partial, job.layout.memories)
-            tie_banks(partial, job.layout.memories.banks)
+            banks = banks_of(job.layout.memories)
+            for bank in job.new_banks.values():
+                bank.create(partial, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
+            copy_banks(job.base.folder, partial, banks_of(job.base.layout.memories))
+            tie_banks(partial, banks)
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
             job.method.fill_banks(job.base, job.plan, partial, progress)
             progress.stage("recording what was done", 1)
-            banks = job.layout.memories.banks
             outcome = {
                 "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
                 "identity": identity,
@@ -115,7 +115,7 @@ class Writing:
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
         entry[DIGEST_KEY] = content_sha256(digests)
         write_config(partial, job.base.whole_config(config))
-        tie_banks(partial, layout_of(config).memories.banks)
+        tie_banks(partial, banks_of(layout_of(config).memories))
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),

@@ -1,21 +1,23 @@
 """The service that fetches the blocks of the texts of a pass from the banks beside a checkpoint."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.model_banks import Banks
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint, upload_leaves_bank
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
-class BlockService(ReadsBeside):
+class BlockService(BankService):
     """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
 
     key = "fetched"
@@ -23,7 +25,7 @@ class BlockService(ReadsBeside):
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         super().__init__(model, memories, hosted)
-        self.banks = model.own_banks = Banks(memories.banks)
+        self.banks = model.own_banks = Banks(block_layouts(memories))
         model.memory_input_names |= {IDS, BLOCKS}
 
     def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Mapping[str, FetchedBatch]:
@@ -62,13 +64,8 @@ class BlockService(ReadsBeside):
                     "the same blocks; expected `generate`, or none."
                 )
 
-    def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
-        """Open the banks that lie beside the checkpoint.
-
-        Raises:
-            BankError: If a bank is absent, or belongs to another model.
-        """
-        folder = None if name is None else folder_of_checkpoint(name, arguments)
+    def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
+        """Open the banks of all memories, or raise a `BankError`; if they are not at hand, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 
@@ -79,11 +76,6 @@ class BlockService(ReadsBeside):
     def digest(self) -> str | None:
         """Return a digest of the blocks of all open banks; None if none is open."""
         return " ".join(f"{name} {bank.digest()}" for name, bank in self.banks.opened.items()) or None
-
-    def check_upload(self) -> None:
-        """Refuse an upload while a bank is open: Transformers uploads before the bank is written, and leaves nested folders out."""
-        if self.banks.are_open:
-            raise upload_leaves_bank()
 
 
 @torch.compiler.disable

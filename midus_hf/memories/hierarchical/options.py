@@ -1,13 +1,15 @@
 """Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
-from midus_hf.config.fetched_blocks import FetchedBlocks
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 
@@ -45,6 +47,17 @@ class HierarchicalOptions(MemoryOptions):
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
         levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
         return FetchedBlocks(self.branching, levels, self.without_ids)
+
+    def check_beside(self, name: str, others: Mapping[str, MemoryOptions]) -> None:
+        for other, options in others.items():
+            if not isinstance(options, HierarchicalOptions):
+                continue
+            own, first = ((each.branching, len(each.sizes)) for each in (self, options))
+            if own != first:
+                raise ValueError(
+                    f"memory {name!r} fetches blocks by a tree of branching {own[0]} and {own[1]} levels, and {other!r} by one of "
+                    f"branching {first[0]} and {first[1]} levels; expected one tree, by whose nodes a text fetches from both."
+                )
 
     def check(self) -> None:
         if self.branching < 2:
@@ -158,3 +171,12 @@ class HierKVOptions(HierarchicalOptions):
 
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         return head_projections(sizes)
+
+
+def block_layouts(memories: Memories) -> dict[str, BankLayout]:
+    """Return the layouts of the banks of a model's memories that fetch blocks, by the name of the memory."""
+    return {
+        name: BankLayout(entry.options.type, entry.layers, entry.options.fetched(memories.sizes), memories.base)
+        for name, entry in memories.attached.items()
+        if isinstance(entry.options, HierarchicalOptions)
+    }

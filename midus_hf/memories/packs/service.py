@@ -9,7 +9,7 @@ import torch
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint
+from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.hosting.inputs import arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.services import States, Tokens
@@ -34,7 +34,7 @@ _MOST_KEPT = 256
 RECORDING = "pack_recording"
 
 
-class OpensPacks(ReadsBeside, States):
+class OpensPacks(BankService, States):
     """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; where no token reads one, the memory has nothing to do.
 
     A state in the cache keeps the openings of each sequence, once per model, for the first layer that has the memory, and with them
@@ -44,6 +44,7 @@ class OpensPacks(ReadsBeside, States):
 
     key = "packs"
     is_required = True
+    files = (GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         names = {name for name, _ in hosted}
@@ -55,7 +56,7 @@ class OpensPacks(ReadsBeside, States):
         self.layers = sorted(layer for _, layer in hosted)
         self.name = names.pop()
         first = self.name, self.layers[0]
-        ReadsBeside.__init__(self, model, memories, hosted)
+        BankService.__init__(self, model, memories, hosted)
         States.__init__(self, model, memories, {first: hosted[first]})
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
@@ -202,18 +203,11 @@ class OpensPacks(ReadsBeside, States):
         """Add a mask of padding, since static caches get a mask of another form."""
         self.tokens.prepare_inputs(inputs, attention_mask)
 
-    def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
-        """Read the glossary that lies beside the checkpoint, and the tokenizer.
-
-        Raises:
-            ValueError: If either is absent, or a row is no entry.
-        """
-        if name is None:  # made of a state that was passed
-            return
-        folder = folder_of_checkpoint(name, arguments, GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
+    def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
+        """Read the glossary and the tokenizer, or raise `ValueError` if either is absent, or a row is no entry."""
         if folder is None:
             raise ValueError(
-                f"the glossary of {name} is not at hand, without which no name would be known; expected a folder, or a repository "
+                "the glossary of this model is not at hand, without which no name would be known; expected a folder, or a repository "
                 "that can be read. Download it while the Hub can be reached."
             )
         from transformers import AutoTokenizer
@@ -229,6 +223,9 @@ class OpensPacks(ReadsBeside, States):
             write_glossary(folder, self.glossary)
             if not any(Path(folder).glob("tokenizer*")):
                 self.glossary.spelling.tokenizer.save_pretrained(folder)
+
+    def check_upload(self) -> None:
+        """Allow an upload, which takes along what is written before."""
 
 
 def _refuse_shards(model: Any) -> None:

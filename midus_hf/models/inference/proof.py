@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.mapped_bank import initial_block
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.mapped_bank import initial_block
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import CACHE, MissingPart
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
@@ -224,7 +225,7 @@ def _is_of_memory(name: str) -> bool:
 def _blocks(hosting: Any, dtype: torch.dtype, *, initial: bool) -> dict[str, Any]:
     """Return the arguments that give blocks to both rows of the batch, as a new bank holds them, or with random values."""
     rows, batches = torch.arange(2), {}
-    for name, layout in hosting.config.memories().banks.items():
+    for name, layout in block_layouts(hosting.config.memories()).items():
         generator = torch.Generator().manual_seed(2)
         std = _STD.get(layout.memory_type, 0.05)
         records = {}

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.memories.entries import ATTACHED, TABLES
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import bits_option

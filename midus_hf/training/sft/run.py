@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from midus_hf.config.wording import print_note
 from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
+from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids, open_ended
 from midus_hf.training.run import TrainResult, run_training
@@ -107,7 +108,7 @@ def make_sft_trainer(
 
 def _check_banks(model: Any, arguments: SftArguments) -> None:
     """Say what chats read of a model's bank, and refuse to train blocks alone, which chats do not fetch."""
-    banks: dict[str, Any] = model.config.memories().banks if isinstance(model.config, MemoryConfig) else {}
+    banks: dict[str, Any] = block_layouts(model.config.memories()) if isinstance(model.config, MemoryConfig) else {}
     if not banks:
         return
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.level_file import DELETED, write_level
-from midus_hf.banks.mapped_bank import DESCRIPTION_FORMAT, MappedBank
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES
 from midus_hf.files.outputs import atomic_write
+from midus_hf.memories.hierarchical.bank.level_file import DELETED, write_level
+from midus_hf.memories.hierarchical.bank.mapped_bank import DESCRIPTION_FORMAT, MappedBank
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]

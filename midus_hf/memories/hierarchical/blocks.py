@@ -7,19 +7,6 @@ from typing import Any, Literal
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 
-# Folder in a checkpoint that holds one folder per bank, named after the bank's memory.
-BANKS_FOLDER = "memory_bank"
-
-# File that tells a bank apart from the banks of other models.
-BANK_DESCRIPTION = "bank.json"
-
-# Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
-# with a tree has copies of both.
-TREE_FILES = ("tree.safetensors", "tree.json")
-
-# Column of documents with paths: the fingerprint of the tree that gave the paths.
-TREE_COLUMN = "memory_tree"
-
 # Size of the mark that a bank stores beside each block.
 _MARK_BYTES = 1
 
@@ -50,10 +37,6 @@ class FetchedBlocks:
     def nodes(self, level: int) -> int:
         """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
         return (self.roots or self.branching) * self.branching ** (level - 1)
-
-    def layout(self, memory_type: str, layers: tuple[int, ...], base: str | None) -> "BankLayout":
-        """Return the layout of a bank of such blocks, with the arguments of `BankLayout`."""
-        return BankLayout(memory_type, layers, self, base)
 
     def path(self, leaf: int) -> tuple[int, ...]:
         """Return the nodes on the way to a leaf: one per level, the leaf itself last."""

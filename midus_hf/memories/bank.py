@@ -1,0 +1,103 @@
+"""Banks: what memories keep beside the weights of a checkpoint, as files that are created, copied and counted with it. No torch.
+
+A memory with a bank has a module `bank_files` beside its options, with a `Bank` under `@bank_of(Options)`. Upscaling, strip, edits
+and downloads treat all banks alike; a model opens and saves its banks by services (`midus_hf.memories.hosting.bank_folder`).
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from midus_hf.files.checkpoint_files import Kind
+from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import MEMORY_TYPES, import_beside
+
+AnyBank = TypeVar("AnyBank", bound="type[Bank]")
+
+_BANK_OF: dict[type[MemoryOptions], "type[Bank]"] = {}
+
+
+class Bank:
+    """Bank of a memory in the folder of a checkpoint.
+
+    Args:
+        entry: The memory, as its model's config has it.
+        memories: All memories of the model.
+    """
+
+    #: Patterns of the bank's files, relative to the folder; `*` stands for the memory's name where a pattern has a folder of it.
+    files: ClassVar[Kind]
+
+    def __init__(self, entry: MemoryEntry, memories: Memories):
+        self.entry, self.memories = entry, memories
+
+    def create(self, folder: Path, dtype: str, seed: int) -> None:
+        """Create the bank of a new memory in the folder of a checkpoint whose tensors have a dtype; what it draws, by the seed."""
+        raise TypeError(f"{type(self).__name__} does not say how a bank is created.")
+
+    def copy(self, source: Path, folder: Path) -> None:
+        """Copy the bank of the checkpoint `source` to another folder.
+
+        Raises:
+            ValueError: If it cannot be read.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how a bank is copied.")
+
+    def tie(self, folder: Path) -> None:
+        """Let files that name the layers and the base of their model name those of the model beside them. Default: none do."""
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Return the bank's files in a folder. Default: those that fit its patterns, in folders of the memory's name."""
+        found = (
+            path for pattern in self.files for path in folder.glob(pattern.replace("/*/", f"/{self.entry.name}/"))
+        )
+        return sorted(path for path in found if path.is_file())
+
+    def num_bytes(self, folder: Path) -> int:
+        """Return the bytes of disk that the bank takes in a folder."""
+        return sum(path.stat().st_blocks * 512 for path in self.paths(folder))
+
+    def full_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of disk that a new bank may grow to, of elements of so many bytes. Default: 0, it does not grow."""
+        return 0
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in the bank. Default: 0, of what is no tensor."""
+        return 0
+
+    @property
+    def fetched(self) -> int:
+        """Number of its parameters that a text reads. Default: 0."""
+        return 0
+
+
+def bank_of(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
+    """Return a decorator that makes a class the bank of a memory, and of memories whose options extend the memory's."""
+
+    def decorate(cls: AnyBank) -> AnyBank:
+        _BANK_OF[options_class] = cls
+        return cls
+
+    return decorate
+
+
+def bank_class(options_class: type[MemoryOptions]) -> type[Bank] | None:
+    """Return the class of a memory's bank, imported from beside its options; None for a memory without one."""
+    import_beside(options_class, "bank_files")
+    return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
+
+
+def banks_of(memories: Memories) -> dict[str, Bank]:
+    """Return the banks of a model's memories, by the name of the memory."""
+    classes: Mapping[str, type[Bank] | None] = {
+        name: bank_class(type(entry.options)) for name, entry in memories.attached.items()
+    }
+    return {name: cls(memories.attached[name], memories) for name, cls in classes.items() if cls is not None}
+
+
+def bank_patterns() -> Kind:
+    """Return the patterns of the files of all known banks, relative to a checkpoint's folder."""
+    classes = (bank_class(options_class) for options_class in MEMORY_TYPES.values())
+    return tuple(dict.fromkeys(pattern for cls in classes if cls is not None for pattern in cls.files))

@@ -1,0 +1,81 @@
+"""The bank of blocks beside a checkpoint: one folder per memory, with the blocks that texts fetch."""
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_hf.memories.bank import Bank, bank_of
+from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.hierarchical.blocks import BankLayout
+from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
+
+_LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
+
+
+@bank_of(HierarchicalOptions)
+class BlockFiles(Bank):
+    """Bank of blocks, in files of levels and a description; with the tree whose paths trained it, if one did."""
+
+    files = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
+
+    def __init__(self, entry: MemoryEntry, memories: Memories):
+        super().__init__(entry, memories)
+        self.layout: BankLayout = block_layouts(memories)[entry.name]
+
+    def folder(self, checkpoint: Path) -> Path:
+        """Return the folder of the bank in that of a checkpoint."""
+        return checkpoint / BANKS_FOLDER / self.entry.name
+
+    def create(self, folder: Path, dtype: str, seed: int) -> None:
+        """Create blocks that were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
+        import torch
+
+        from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
+
+        derived = int.from_bytes(hashlib.sha256(f"{seed}/{self.entry.name}".encode()).digest()[:4], "little")
+        create_bank(self.folder(folder), self.layout, getattr(torch, dtype), derived)
+
+    def copy(
+        self,
+        source: Path,
+        folder: Path,
+        deleted: Collection[tuple[int, int]] = (),
+        tree: Any = None,
+        tree_folder: Path | None = None,
+    ) -> None:
+        """Copy the blocks but those deleted, each a level and a node; those that were never written take no room there.
+
+        Args:
+            source: Folder of the checkpoint with the bank.
+            folder: Folder of another checkpoint.
+            deleted: Blocks that are left out. Default: none.
+            tree: The bank's tree as it has become, a `ClusterTree`. Default: as it was.
+            tree_folder: Folder of that tree. Default: the bank's own.
+        """
+        from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+
+        bank = MemoryBank(self.folder(source), self.layout)
+        if tree is not None:
+            bank.grow(None, tree.fingerprint, tree.grown_from)
+        bank.save(self.folder(folder), tree_folder=tree_folder, deleted=deleted)
+
+    def tie(self, folder: Path) -> None:
+        from midus_hf.memories.hierarchical.bank.memory_bank import write_description
+
+        bank = self.folder(folder)
+        description = json.loads((bank / BANK_DESCRIPTION).read_text(encoding="utf-8"))
+        write_description(bank, {**description, "layout": self.layout.to_dict()})
+
+    def full_bytes(self, item_bytes: int) -> int:
+        return sum(self.layout.file_bytes(level, item_bytes) for level in self.layout.levels)
+
+    @property
+    def parameters(self) -> int:
+        return self.layout.bank
+
+    @property
+    def fetched(self) -> int:
+        return self.layout.fetched
