@@ -13,7 +13,6 @@ from tiny import NATIVE_FAMILIES, NUM_LAYERS, prompt
 
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.files.outputs import OutputFolder
 from tests.upscalers.checkpoints import (
     RECORD,
     config_of,
@@ -32,6 +31,7 @@ from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of,
 from upscalers.methods import memory_methods
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Fill
@@ -174,7 +174,7 @@ def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
     index = "model.safetensors.index.json"
     assert file_digests(tmp_path / "stripped", (*RECORD, index)) == file_digests(made.base, (index,))
     for folder in (made.output, tmp_path / "stripped"):
-        OutputFolder(folder, overwrite=True)  # which refuses what is not ours
+        CheckpointFolder(folder, overwrite=True)  # which refuses what is not ours
 
 
 @of_all_tensors
