@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from inspect import signature
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from tiny import NATIVE_FAMILIES
 
+from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, file_digests, save_base
 from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
@@ -108,7 +110,9 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
     assert "upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR" in beginning
-    keys = [key for key in signature(upscale).parameters if key not in ("options", "progress")]
+    keys = {*signature(upscale).parameters} - {"progress"}
+    assert {field.name for field in fields(RunRequest)} == keys
+    keys -= {"options"}
     options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
 
