@@ -10,7 +10,7 @@ from typing import Annotated
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.look import questions
 from midus_hf.cli.look.request import Model, Texts, check_base, names_of_tasks, read_documents
-from midus_hf.cli.options import Column, Device, Json, check_file, flag, model_argument, option, show, show_tables
+from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
 from midus_hf.model_names import check_sources
 
@@ -24,14 +24,16 @@ def _writable(files: list[Path] | None) -> list[Path] | None:
 
 
 Made = Annotated[str, model_argument("A model that upscale made.", "MODEL")]
-Text = Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")]
-Length = Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N", min=1)]
-Most = Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N", min=1)]
-Rows = Annotated[int, option("Rows per forward pass.", "N", min=1)]
-Retriever = Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")]
-Base = Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")]
-Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")]
-Output = Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE", callback=_writable)]
+Text = Annotated[list[str], cli_option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")]
+Length = Annotated[int | None, cli_option("Tokens per row of a text.  [default: 1024]", "N", min=1)]
+Most = Annotated[int | None, cli_option("Tokens of each text to read.  [default: all]", "N", min=1)]
+Rows = Annotated[int, cli_option("Rows per forward pass.", "N", min=1)]
+Retriever = Annotated[str | None, cli_option("Tree of topics by which texts fetch blocks.", "TREE")]
+Base = Annotated[str, cli_option("Base to compare with; self: MODEL without added parts.", "MODEL")]
+Dtype = Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")]
+Output = Annotated[
+    list[Path] | None, cli_option("Write .html, .png, .pdf, .csv or .json.", "FILE", callback=_writable)
+]
 
 
 def _answer(ask: Callable[[], Answer], output: list[Path] | None, json_: bool) -> None:
@@ -84,9 +86,9 @@ def drift(
 @app.command()
 def heads(
     models: Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],
-    tasks: Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],
-    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
-    limit: Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)] = None,
+    tasks: Annotated[str, cli_option("Tasks of lm-eval, separated by commas.", "NAMES")],
+    data: Annotated[str | None, cli_option("Folder with the questions of local tasks.", "DIR")] = None,
+    limit: Annotated[int | None, cli_option("Questions per task.  [default: all]", "N", min=1)] = None,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
     """Show how much each head matters for answers of tasks."""
@@ -100,8 +102,8 @@ def heads(
 def depth(
     model: Made, text: Text, column: Column = "text", sequence_length: Length = None, max_tokens: Most = None,
     batch_size: Rows = 4, retriever: Retriever = None,
-    layer: Annotated[int | None, option("Draw what a head of this layer reads.", "N")] = None,
-    head: Annotated[int | None, option("Draw what this head of --layer reads.", "N")] = None,
+    layer: Annotated[int | None, cli_option("Draw what a head of this layer reads.", "N")] = None,
+    head: Annotated[int | None, cli_option("Draw what this head of --layer reads.", "N")] = None,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
     """Show what heads read of earlier layers (moda)."""
@@ -125,11 +127,11 @@ def touched(
 @app.command()
 def glossary(
     model: Annotated[str, model_argument("A model with packs.", "MODEL")],
-    limit: Annotated[int | None, option("Entries to check, the first ones.  [default: all]", "N", min=1)] = None,
+    limit: Annotated[int | None, cli_option("Entries to check, the first ones.  [default: all]", "N", min=1)] = None,
     at_least: Annotated[
-        float | None, option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)
+        float | None, cli_option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)
     ] = None,
-    batch_size: Annotated[int, option("Values per forward pass.", "N", min=1)] = 4,
+    batch_size: Annotated[int, cli_option("Values per forward pass.", "N", min=1)] = 4,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
     """Show whether the texts of a glossary come back, and which names are found (packs)."""

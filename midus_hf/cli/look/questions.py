@@ -31,14 +31,14 @@ def _about(texts: Texts, losses: dict[str, float]) -> tuple[str, dict[str, Any]]
 
 def usage(texts: Texts) -> Answer:
     """Answer which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
-    from midus_hf.evaluation.text_rows import read_rows
+    from midus_hf.evaluation.text_rows import row_losses
     from midus_hf.look import usage as used
 
     model, _ = texts.model.loaded
     losses, counts = {}, {}
     for text in texts.rows:
         with used.record_usage(model) as counts[text.name]:
-            losses[text.name] = read_rows(model, text, batch_size=texts.batch_size).mean
+            losses[text.name] = row_losses(model, text, batch_size=texts.batch_size).mean
     rows = used.usage_rows(counts)
     summary, head = _about(texts, losses)
     return Answer(
@@ -116,12 +116,12 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
 
     from midus_hf.look import touched as where_read
     from midus_hf.model_names import usable_device
-    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.saved_models import as_value_error, load_tokenizer
     from midus_hf.training.protection import check_certificate, read_certificate
 
     if prove:
         usable_device(asked.device)
-    with refusing(f"model is {asked.name!r}, which cannot be loaded", OSError, ValueError):
+    with as_value_error(f"model is {asked.name!r}, which cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(asked.folder, trust_remote_code=False)
         tokenizer = load_tokenizer(str(asked.folder))
     tables = where_read.tables_in(asked.folder, config, tokenizer)
@@ -208,7 +208,7 @@ def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | 
 
 def depth(texts: Texts, layer: int | None = None, head: int | None = None) -> Answer:
     """Answer which share of attention goes to the depth, and which earlier layers are read."""
-    from midus_hf.evaluation.text_rows import read_rows
+    from midus_hf.evaluation.text_rows import row_losses
     from midus_hf.look import depth as depth_read
 
     model, _ = texts.model.loaded
@@ -216,7 +216,7 @@ def depth(texts: Texts, layer: int | None = None, head: int | None = None) -> An
     if layer is not None and head is not None:
         head_map = depth_read.depth_map(model, texts.rows[0].rows[0][:-1], layer, head)
     with depth_read.record_depth(model) as readings:
-        losses = {text.name: read_rows(model, text, batch_size=texts.batch_size).mean for text in texts.rows}
+        losses = {text.name: row_losses(model, text, batch_size=texts.batch_size).mean for text in texts.rows}
     summary, about = _about(texts, losses)
     return Answer(
         title="What heads read of the depth",

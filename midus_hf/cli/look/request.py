@@ -85,7 +85,7 @@ class Texts:
 
 def read_documents(text: list[str], column: str) -> dict[str, list[str]]:
     """Return the documents of each text, by the text's name. What was not read is printed on standard error."""
-    from midus_hf.topics.corpus import read_corpus
+    from midus_hf.data.corpus import read_corpus
 
     paths: dict[str, str] = {}
     for named in text:

@@ -229,23 +229,23 @@ def passes_on(model: Any, receivers: Iterable[nn.Module], receivers_name: str) -
 def _parts(layer: nn.Module, calls: list[_Call]) -> LayerParts:
     """Return the parts of one layer, from the recorded calls of the layer and its children."""
     mixer, network = part_name(layer, MIXERS), part_name(layer, FEED_FORWARDS)
-    of = {call.name: call for call in calls}
+    call_of = {call.name: call for call in calls}
     norms = [call for call in calls if "Norm" in type(getattr(layer, call.name, None)).__name__]
 
     def before(name: str | None) -> str | None:
-        return next((norm.name for norm in norms if name in of and norm.output is of[name].read), None)
+        return next((norm.name for norm in norms if name in call_of and norm.output is call_of[name].read), None)
 
     def behind(name: str | None) -> str | None:
-        return next((norm.name for norm in norms if name in of and norm.read is of[name].output), None)
+        return next((norm.name for norm in norms if name in call_of and norm.read is call_of[name].output), None)
 
     attention_norm, output_norm, mlp_norm = before(mixer), behind(mixer), before(network)
-    entered = of[""].read
+    entered = call_of[""].read
     adds, reads = False, False
-    if mixer in of:
-        added = of[output_norm or mixer].output
-        following = of.get(mlp_norm or network or "")
+    if mixer in call_of:
+        added = call_of[output_norm or mixer].output
+        following = call_of.get(mlp_norm or network or "")
         adds = following is not None and following.name != "" and torch.equal(following.read, entered + added)
-        reads = of[attention_norm].read is entered if attention_norm else of[mixer].read is entered
+        reads = call_of[attention_norm].read is entered if attention_norm else call_of[mixer].read is entered
     return LayerParts(
         feed_forward=network,
         attention_norm=attention_norm,
