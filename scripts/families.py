@@ -247,7 +247,8 @@ def table_of(rows: list[Row]) -> str:
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
         "these with new layers.",
         "",
-        *(f"- *{name}* are {', '.join(SETS[name])}." for name in ("copies", "combinations")),
+        f"- *copies* are {', '.join(SETS['copies'])}. What `solar` takes, `stack` takes too.",
+        f"- *combinations* are {', '.join(SETS['combinations'])}.",
         "- †: with `site=behind-layer` (moc) or `site=skip` (ultramem-v2).",
         "- ‡: between layers of one kind, which `--placement` names.",
         "",

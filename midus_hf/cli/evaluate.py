@@ -43,12 +43,27 @@ def midus_eval(
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
-    options = {key: value for key, value in locals().items() if value is not None}
-    for name in ("models", "config", "write_card", "json_"):
-        options.pop(name, None)
     if tasks is not None:
-        options["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
-    settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **options})
+        tasks = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
+    options = {
+        "text": text,
+        "column": column,
+        "sequence_length": sequence_length,
+        "max_tokens": max_tokens,
+        "retriever": retriever,
+        "path_column": path_column,
+        "tasks": tasks,
+        "data": data,
+        "include_path": include_path,
+        "num_fewshot": num_fewshot,
+        "limit": limit,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **given})
     named = {key: getattr(settings, key) for key in ("text", "retriever", "data", "include_path")}
     check_sources((key, name) for key, name in named.items() if name is not None)
     if settings.text is not None:

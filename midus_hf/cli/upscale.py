@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,27 @@ _VERIFIES = (
 )
 _OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
 Overwrite = Annotated[bool, _OVERWRITE]
+
+
+@dataclasses.dataclass
+class RunRequest:
+    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults. `placement` may be a list there."""
+
+    base: str | None = None
+    method: str | None = None
+    output: str | None = None
+    num_new_layers: int | None = None
+    placement: Any = None
+    seed: int | None = None
+    dtype: str | None = None
+    max_shard_size: Any = None
+    dry_run: bool | None = None
+    verify: bool | None = None
+    overwrite: bool | None = None
+    push_to_hub: str | None = None
+    private: bool | None = None
+    adapter: str | None = None
+    options: dict | None = None
 
 
 @app.callback(invoke_without_command=True)
@@ -90,18 +111,6 @@ def run(
     show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
-
-
-_TYPES = {**get_type_hints(run), "placement": Any, "max_shard_size": Any, "options": dict | None}
-# Keys of a YAML file: the arguments of `upscalers.upscale`. `placement` may be a list there.
-RunRequest = dataclasses.make_dataclass(
-    "RunRequest",
-    [
-        (name, kind, None)
-        for name, kind in _TYPES.items()
-        if name not in ("context", "config", "set_", "json_", "version", "return")
-    ],
-)
 
 
 @app.command()

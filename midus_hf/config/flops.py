@@ -1,11 +1,16 @@
-"""Floating-point operations (FLOPs) of operations, by the rules of Mixture of Chapters (appendix A.2).
+"""Floating-point operations (FLOPs) of operations and of a decoder, by the rules of Mixture of Chapters (appendix A.2).
 
 A multiplication and an addition count one each, so a matrix product counts two per weight. An elementwise operation has
 a fixed number of FLOPs per element. Where the paper gives none, the number in the paper's code counts. Memory traffic,
 dropout and the optimizer are not counted.
+
+Attention counts as if every token attended to every token, whatever causal masks or sliding windows hide. Work done once
+for all layers, such as rotary angles, is not counted.
 """
 
 import math
+
+from midus_hf.config.backbone import Backbone
 
 # FLOPs of a softmax per number, and of cross entropy.
 SOFTMAX = 5
@@ -15,6 +20,9 @@ MASK_AND_SCALE = 2
 
 # FLOPs of a sigmoid or a tanh, per number.
 SIGMOID = TANH = 4
+
+# FLOPs of capping a number softly: a division, a tanh and a product.
+SOFT_CAP = TANH + 2
 
 # FLOPs of activations per number, by their name in configs.
 ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
@@ -87,3 +95,56 @@ def router_losses(choices: int, candidates: int, k: int) -> int:
     squares = 2 * sums + 3 * candidates
     z_loss, entropy = 5 * sums + 2 * choices, 4 * sums
     return load_balance + squares + z_loss + entropy
+
+
+def layer_of_base(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
+    """Count the operations of a layer of the base, its residual adds included."""
+    hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
+    if backbone.sizes.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation is {backbone.sizes.activation!r}, whose FLOPs are unknown; expected one of: {', '.join(ACTIVATIONS)}."
+        )
+    attention = attention_of(backbone, batch, tokens, keeps_output=True)
+    norms = backbone.input_norms + backbone.output_norms
+    return {
+        **attention,
+        "norms": attention["norms"] + norms * rms_norm(rows, hidden),
+        "feed-forward": 2 * linear(rows, hidden, inner, backbone.mlp_bias)
+        + linear(rows, inner, hidden, backbone.mlp_bias)
+        + rows * inner * (ACTIVATIONS[backbone.sizes.activation] + 1),
+        "residual adds": 2 * rows * hidden,
+    }
+
+
+def attention_of(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
+    """Count the operations of attention and of the norms before, inside and after attention."""
+    sizes, rows = backbone.sizes, batch * tokens
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    inner_norms = sum(
+        rms_norm(rows * width // norm_width, norm_width)
+        for width, norm_width in zip((query, key), backbone.query_key_norm or (), strict=False)
+    )
+    norms = backbone.input_norms + (keeps_output and backbone.output_norms)
+    scores = batch * sizes.num_heads * tokens * tokens
+    return {
+        "attention": linear(rows, sizes.hidden_size, query, backbone.attention_bias)
+        + 2 * linear(rows, sizes.hidden_size, key, backbone.attention_bias)
+        + (linear(rows, query, sizes.hidden_size, backbone.output_bias) if keeps_output else 0)
+        + attention_products(batch, tokens, tokens, query)
+        + attention_weights(batch, sizes.num_heads, tokens, tokens)
+        + (scores * SOFT_CAP if backbone.caps_scores else 0),
+        "rotary embedding": rotary_embedding(rows, query, key),
+        "norms": inner_norms + norms * rms_norm(rows, sizes.hidden_size),
+    }
+
+
+def outside_of_layers(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
+    """Count the operations of the embedding, the final norm, the language head and the loss."""
+    hidden, rows = backbone.sizes.hidden_size, batch * tokens
+    return {
+        "embedding": rows * hidden if backbone.scales_embedding else 0,
+        "final norm": rms_norm(rows, hidden),
+        "language head": linear(rows, hidden, backbone.vocabulary)
+        + (rows * backbone.vocabulary * SOFT_CAP if backbone.caps_logits else 0),
+        "cross entropy": cross_entropy(batch, tokens, backbone.vocabulary),
+    }

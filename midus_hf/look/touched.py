@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.entries import TABLES, Memories
@@ -14,7 +14,7 @@ from midus_hf.memories.ngram.known import NgramTable
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.names import names_in
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
+from midus_hf.training.protection import compare_texts, exact_tables, sorted_tensors, texts_digest
 
 HOW_TO_READ = (
     "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Up to the first "
@@ -99,6 +99,32 @@ def _behind_names(glossary: Glossary, documents: Sequence[str], tokenizer: Any) 
         first.append(next((at for at, token in enumerate(does) if token.opens), len(ids)))
     counts, firsts = torch.tensor(tokens), torch.tensor(first)
     return TouchedTokens(counts, counts - firsts, firsts)
+
+
+def prove_untouched(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    counts: Mapping[tuple[str, str], TouchedTokens],
+) -> int:
+    """Compute untouched documents with and without the memory, and return their number.
+
+    Raises:
+        RuntimeError: If logits differ.
+    """
+    proven = 0
+    for (text, memory), one in counts.items():
+        untouched = [
+            document for document, reading in zip(texts[text], one.reading.tolist(), strict=True) if not reading
+        ]
+        compared = compare_texts(model, tokenizer, untouched, [memory])
+        if compared.differing:
+            raise RuntimeError(
+                f"{len(compared.differing)} untouched documents of {text} have other logits with memory {memory!r} than without "
+                "it. This is a fault of midus_hf: please report it."
+            )
+        proven += len(untouched)
+    return proven
 
 
 def touched_rows(

@@ -1,9 +1,4 @@
-"""Floating-point operations of a model for a batch, and of its memories.
-
-Every family is counted as in Mixture of Chapters, appendix A.2. Attention counts as if every token attended to every
-token, whatever causal masks or sliding windows hide. Work done once for all layers, such as rotary angles, is not
-counted, and neither are lookups in tables.
-"""
+"""Floating-point operations of memories, and of a model with its memories for a batch. Lookups in tables are not counted."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,24 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from midus_hf.config.backbone import Backbone
-from midus_hf.config.flops import (
-    ACTIVATIONS,
-    TANH,
-    attention_products,
-    attention_weights,
-    cross_entropy,
-    linear,
-    rms_norm,
-    rotary_embedding,
-)
+from midus_hf.config.flops import attention_of, layer_of_base, outside_of_layers
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions
 from midus_hf.memories.registry import import_beside
-
-# FLOPs of capping a number softly: a division, a tanh and a product.
-SOFT_CAP = TANH + 2
-
 
 #: The count of a memory's operations in one layer, and of the values that a token reads there, by the class of options.
 FLOPS: dict[type[MemoryOptions], Callable[..., dict[str, int]]] = {}
@@ -156,9 +138,9 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
         entry = memories.inserted.get(layer)
         if entry is not None:
             assert isinstance(entry.options, InsertedOptions)
-            parts = _attention(backbone, batch, tokens, keeps_output=entry.options.output_projection)
+            parts = attention_of(backbone, batch, tokens, keeps_output=entry.options.output_projection)
         else:
-            parts = _layer(backbone, batch, tokens)
+            parts = layer_of_base(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
             counted = memory_flops(
                 memory.options, sizes, batch, tokens, memory.layers.index(layer), len(memory.layers)
@@ -167,56 +149,6 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
         return {part: count for part, count in parts.items() if count}
 
     layers = tuple(layer_parts(layer) for layer in range(sizes.num_layers))
-    return ModelFlops(layers, {part: count for part, count in _outside(backbone, batch, tokens).items() if count})
-
-
-def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
-    """Count the operations of a layer of the base, its residual adds included."""
-    hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
-    if backbone.sizes.activation not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation is {backbone.sizes.activation!r}, whose FLOPs are unknown; expected one of: {', '.join(ACTIVATIONS)}."
-        )
-    attention = _attention(backbone, batch, tokens, keeps_output=True)
-    norms = backbone.input_norms + backbone.output_norms
-    return {
-        **attention,
-        "norms": attention["norms"] + norms * rms_norm(rows, hidden),
-        "feed-forward": 2 * linear(rows, hidden, inner, backbone.mlp_bias)
-        + linear(rows, inner, hidden, backbone.mlp_bias)
-        + rows * inner * (ACTIVATIONS[backbone.sizes.activation] + 1),
-        "residual adds": 2 * rows * hidden,
-    }
-
-
-def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
-    """Count the operations of attention and of the norms before, inside and after attention."""
-    sizes, rows = backbone.sizes, batch * tokens
-    query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    inner_norms = sum(
-        rms_norm(rows * width // norm_width, norm_width)
-        for width, norm_width in zip((query, key), backbone.query_key_norm or (), strict=False)
+    return ModelFlops(
+        layers, {part: count for part, count in outside_of_layers(backbone, batch, tokens).items() if count}
     )
-    norms = backbone.input_norms + (keeps_output and backbone.output_norms)
-    scores = batch * sizes.num_heads * tokens * tokens
-    return {
-        "attention": linear(rows, sizes.hidden_size, query, backbone.attention_bias)
-        + 2 * linear(rows, sizes.hidden_size, key, backbone.attention_bias)
-        + (linear(rows, query, sizes.hidden_size, backbone.output_bias) if keeps_output else 0)
-        + attention_products(batch, tokens, tokens, query)
-        + attention_weights(batch, sizes.num_heads, tokens, tokens)
-        + (scores * SOFT_CAP if backbone.caps_scores else 0),
-        "rotary embedding": rotary_embedding(rows, query, key),
-        "norms": inner_norms + norms * rms_norm(rows, sizes.hidden_size),
-    }
-
-
-def _outside(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
-    hidden, rows = backbone.sizes.hidden_size, batch * tokens
-    return {
-        "embedding": rows * hidden if backbone.scales_embedding else 0,
-        "final norm": rms_norm(rows, hidden),
-        "language head": linear(rows, hidden, backbone.vocabulary)
-        + (rows * backbone.vocabulary * SOFT_CAP if backbone.caps_logits else 0),
-        "cross entropy": cross_entropy(batch, tokens, backbone.vocabulary),
-    }

@@ -28,7 +28,7 @@ class MemoryOptions:
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
     `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values, models and layers
     it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`, and
-    `flops` and `values_read` of `midus_hf.config.flops`. Methods that take `index` and `count`
+    by `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods that take `index` and `count`
     describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 

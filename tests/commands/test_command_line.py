@@ -18,8 +18,8 @@ import typer
 from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
-from midus_hf.cli.flops import count_flops
 from midus_hf.version import __version__
+from upscalers.architecture.flops import count_flops
 
 MISSING_FILE = {
     "upscale": ["--config", "absent"],

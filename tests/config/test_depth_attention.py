@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from midus_hf.cli.flops import count_flops as estimate_flops
-from midus_hf.cli.flops import count_parameters
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.config.flops import MASK_AND_SCALE
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slot
 from midus_hf.memories.entries import read_memories
+from upscalers.architecture.flops import count_flops as estimate_flops
+from upscalers.architecture.flops import count_parameters
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ModelSizes(hidden_size=32, num_heads=4, num_key_value_heads=2, num_layers=4)

@@ -9,10 +9,9 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from midus_hf.cli.flops import count_flops as estimate_flops
+from midus_hf.config import flops as counting
 from midus_hf.config.flops import linear
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories import flops as counting
 from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.flops import memory_flops
 from midus_hf.memories.headwise.options import HeadwiseOptions
@@ -21,6 +20,7 @@ from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
 from midus_hf.memories.ultramem.options import UltraMemOptions
+from upscalers.architecture.flops import count_flops as estimate_flops
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)

@@ -10,8 +10,8 @@ from tiny import NATIVE_FAMILIES
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
-from midus_hf.cli.flops import count_flops as estimate_flops
-from midus_hf.cli.flops import count_parameters
+from upscalers.architecture.flops import count_flops as estimate_flops
+from upscalers.architecture.flops import count_parameters
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 # Entries of memories, and how many numbers their banks hold.

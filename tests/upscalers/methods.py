@@ -115,7 +115,7 @@ KINDS |= {
 """Keyword arguments of `upscale`, by a name for what they make."""
 
 # Kinds that do not compute what their base computes.
-DIFFERING = ("solar", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
+DIFFERING = ("solar", "stack", "avg-deus", "lesa", "llama-pro, none", "opt-deus, none")
 
 # One kind of each method.
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from inspect import signature
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from tiny import NATIVE_FAMILIES
 
+from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, file_digests, save_base
 from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
@@ -108,7 +110,9 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
     assert "upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR" in beginning
-    keys = [key for key in signature(upscale).parameters if key not in ("options", "progress")]
+    keys = {*signature(upscale).parameters} - {"progress"}
+    assert {field.name for field in fields(RunRequest)} == keys
+    keys -= {"options"}
     options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
 
@@ -148,6 +152,7 @@ DENSE = ("llama-pro", "solar", "avg-deus", "lesa", "opt-deus")
 COUNTS = [
     *((method, "1B", {}, 486_572_032, 0.49, 1.72) for method in DENSE),
     *((method, "8B", {}, 3_489_792_000, 3.49, 11.52) for method in DENSE),
+    ("stack", "1B", {"layers": ["0-11", "4-15"]}, 486_572_032, 0.49, 1.72),
     ("midus-hml", "1B", {}, 54_542_336, 0.05, 1.29),
     ("midus-hml", "8B", {}, 423_690_240, 0.42, 8.45),
     ("midus-pkm", "1B", {}, 8 * (BLOCK["1B"] + 2 * 32 * 64 * 32), 0.19, None),
@@ -168,7 +173,7 @@ def test_a_published_model_gets_as_many_parameters_as_papers_and_documentation_s
     report = upscale(base=folder, method=method, options=options, dry_run=True)
     counts = report.parameters
     assert (counts.base, counts.new, counts.total) == (base, new, base + new)
-    assert counts.trainable == (base + new if method == "solar" else new + (counts.bank or 0))
+    assert counts.trainable == (base + new if method in ("solar", "stack") else new + (counts.bank or 0))
     assert new_printed in (None, round(new / 1e9, 2)) and total_printed in (None, round((base + new) / 1e9, 2))
     assert (counts.fetched, counts.bank) == ((102_236_160, 14_092_861_440) if method == "hier-ffn" else (None, None))
     has_buffers = method in ("midus-pkm", "midus-linear")  # the statistics of batch norms

@@ -141,7 +141,7 @@ def test_config_record_and_inspect_say_what_was_made(made):
     if made.kind in REQUESTS:  # a dense method makes a model of the base's own class, without code
         follows = ("num_hidden_layers", "layer_types", "upscale")
         own, before = ({**config, **dict.fromkeys(follows)} for config in (made.config, entry["base_config"]))
-        assert own == before and entry["trainable"] == ("all" if made.kind == "solar" else "new")
+        assert own == before and entry["trainable"] == ("all" if made.kind in ("solar", "stack") else "new")
         assert not list(made.output.glob("*.py"))
         assert "trust_remote_code" not in (made.output / "README.md").read_text()
     assert {key: inspected["parameters"][key] for key in ("total", "new")}.items() <= asdict(report.parameters).items()

@@ -86,6 +86,21 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
             planned(config, "solar", number)
 
 
+@pytest.mark.parametrize(
+    ("layers", "sources"),
+    [
+        (["0-2", "1-3"], [0, 1, 2, 1, 2, 3]),
+        ("0-2,1-3", [0, 1, 2, 1, 2, 3]),
+        (" 0 - 2 ,1,2, 3", [0, 1, 2, 1, 2, 3]),
+        ([0, 1, "2", "1-1", "2-3"], [0, 1, 2, 1, 2, 3]),
+        (["2-3", "0-2"], [2, 3, 0, 1, 2]),
+    ],
+)
+def test_a_stack_is_as_its_ranges_say_with_their_ends(layers, sources):
+    plan = planned(tiny_config("llama", num_hidden_layers=4), "stack", layers=layers)
+    assert plan.sources == sources and all(isinstance(layer, Base) for layer in plan.layers)
+
+
 def test_the_papers_table_is_what_models_of_16_layers_get_by_default():
     assert {policy: place(policy, 16, None) for policy in PLACEMENTS} == TABLE
 

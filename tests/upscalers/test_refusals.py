@@ -77,9 +77,28 @@ FUSING = [
     ("inf", ["--no-verify"], NOT_FINITE),
     ("nan", ["--no-verify", "--set", "solver=hungarian"], NOT_FINITE),
 ]
+EXAMPLE = r" Pass, for example, --set 'layers=\[0-3, 1-3\]'\."
+STACK = [
+    ("llama", ["--num-new-layers", "2"], "num-new-layers is 2, but stack goes by the option layers; expected none. Leave it out."),
+    ("llama", ["--placement", "1,2"], "placement is '1,2', but stack goes by the option layers; expected none. Leave it out."),
+    ("llama", [], f"layers is missing; expected ranges of the 4 layers of the base.{EXAMPLE}"),
+    *(
+        ("llama", ["--set", f"layers={layers}"], f"layers has {told}; expected single layers of the base, 0 to 3, and ascending "
+         f"ranges, ends included.{EXAMPLE}")
+        for layers, told in (
+            ("[0-3, 2-4]", "'2-4'"), ("0-3,4", "'4'"), ("[0-3, 3-2]", "'3-2'"), ("[0-3, -1]", "'-1'"), ("[]", "''"), ("0-3,", "''"),
+            ("[[0, 3], [1, 2]]", r"'\[0'"), ("true", "'True'"), ("[0-3, 1.0]", "'1.0'"), ("all", "'all'"), ("[0-3, ²]", "'²'"),
+        )
+    ),
+    ("llama", ["--set", "layers=[0-1, 1, 0]"], "layers leaves out 2, 3; expected every layer of the base, 0 to 3, or strip could not "
+     f"give it back.{EXAMPLE}"),
+    ("llama", ["--set", "layers=[2-3, 0-1]"], f"layers repeats no layer of the base; expected one at least twice.{EXAMPLE}"),
+    ("one layer", ["--set", "layers=1"], r"'1'; expected single layers of the base, 0 to 0, .*'layers=\[0-0, 0-0\]'"),
+]  # fmt: skip
 # By method: the base, arguments of the command, and a regular expression of what is said.
 DENSE = {
     "solar": SOLAR,
+    "stack": STACK,
     "llama-pro": LLAMA_PRO,
     "avg-deus": AVG_DEUS,
     "lesa": LEARNING,

@@ -22,6 +22,7 @@ from tests.upscalers.checkpoints import (
     unverified,
     write_tensors,
 )
+from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -276,6 +277,7 @@ FROM = {
         6: "new, beside base 3, made from 3",
     },
     "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
+    "stack": {2: "base 0, repeated", 3: "base 1, repeated", 6: "base 2, repeated"},
     "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
     "avg-deus": {
         2: "new, between base 1 and base 2, made from 1 and 2",
@@ -286,7 +288,7 @@ FROM = {
 
 @pytest.mark.parametrize("method", FROM)
 def test_inspect_tells_repeats_copies_and_fusions_apart(method, base, tmp_path):
-    request = {"options": SMALL_MEMORY, "placement": "0,2,6"} if method == "midus-hml" else {}
+    request = {"options": SMALL_MEMORY, "placement": "0,2,6"} if method == "midus-hml" else REQUESTS[method]
     upscale(base=base, method=method, output=tmp_path / "out", verify=False, **request)
     rows = inspect_checkpoint(tmp_path / "out")["layers"]
     assert {row["index"]: row["from"] for row in rows if row["new"]} == FROM[method]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,34 +175,16 @@ def write_config(folder: Path, config: Config) -> None:
 
 def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseCheckpoint:
     """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
-    config = read_config(folder)
-    composite: CompositeModel | None = None
-    if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
-        composite = composite_model_of(config)
-    check_readable(config)
-    if composite is not None:
-        config = composite.language_config
-    if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
-        raise RequestError(
-            "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
-            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
-        )
+    config, composite = _read_language_config(folder)
+    _refuse_adapter_in(folder, adapter)
     stored = stored_tensors(folder, needs_weights)
     family = family_of(config)
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise RequestError(
-            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
-        )
+    _check_number_of_layers(config)
     layout = layout_of(config)
-    expected = dict(layout.outer)
-    for layer, tensors in enumerate(layout.layers):
-        expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
-    integers = layout.integers
-    carried: dict[str, Shape] = {}
+    expected, carried = _expected_shapes(layout), dict[str, Shape]()
     if composite is not None:
         composite = composite.with_stored_names(stored or ())
-        carried = composite.spelling.others
+        carried = dict(composite.spelling.others)
         expected |= carried
     if stored is None:
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
@@ -216,10 +198,59 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
     packed: frozenset[str] = frozenset()
     if config.get("quantization_config"):
         stored, parts, packed = with_products(stored, config)
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
+    _refuse_task_head(stored)
+    prefix, integers = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else "", layout.integers
     if not prefix:
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
+    stored, tied_head = _with_embedding(stored, f"{prefix}{_EMBEDDING}", expected, layout)
+    _check_complete(stored, expected, config)
+    expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
+    _check_shapes_and_dtypes(stored, expected, carried, integers)
+    unexpected = tuple(name for name in stored if name not in expected)
+    _refuse_further_layers(unexpected, config)
+    if adapter is not None:
+        stored = _merged(adapter, stored, prefix, layout, config)
+    return BaseCheckpoint(
+        folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
+    )
+
+
+def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
+    """Return the config of a folder's language model, and the composite model around it, if there is one."""
+    config = read_config(folder)
+    composite: CompositeModel | None = None
+    if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
+        composite = composite_model_of(config)
+    check_readable(config)
+    return (config if composite is None else composite.language_config), composite
+
+
+def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
+    if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
+        raise RequestError(
+            "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
+            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
+        )
+
+
+def _check_number_of_layers(config: Config) -> None:
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
+        raise RequestError(
+            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
+        )
+
+
+def _expected_shapes(layout: Layout) -> dict[str, Shape]:
+    """Return the shapes of the tensors that a layout must have, by full name."""
+    expected = dict(layout.outer)
+    for layer, tensors in enumerate(layout.layers):
+        expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
+    return expected
+
+
+def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
         raise RequestError(
@@ -227,21 +258,37 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
             "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or its kin."
         )
-    embedding, tied_head = f"{prefix}{_EMBEDDING}", None
-    if embedding in expected and embedding not in stored:
-        # What is left where duplicates were removed may be the head; transformers ties the embedding to it.
-        tied_head = next(
-            (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding]), None
-        )
-        stored = stored if tied_head is None else _renamed(stored, tied_head, embedding)
+
+
+def _with_embedding(
+    stored: dict[str, StoredTensor], embedding: str, expected: Mapping[str, Shape], layout: Layout
+) -> tuple[dict[str, StoredTensor], str | None]:
+    """Return tensors with the embedding under its own name, and the head's name if it was stored under that alone."""
+    if embedding not in expected or embedding in stored:
+        return stored, None
+    # What is left where duplicates were removed may be the head; transformers ties the embedding to it.
+    held = (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding])
+    tied_head = next(held, None)
+    return (stored if tied_head is None else _renamed(stored, tied_head, embedding)), tied_head
+
+
+def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, Shape], config: Config) -> None:
     missing = [name for name in expected if name not in stored]
     if missing:
         check_lists(config)
         raise RequestError(
             f"the base lacks {len(missing)} tensors that its config asks for, {first_few(missing)}. Download or save it again, or "
-            f"correct config.json, which has num_hidden_layers = {layers}."
+            f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
         )
-    expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
+
+
+def _check_shapes_and_dtypes(
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, Shape],
+    carried: Mapping[str, Shape],
+    integers: Mapping[str, str],
+) -> None:
+    """Check tensors against their expected shapes, and that all but those that are only carried along hold weights."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(
@@ -257,8 +304,11 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
                 f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
                 "mean. Start from the unquantised checkpoint."
             )
-    unexpected = tuple(name for name in stored if name not in expected)
-    predicting = config.get(_PREDICTING) or 0
+
+
+def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
+    """Refuse tensors of layers that the config does not count."""
+    layers, predicting = config["num_hidden_layers"], config.get(_PREDICTING) or 0
     for name in unexpected:
         if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
             also = f" and {_PREDICTING} = {predicting}" if predicting else ""
@@ -266,11 +316,6 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
                 f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
                 "Weights and config.json do not belong together."
             )
-    if adapter is not None:
-        stored = _merged(adapter, stored, prefix, layout, config)
-    return BaseCheckpoint(
-        folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
-    )
 
 
 def _merged(

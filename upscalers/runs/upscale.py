@@ -18,7 +18,7 @@ from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repos
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
-from upscalers.methods.contract import get_method
+from upscalers.methods.contract import Method, get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line, refusing_requests
 from upscalers.request.options import check_seed, parse_options
@@ -89,45 +89,23 @@ def upscale(
     """
     started = time.perf_counter()
     progress = progress or Progress()
-    method_class = get_method(method)
-    chosen = method_class(parse_options(method_class.options_class, options or {}, f"method {method}"))
-    if (corpus := getattr(chosen.options, "corpus", None)) is not None:
-        with refusing_requests():
-            check_sources([("corpus", corpus)])
-    if dtype not in DTYPES:
-        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
-    if num_new_layers is not None and type(num_new_layers) is not int:
-        raise RequestError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
-    check_seed(seed)
-    if base == "":
-        raise RequestError("base is ''; expected a folder or a hub id.")
+    chosen = _chosen_method(method, options or {})
+    _check_values(base, num_new_layers, seed, dtype)
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
-    if output is None and not dry_run:
-        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
-    pinned = str(base)
-    local = Path(base).expanduser()
-    if private and not push_to_hub:
-        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
-    if push_to_hub:
-        check_repo_id(push_to_hub)
-    if output is not None:
-        folder = CheckpointFolder(output, local if local.is_dir() else None, overwrite)
+    _check_destination(output, push_to_hub, private, dry_run)
+    name, local = str(base), Path(base).expanduser()
+    folder = None if output is None else CheckpointFolder(output, local if local.is_dir() else None, overwrite)
     lora = None if adapter is None else Adapter.open(str(adapter))
-    if not dry_run and not local.is_dir():
-        # Downloads and conversions take long, so check first that the request fits the base's config.
-        with resolve_source(pinned, config_only=True) as source:
-            opened = open_base(source.folder, needs_weights=False, adapter=lora)
-            chosen.check(opened)
-            chosen.plan(opened, num_new_layers, placement)
-            pinned = source.name if source.revision is None else f"{source.name}@{source.revision}"
     if not dry_run:
+        if not local.is_dir():
+            name = _checked_revision(name, lora, chosen, num_new_layers, placement)
         chosen.check_machine()
         if push_to_hub:
             check_account(push_to_hub)
 
-    with resolve_source(pinned, config_only=dry_run) as source:
+    with resolve_source(name, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run, adapter=lora)
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
@@ -136,28 +114,14 @@ def upscale(
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
-        if opened.composite is not None:
-            progress.note(
-                f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
-                f"upscaled; {len(opened.surroundings)} other tensors are carried along byte for byte."
-            )
-        for remark in chosen.remarks(opened):
-            progress.note(remark)
-        for concern in job.concerns:
-            progress.warn(concern)
-        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.written)
+        _say_what_is_made(job, progress)
+        num_bytes = sum(tensor.num_bytes for tensor in job.written)
         num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
+        counts = job.counts()
+        if folder is not None:
+            _warn_of_full_banks(job, folder, progress)
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
-        if output is not None:
-            for name, bank in job.new_banks.items():
-                taken = bank.full_bytes(ITEM_BYTES[job.cast(opened.dtype)])
-                if taken > folder.free_bytes():
-                    progress.warn(
-                        f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
-                        f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes none. Lower branching, or "
-                        "the sizes of deep levels, if texts are to fetch more of it than there is room for."
-                    )
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
             folder.check_space(num_bytes + chosen.bank_bytes(opened) + job.scratch_bytes() + _SPARE_BYTES)
@@ -183,6 +147,72 @@ def upscale(
     if push_to_hub and not dry_run:
         _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)
     return report
+
+
+def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
+    """Return a method with its options. Texts that it would read are looked for at once."""
+    method_class = get_method(name)
+    chosen = method_class(parse_options(method_class.options_class, options, f"method {name}"))
+    if (corpus := getattr(chosen.options, "corpus", None)) is not None:
+        with refusing_requests():
+            check_sources([("corpus", corpus)])
+    return chosen
+
+
+def _check_values(base: str | Path, num_new_layers: Any, seed: Any, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+    if num_new_layers is not None and type(num_new_layers) is not int:
+        raise RequestError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
+    check_seed(seed)
+    if base == "":
+        raise RequestError("base is ''; expected a folder or a hub id.")
+
+
+def _check_destination(output: str | Path | None, push_to_hub: str | None, private: bool, dry_run: bool) -> None:
+    if output is None and not dry_run:
+        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+    if private and not push_to_hub:
+        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
+    if push_to_hub:
+        check_repo_id(push_to_hub)
+
+
+def _checked_revision(
+    name: str, lora: Adapter | None, chosen: Method, num_new_layers: int | None, placement: str | None
+) -> str:
+    """Check that the request fits a base's config, before a long download or conversion, and return the base with its revision."""
+    with resolve_source(name, config_only=True) as source:
+        opened = open_base(source.folder, needs_weights=False, adapter=lora)
+        chosen.check(opened)
+        chosen.plan(opened, num_new_layers, placement)
+        return source.name if source.revision is None else f"{source.name}@{source.revision}"
+
+
+def _say_what_is_made(job: Job, progress: Progress) -> None:
+    base = job.base
+    if base.composite is not None:
+        progress.note(
+            f"the base is a {base.composite.config['model_type']} model. Its language model ({base.config['model_type']}) is "
+            f"upscaled; {len(base.surroundings)} other tensors are carried along byte for byte."
+        )
+    for remark in job.method.remarks(base):
+        progress.note(remark)
+    for concern in job.concerns:
+        progress.warn(concern)
+
+
+def _warn_of_full_banks(job: Job, folder: CheckpointFolder, progress: Progress) -> None:
+    """Warn of new banks that would not fit on the disk of the folder once every block of them is trained."""
+    item_bytes = ITEM_BYTES[job.cast(job.base.dtype)]
+    for name, bank in job.new_banks.items():
+        taken = bank.full_bytes(item_bytes)
+        if taken > folder.free_bytes():
+            progress.warn(
+                f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
+                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes none. Lower branching, or "
+                "the sizes of deep levels, if texts are to fetch more of it than there is room for."
+            )
 
 
 def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:

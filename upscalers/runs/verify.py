@@ -1,7 +1,9 @@
 """Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,13 @@ _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
 
 
+class _Mismatch(NamedTuple):
+    """The first hidden state that differs: in front of layer `number`, or behind the last, and by how much at most."""
+
+    number: int
+    difference: float
+
+
 def compare_models(
     base: BaseCheckpoint,
     folder: Path,
@@ -29,68 +38,18 @@ def compare_models(
 ) -> tuple[Identity, float | None]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits."""
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
-    generator = torch.Generator().manual_seed(0)
-    hidden_states: list[torch.Tensor] = []
-    mismatches: list[tuple[int, float]] = []
-    counterparts = _counterparts(plan)
-
-    new_streams: list[torch.Tensor] = []
     replays = [] if identity or base.family.model_type in PROVEN else _replays(plan)
-
-    def remember(number: int, hidden: torch.Tensor) -> None:
-        if identity:
-            hidden_states.append(hidden)
-        if number:
-            progress.advance()
-
-    def follow(number: int, hidden: torch.Tensor) -> None:
-        # Each attention spreads NaN and infinite values to later tokens, and a new layer spreads them before the base's next
-        # layer does. If the base has any, only predictions can be compared.
-        if identity and base_is_finite and not mismatches:
-            expected = hidden_states[counterparts[number]]
-            if not _are_same(expected, hidden):
-                mismatches.append((number, _largest_difference(expected, hidden)))
-        if replays:
-            new_streams.append(hidden)
-        if number:
-            progress.advance()
-
     steps = base.num_layers * (1 + len(replays)) + plan.num_layers + 2
     progress.stage("comparing with the base", steps, "layers and heads")
-    try:
-        model = _running(base, base.folder, base.tensors, torch_dtype)
-        tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
-        base_logits = model.logits(tokens, remember).flatten(0, 1)
-        del model  # its weights may all be in memory
-    except Exception as error:
-        raise RequestError(
-            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
-            "it only does not fit in memory, pass --no-verify."
-        ) from None
+    tokens, base_logits, hidden_states = _run_base(base, torch_dtype, identity, progress)
     progress.advance()
     base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
-    try:
-        model = _running(base, folder, tensors, torch_dtype)
-        new_logits = model.logits(tokens, follow).flatten(0, 1)
-    except VerificationError:
-        raise
-    except Exception as error:
-        raise VerificationError(
-            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
-            "memory, pass --no-verify."
-        ) from None
+    expected = hidden_states if identity and base_is_finite else None
+    running = partial(_running, base, folder, tensors, torch_dtype)
+    new_logits, mismatch, new_streams = _run_result(running, tokens, plan, expected, bool(replays), progress)
     equal = _are_same(base_logits, new_logits)
-    if identity and (mismatches or not equal):
-        compared = "hidden states" if equal else "logits"
-        difference = mismatches[0][1] if equal else _largest_difference(base_logits, new_logits)
-        number = mismatches[0][0] if mismatches else None
-        position = "behind the last layer" if number is None else "in the embedding"
-        if number:
-            position = f"in layer {number - 1} ({plan.describe(number - 1)})"
-        raise VerificationError(
-            f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
-            f"They first differ {position}."
-        )
+    if identity and (mismatch is not None or not equal):
+        raise _not_identical(base_logits, new_logits, mismatch, plan)
     broken = ~base_logits.isfinite()
     if (~new_logits.isfinite() & ~broken).any():
         raise VerificationError(
@@ -102,9 +61,9 @@ def compare_models(
     largest = 0.0 if equal else _largest_difference(base_logits, new_logits)
     progress.advance()
     if replays:
-        model = _running(base, base.folder, base.tensors, torch_dtype)
+        again = _running(base, base.folder, base.tensors, torch_dtype)
         for replay in replays:
-            _compare_layers(model, tokens, replay, new_streams, plan, progress)
+            _compare_layers(again, tokens, replay, new_streams, plan, progress)
     if broken.all():
         progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
         return Identity(None, None), None
@@ -113,6 +72,84 @@ def compare_models(
     if stored != run_in:
         sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
     return Identity("logits", largest, sides), divergence
+
+
+def _run_base(
+    base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return a batch of tokens, the base's logits, and, if kept, the hidden states in front of layers and behind the last."""
+    hidden_states: list[torch.Tensor] = []
+
+    def remember(number: int, hidden: torch.Tensor) -> None:
+        if keeps_states:
+            hidden_states.append(hidden)
+        if number:
+            progress.advance()
+
+    try:
+        model = _running(base, base.folder, base.tensors, dtype)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
+        return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
+            "it only does not fit in memory, pass --no-verify."
+        ) from None
+
+
+def _run_result(
+    running: Callable[[], RunningModel],
+    tokens: torch.Tensor,
+    plan: Plan,
+    expected: list[torch.Tensor] | None,
+    keeps_streams: bool,
+    progress: Progress,
+) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
+    """Return the upscaled model's logits, the first difference from expected hidden states, and, if they are kept, its own."""
+    streams: list[torch.Tensor] = []
+    mismatches: list[_Mismatch] = []
+    counterparts = _counterparts(plan)
+
+    def follow(number: int, hidden: torch.Tensor) -> None:
+        # Each attention spreads NaN and infinite values to later tokens, and a new layer spreads them before the base's next
+        # layer does. If the base has any, only predictions can be compared.
+        if expected is not None and not mismatches:
+            of_base = expected[counterparts[number]]
+            if not _are_same(of_base, hidden):
+                mismatches.append(_Mismatch(number, _largest_difference(of_base, hidden)))
+        if keeps_streams:
+            streams.append(hidden)
+        if number:
+            progress.advance()
+
+    try:
+        logits = running().logits(tokens, follow).flatten(0, 1)
+    except VerificationError:
+        raise
+    except Exception as error:
+        raise VerificationError(
+            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
+            "memory, pass --no-verify."
+        ) from None
+    return logits, next(iter(mismatches), None), streams
+
+
+def _not_identical(
+    base_logits: torch.Tensor, new_logits: torch.Tensor, mismatch: _Mismatch | None, plan: Plan
+) -> VerificationError:
+    """Return the error that says by how much results differ, and where they first do."""
+    if mismatch is not None and _are_same(base_logits, new_logits):
+        compared, difference = "hidden states", mismatch.difference
+    else:
+        compared, difference = "logits", _largest_difference(base_logits, new_logits)
+    position = "behind the last layer" if mismatch is None else "in the embedding"
+    if mismatch is not None and mismatch.number:
+        position = f"in layer {mismatch.number - 1} ({plan.describe(mismatch.number - 1)})"
+    return VerificationError(
+        f"the upscaled model's {compared} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
+        f"They first differ {position}."
+    )
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:

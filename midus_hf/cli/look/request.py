@@ -1,10 +1,11 @@
-"""The options of a question about a model, and the models, texts and rows of tokens that they name."""
+"""The models, texts and rows of tokens that a question about a model names."""
 
 import dataclasses
 import sys
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from midus_hf.model_names import check_dtype, check_model_name, check_sources
 
@@ -14,134 +15,123 @@ if TYPE_CHECKING:
     from midus_hf.evaluation.text_rows import TextRows
 
 
-class Request:
-    """Options of a question, under the names that the command line has for them."""
+@dataclass
+class Model:
+    """A model by its name, loaded when it is asked. An unknown dtype is refused before torch is imported."""
 
-    model: str
-    models: list[str]
-    text: list[str]
-    base: str
-    column: str
-    batch_size: int
-    retriever: str | None
-    tasks: str
-    data: str | None
-    limit: int | None
-    at_least: float | None
-    prove: bool
+    name: str
     dtype: str
     device: str | None
-    layer: int | None = None
-    head: int | None = None
+    label: str = "model"  # in messages
 
-    def __init__(self, **options: Any):
-        vars(self).update(options)
-
-    def check(self) -> None:
-        """Check what the command line did not, before anything large is imported."""
+    def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        named = {key: vars(self).get(key) for key in ("retriever", "data")}
-        check_sources((key, name) for key, name in named.items() if name is not None)
-        if "tasks" in vars(self) and not self.task_names:
-            raise ValueError(f"tasks is {self.tasks!r}; expected names of tasks, separated by commas.")
-        if (self.layer is None) != (self.head is None):
-            raise ValueError(
-                "layer and head name one head together; expected both or neither. Give the other as well."
-            )
-        if "text" in vars(self):
-            assert self.documents
-        if "base" in vars(self):
-            self._check_base()
 
-    @property
-    def task_names(self) -> list[str]:
-        """Names of the tasks."""
-        return [name.strip() for name in self.tasks.split(",") if name.strip()]
-
-    def load(self, name: str, label: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load a model and its tokenizer, as `midus_hf.saved_models.load_for_reading` does."""
+    def load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """Load the model, as `midus_hf.saved_models.load_for_reading` does, and its tokenizer."""
         from midus_hf.saved_models import load_for_reading
 
-        return load_for_reading(str(Path(name).expanduser()), self.dtype, self.device, label)
+        return load_for_reading(str(Path(self.name).expanduser()), self.dtype, self.device, self.label)
 
     @cached_property
     def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """The model, in eval mode, and its tokenizer."""
-        return self.load(self.model)
+        """The model, in eval mode, and its tokenizer, kept."""
+        return self.load()
 
     @cached_property
     def folder(self) -> Path:
         """The folder of the model, which is downloaded if it is on the Hub."""
         from huggingface_hub import snapshot_download
 
-        path = Path(self.model).expanduser()
-        return path if path.is_dir() else Path(snapshot_download(self.model))
+        path = Path(self.name).expanduser()
+        return path if path.is_dir() else Path(snapshot_download(self.name))
+
+
+@dataclass
+class Texts:
+    """A model and the texts that it reads, whose documents are read at once, before torch is imported."""
+
+    model: Model
+    text: list[str]
+    column: str
+    sequence_length: int | None
+    max_tokens: int | None
+    batch_size: int
+    retriever: str | None
+
+    def __post_init__(self) -> None:
+        check_sources([] if self.retriever is None else [("retriever", self.retriever)])
+        self.documents = read_documents(self.text, self.column)
 
     @cached_property
-    def documents(self) -> dict[str, list[str]]:
-        """Documents of each text, by the text's name. What was not read is printed on standard error."""
-        from midus_hf.data.corpus import read_corpus
-
-        paths: dict[str, str] = {}
-        for text in self.text:
-            name, equals, path = text.partition("=")
-            if not equals or Path(text).exists():
-                name, path = Path(text).absolute().name, text
-            if not (name and path):
-                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
-            if name in paths:
-                raise ValueError(f"text {name!r} is given twice; expected each name once.")
-            paths[name] = path
-        column = self.column
-        return {name: read_corpus(path, key="text", text_column=column)[column][:] for name, path in paths.items()}
-
-    @cached_property
-    def text_rows(self) -> "list[TextRows]":
+    def rows(self) -> "list[TextRows]":
         """The texts as rows of tokens, with paths if there is a retriever."""
         from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
         from midus_hf.evaluation.text_rows import text_rows
 
-        model, tokenizer = self.loaded
-        lengths = {name: vars(self)[name] for name in ("sequence_length", "max_tokens")}
-        texts = [
-            text_rows(name, documents, tokenizer, model.config, **lengths)
-            for name, documents in self.documents.items()
-        ]
+        model, tokenizer = self.model.loaded
+        read = partial(text_rows, sequence_length=self.sequence_length, max_tokens=self.max_tokens)
+        texts = [read(name, documents, tokenizer, model.config) for name, documents in self.documents.items()]
         retriever = open_retriever(model, self.retriever)
         if retriever is not None:
-            return [
-                dataclasses.replace(text, paths=retriever.paths(self.documents[text.name]).cpu()) for text in texts
-            ]
+            paths = {name: retriever.paths(documents).cpu() for name, documents in self.documents.items()}
+            return [dataclasses.replace(text, paths=paths[text.name]) for text in texts]
         if fetches_blocks(model):
             print(
                 "texts fetch nothing from the model's bank; give --retriever with its tree of topics", file=sys.stderr
             )
         return texts
 
-    def _check_base(self) -> None:
-        """Check that `base` names a model, or that the model without added parts is its base."""
-        if self.base != "self":
-            check_model_name("base", self.base)
-            return
-        from midus_hf.files.outputs import has_config_entry
-        from upscalers.checkpoint.base_checkpoint import read_config
-        from upscalers.checkpoint.source import resolve_source
-        from upscalers.record.provenance import resized_vocabulary
-        from upscalers.runs.base_confirmation import keeps_base
 
-        with resolve_source(self.model) as source:
-            config = read_config(source.folder)
-        resized = resized_vocabulary(config) if has_config_entry(config) else None
-        if resized is not None:
-            before, size = resized
-            raise ValueError(
-                f"base is 'self', but the vocabulary of {self.model!r} was resized from {before:,} to {size:,} tokens since "
-                "it was upscaled; expected the base with this vocabulary. 'upscale strip' writes it: give its folder as base."
-            )
-        kept = keeps_base(self.model)
-        if not kept:
-            trained = "are not those that it was upscaled from: trained since, or cast"
-            why = trained if kept is False else "are of no known base"
-            raise ValueError(
-                f"base is 'self', but the base's weights in {self.model!r} {why}; expected the base itself. Give its folder as base."
-            )
+def read_documents(text: list[str], column: str) -> dict[str, list[str]]:
+    """Return the documents of each text, by the text's name. What was not read is printed on standard error."""
+    from midus_hf.data.corpus import read_corpus
+
+    paths: dict[str, str] = {}
+    for named in text:
+        name, equals, path = named.partition("=")
+        if not equals or Path(named).exists():
+            name, path = Path(named).absolute().name, named
+        if not (name and path):
+            raise ValueError(f"text is {named!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+        if name in paths:
+            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+        paths[name] = path
+    return {name: read_corpus(path, key="text", text_column=column)[column][:] for name, path in paths.items()}
+
+
+def names_of_tasks(tasks: str) -> list[str]:
+    """Return names that commas separate."""
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"tasks is {tasks!r}; expected names of tasks, separated by commas.")
+    return names
+
+
+def check_base(base: str, model: str) -> None:
+    """Check that `base` names a model, or, if it is `self`, that the model without added parts is its base."""
+    if base != "self":
+        check_model_name("base", base)
+        return
+    from midus_hf.files.outputs import has_config_entry
+    from upscalers.checkpoint.base_checkpoint import read_config
+    from upscalers.checkpoint.source import resolve_source
+    from upscalers.record.provenance import resized_vocabulary
+    from upscalers.runs.base_confirmation import keeps_base
+
+    with resolve_source(model) as source:
+        config = read_config(source.folder)
+    resized = resized_vocabulary(config) if has_config_entry(config) else None
+    if resized is not None:
+        before, size = resized
+        raise ValueError(
+            f"base is 'self', but the vocabulary of {model!r} was resized from {before:,} to {size:,} tokens since "
+            "it was upscaled; expected the base with this vocabulary. 'upscale strip' writes it: give its folder as base."
+        )
+    kept = keeps_base(model)
+    if not kept:
+        trained = "are not those that it was upscaled from: trained since, or cast"
+        why = trained if kept is False else "are of no known base"
+        raise ValueError(
+            f"base is 'self', but the base's weights in {model!r} {why}; expected the base itself. Give its folder as base."
+        )

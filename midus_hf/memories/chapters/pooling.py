@@ -155,85 +155,104 @@ def pool_chunks(
     """
     if states.shape[1] == 1:
         return _pool_step(states, places, sizes, kept)
-    batch, tokens, width = states.shape
-    device, compiling = states.device, torch.compiler.is_compiling()
     real = _real(states, places)
     count, total, before = _kept_of(states, kept)
     position = _positions(places, real, count)  # [B, T], in the document
     values = states.to(wide_dtype(states)) * (real & (position > 0)).unsqueeze(-1)
-    marks, every = _marks(places, states), torch.arange(batch * tokens, device=device)
-
-    guided = real & (position >= sizes.first)
-    begins = guided & sizes.begins(position)
-    if kept:  # the first token of a row may be in the middle of a chunk
-        begins = begins | (guided & (real.long().cumsum(1) == 1))
-    number = begins.flatten().cumsum(0)  # [B * T], of the last chunk that has begun
-    beginning = real & ~guided
-    if places.starts is None or compiling:
-        holds = places.starts is not None
-        num_chunks = sizes.most(tokens, batch, continues=bool(kept), holds_documents=holds)
-        num_beginning = batch * min(tokens, sizes.first)
-    else:
-        num_chunks, num_beginning = torch.stack([number[-1], beginning.sum()]).tolist()
-    all_chunks = num_chunks + 1
-
-    at = torch.where(begins.flatten(), number, 0)
-    first_tokens = torch.zeros(all_chunks, dtype=torch.int64, device=device).scatter_(0, at, every)
-    document = marks.flatten().cumsum(0) - 1
-    document_of = document[first_tokens].index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), -1)  # [N]
+    marks = _marks(places, states)
+    guided, number, first_tokens, num_beginning = _guided_chunks(places, sizes, real, position, bool(kept))
     start = sizes.start(position.flatten()[first_tokens])
-    following = (number + 1).clamp(max=all_chunks - 1)
-    follows = (number < number[-1]) & (document_of[following] == document)
-    into = _zeros(states, (all_chunks, width)).index_add(
-        0, torch.where(follows, following, 0), values.flatten(0, 1) * follows.unsqueeze(-1)
-    )
-    # Sums run over all documents. The sum of one document is a difference, in float64, so that others add no rounding error.
-    up_to = into.double().cumsum(0)  # [N, D]
-    is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
-    first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
-    sums = (up_to - up_to[(first_of_document - 1).clamp(min=0)]).to(values.dtype)
+    sums = _sums_before_chunks(values, marks, number, first_tokens)
     if kept:
-        row = first_tokens // tokens
+        row = first_tokens // real.shape[1]
         goes_on = (marks.cumsum(1) == 1).flatten()[first_tokens]  # in the first document of its row
         continues = goes_on & (start <= count[row])
         sums = torch.where(continues.unsqueeze(-1), before[row], sums + total[row] * goes_on.unsqueeze(-1))
-    unguided = torch.arange(all_chunks, device=device) == 0
+    unguided = torch.arange(first_tokens.shape[0], device=states.device) == 0
     means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
 
-    chunk_of_token = torch.where(guided.flatten(), number, 0).view(batch, tokens)
+    chunk_of_token = torch.where(guided.flatten(), number, 0).view(real.shape)
     counts = (
-        _zeros(states, (all_chunks,))
+        _zeros(states, (first_tokens.shape[0],))
         .index_add(0, chunk_of_token.flatten(), real.to(wide_dtype(states)).flatten())
         .float()
     )
-    if places.starts is not None and compiling:
+    if places.starts is not None and torch.compiler.is_compiling():
         segments = Segments(chunk_of_token)
     else:
         segments = padded(
             torch.where(real, chunk_of_token, -1),
             first_tokens,
-            min(sizes.size, tokens),
-            alike=beginning,
+            min(sizes.size, real.shape[1]),
+            alike=real & ~guided,
             alike_room=num_beginning,
             shrinks=places.starts is not None,
         )
     pooled = PooledStates(means, segments, counts, {})
     if not keeps:
         return pooled
-    index = torch.arange(tokens, device=device).expand(batch, tokens)
-    last = torch.where(real, index, 0).amax(1)  # [B]
+    rows = torch.arange(real.shape[0], device=states.device)
+    last = torch.where(real, torch.arange(real.shape[1], device=states.device), 0).amax(1)  # [B]
     has_token = real.any(1)
-    rows = torch.arange(batch, device=device)
     new_count = torch.where(has_token, position[rows, last] + 1, count)
-    document_of_row = marks.cumsum(1)  # [B, T]
-    is_last = document_of_row == document_of_row[:, -1:]
-    went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)
-    new_total = (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
+    new_total = _sums_of_last_documents(values, marks, total)
     next_start = sizes.start(new_count)
     new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[chunk_of_token[rows, last]])
     new_before = torch.where((next_start == 0).unsqueeze(-1), 0, new_before)
     new_before = torch.where(has_token.unsqueeze(-1), new_before, before)
     return pooled._replace(kept={"count": new_count, "total": new_total, "before": new_before})
+
+
+def _guided_chunks(
+    places: TokenPlaces, sizes: ChunkSizes, real: torch.Tensor, position: torch.Tensor, continues: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Return where guided chunks are.
+
+    They are: whether each token is in one, `[B, T]`; the number of the last one that has begun, from 1, `[B * T]`; the first token
+    of each segment, `[N]`, 0 for segment 0; and the number of tokens of first chunks, or the largest possible number.
+    """
+    batch, tokens = real.shape
+    guided = real & (position >= sizes.first)
+    begins = guided & sizes.begins(position)
+    if continues:  # the first token of a row may be in the middle of a chunk
+        begins = begins | (guided & (real.long().cumsum(1) == 1))
+    number = begins.flatten().cumsum(0)
+    holds = places.starts is not None
+    if holds and not torch.compiler.is_compiling():
+        num_chunks, num_beginning = torch.stack([number[-1], (real & ~guided).sum()]).tolist()
+    else:
+        num_chunks = sizes.most(tokens, batch, continues=continues, holds_documents=holds)
+        num_beginning = batch * min(tokens, sizes.first)
+    at, every = torch.where(begins.flatten(), number, 0), torch.arange(batch * tokens, device=real.device)
+    first_tokens = torch.zeros(num_chunks + 1, dtype=torch.int64, device=real.device).scatter_(0, at, every)
+    return guided, number, first_tokens, num_beginning
+
+
+def _sums_before_chunks(
+    values: torch.Tensor, marks: torch.Tensor, number: torch.Tensor, first_tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the values of each document's tokens before each chunk, `[N, D]`, of this pass alone."""
+    all_chunks, device = first_tokens.shape[0], values.device
+    document = marks.flatten().cumsum(0) - 1
+    document_of = document[first_tokens].index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), -1)  # [N]
+    following = (number + 1).clamp(max=all_chunks - 1)
+    follows = (number < number[-1]) & (document_of[following] == document)
+    into = _zeros(values, (all_chunks, values.shape[-1])).index_add(
+        0, torch.where(follows, following, 0), values.flatten(0, 1) * follows.unsqueeze(-1)
+    )
+    # Sums run over all documents. The sum of one document is a difference, in float64, so that others add no rounding error.
+    up_to = into.double().cumsum(0)  # [N, D]
+    is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
+    first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
+    return (up_to - up_to[(first_of_document - 1).clamp(min=0)]).to(values.dtype)
+
+
+def _sums_of_last_documents(values: torch.Tensor, marks: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the values of each row's last document, `[B, D]`, with the kept `total` if that began in an earlier pass."""
+    document_of_row = marks.cumsum(1)  # [B, T]
+    is_last = document_of_row == document_of_row[:, -1:]
+    went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)
+    return (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
 
 
 def _pool_step(

@@ -21,6 +21,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "avg-deus": {},
     "lesa": {"options": {"epochs": 1}},
     "opt-deus": {},
+    "stack": {"options": {"layers": ["0-1", "0-3", 2]}},
 }
 
 # Methods with the option `identity`, and its default.

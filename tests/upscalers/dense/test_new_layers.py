@@ -8,7 +8,17 @@ import yaml
 from tiny import WINDOW, prompt
 
 from midus_hf.cli.upscale import RunRequest
-from tests.upscalers.checkpoints import SMALL, layer, load, logits, read_tensors, same_bits, save_base, write_tensors
+from tests.upscalers.checkpoints import (
+    SMALL,
+    layer,
+    load,
+    logits,
+    read_tensors,
+    same_bits,
+    same_tensors,
+    save_base,
+    write_tensors,
+)
 from tests.upscalers.dense.requests import (
     OUTPUT_NORMS,
     PROMISING,
@@ -25,6 +35,7 @@ from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.plan.placements import place
 from upscalers.request.options import parse_options
+from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine
 
@@ -59,6 +70,27 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
         else:
             assert changed == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
             assert not any(actual[name].any() for name in changed)
+
+
+def test_a_stack_of_the_ranges_of_solar_has_its_bytes(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    upscale(base=base, method="solar", output=tmp_path / "solar", max_shard_size="40KB")
+    stacked = {"method": "stack", "options": {"layers": ["0-2", "1-3"]}}
+    upscale(base=base, output=tmp_path / "stack", max_shard_size="40KB", **stacked)
+    files = sorted(path.name for path in (tmp_path / "solar").glob("model*"))
+    assert len(files) > 2 and files == sorted(path.name for path in (tmp_path / "stack").glob("model*"))
+    assert all((tmp_path / "stack" / file).read_bytes() == (tmp_path / "solar" / file).read_bytes() for file in files)
+
+
+def test_a_stack_in_another_order_is_taken_down_again(native_family, shared_base, tmp_path):
+    base, layers = shared_base(native_family), ["2-3", "0-2"]
+    upscale(base=base, method="stack", options={"layers": layers}, output=tmp_path / "out")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in enumerate([2, 3, 0, 1, 2]):
+        expected = layer(old, source)
+        assert all(same_bits(tensor, expected[name]) for name, tensor in layer(new, index).items())
+    assert strip(tmp_path / "out", tmp_path / "back")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "back", base)
 
 
 S, F = "sliding_attention", "full_attention"

@@ -1,0 +1,77 @@
+"""Floating-point operations and parameters of a model, counted from its config alone."""
+
+import math
+from typing import Any
+
+from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN, SCALE_EMBEDDINGS, Backbone
+from midus_hf.memories.flops import ModelFlops, estimate_flops, values_read
+from upscalers.architecture.families import family_of
+from upscalers.architecture.layout import layout_of
+
+
+def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
+    """Count the floating-point operations of a model for one batch.
+
+    Args:
+        config: The raw `config.json`.
+        tokens: T, tokens per sequence.
+        batch: B, sequences in the batch. Default: 1.
+
+    Raises:
+        ValueError: If the type has other parts than are counted, or if the config, tokens or batch are refused.
+    """
+    model_type = config.get("model_type")
+    native = model_type.removeprefix(MEMORY_PREFIX) if isinstance(model_type, str) else None
+    if native not in PROVEN:
+        raise ValueError(
+            f"config has model_type = {model_type!r}; expected one of: {', '.join(PROVEN)}, or {MEMORY_PREFIX} and one of them."
+        )
+    layout = layout_of(config)
+    tensors = layout.backbone_layers[0].values()
+    biases = {tensor.role for tensor in tensors if len(tensor.shape) == 1}  # norms too, which have their own roles
+    norms = {tensor.role: tensor.shape[0] for tensor in tensors if tensor.role in ("query_norm", "key_norm")}
+    backbone = Backbone(
+        sizes=layout.sizes,
+        vocabulary=layout.outer["model.embed_tokens.weight"][0],
+        attention_bias="query" in biases,
+        output_bias="output_projection" in biases,
+        mlp_bias="down" in biases,
+        query_key_norm=(norms["query_norm"], norms["key_norm"]) if norms else None,
+        input_norms="mlp_norm" in biases,
+        output_norms="mlp_output_norm" in biases,
+        scales_embedding=native in SCALE_EMBEDDINGS,
+        caps_scores=bool(layout.values.get("attn_logit_softcapping")),
+        caps_logits=bool(layout.values.get("final_logit_softcapping")),
+    )
+    return estimate_flops(backbone, layout.memories, tokens, batch)
+
+
+def count_parameters(config: dict[str, Any]) -> dict[str, int]:
+    """Count the parameters of a model by the part of the model. A tied matrix counts once."""
+    family_of(config)  # which refuses types that are not read
+    layout = layout_of(config)
+    memories, sizes = layout.memories, layout.sizes
+    shapes = [*layout.outer.values(), *(tensor.shape for layer in layout.layers for tensor in layer.values())]
+    numbers = {"value": 0, "buffer": 0, "rest": 0}
+    read = 0
+    for entry in memories.entries:
+        tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
+        if entry.is_attached:
+            tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
+        for tensor in tensors:
+            numbers[tensor.role if tensor.role in numbers else "rest"] += math.prod(tensor.shape)
+        num_values = sum(math.prod(tensor.shape) for tensor in tensors if tensor.role == "value")
+        per_token = values_read(entry.options, sizes)
+        read += num_values if per_token is None else per_token * len(entry.layers)
+    backbone = sum(map(math.prod, shapes)) - sum(numbers.values())
+    embeddings = sum(math.prod(layout.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head"))
+    total, activated = backbone + numbers["value"] + numbers["rest"], backbone + numbers["rest"] + read
+    return {
+        "total": total,
+        "backbone": backbone,
+        "memory_values": numbers["value"],
+        "memory_rest": numbers["rest"],
+        "activated": activated,
+        "total_without_embeddings": total - embeddings,
+        "activated_without_embeddings": activated - embeddings,
+    }
