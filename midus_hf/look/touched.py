@@ -10,11 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.entries import TABLES, Memories
+from midus_hf.memories.ngram.certificate import sorted_tensors, texts_digest
 from midus_hf.memories.ngram.known import NgramTable
+from midus_hf.memories.ngram.tables import exact_tables
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.names import names_in
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.training.protection import compare_texts, exact_tables, sorted_tensors, texts_digest
+from midus_hf.training.protection import compare_texts
 
 HOW_TO_READ = (
     "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Up to the first "

@@ -5,10 +5,8 @@ keeps, from layer to layer, the hidden states of the model without the memory. B
 taken out of the table; afterwards the texts are computed with the memory and without, compared, and a certificate is written.
 """
 
-import contextlib
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +17,13 @@ from tqdm import tqdm
 
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.files.checkpoint_files import (
-    CARD_FILE,
-    CERTIFICATE,
-    CONFIG_FILE,
-    SINGLE_FILE,
-    TRAINED_FILE,
-    indexed_weights,
-)
+from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
-from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.ngram.known import TAKEN_OUT, NgramTable, known_ngrams
-from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.ngram.certificate import digests_of, texts_digest
+from midus_hf.memories.ngram.known import TAKEN_OUT, known_ngrams
+from midus_hf.memories.ngram.options import MOST_TOKENS
+from midus_hf.memories.ngram.tables import named_tables, take_out, trained_tables
 from midus_hf.models.layer import without_memories
 from midus_hf.saved_models import open_ended
 
@@ -39,9 +31,6 @@ _TOKENS_PER_PASS = 1024
 # N-grams taken out of a table that a line shows.
 _SHOWN = 4
 _HEADING = "## Protected texts\n"
-# Keys of a config that change when a model is only saved again.
-_OF_SAVING = ("transformers_version", "_name_or_path")
-
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
@@ -54,10 +43,10 @@ class Protection:
         self.counts: dict[str, dict[str, int]] = {}
         self._taken: dict[str, str] = {}
         every = [text for documents in read for text in documents]
-        for table in _trained_tables(model):
+        for table in trained_tables(model):
             known, ngrams = table.num_known, known_ngrams(table.keys_of(every, tokenizer)).to(table.ngrams.device)
             taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, ngrams)]
-            left = _take_out(model, table, ngrams)
+            left = take_out(model, table, ngrams)
             if not left:
                 raise ValueError(
                     f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
@@ -81,7 +70,7 @@ class Protection:
         path = checkpoint / TRAINED_FILE
         if not path.is_file():
             return
-        tables = _tables_of(model)
+        tables = named_tables(model)
         with safe_open(path, "pt") as file:
             for name in tables.keys() & set(file.keys()):
                 if not torch.equal(file.get_tensor(name), tables[name].cpu()):
@@ -104,7 +93,7 @@ class Protection:
                 )
             digest = texts_digest(documents)
             texts.append({"name": name, "documents": len(documents), "tokens": tokens, "sha256": digest})
-        tables, beside = _digests(folder, self.counts, self._tokenizer)
+        tables, beside = digests_of(folder, self.counts, self._tokenizer)
         certificate = {
             "texts": texts,
             "memories": {name: {**counts, "table_sha256": tables[name]} for name, counts in self.counts.items()},
@@ -196,147 +185,3 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
                         differing.append(number)
                         break
     return TextComparison(total, differing)
-
-
-def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> list[NgramTable]:
-    """Return the tables of all memories that read rows by known n-grams, from tensors by their names in the model."""
-    tables = []
-    for name, entry in memories.attached.items():
-        options = entry.options
-        if isinstance(options, NgramOptions) and options.table == "exact" and options.addressing == "content":
-            own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if f"{TABLES}.{name}." in each}
-            if "ngrams" not in own:
-                raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
-            tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
-    return tables
-
-
-def _tables_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in model.named_buffers() if f"{TABLES}." in name}
-
-
-def _trained_tables(model: Any) -> list[NgramTable]:
-    """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
-    memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    tables = [] if memories is None else exact_tables(memories, _tables_of(model))
-    tables = [table for table in tables if any(_is_of(each, table.memory) for each in trained)]
-    others = [each for each in trained if not any(_is_of(each, table.memory) for table in tables)]
-    if tables and not others:
-        return tables
-    what, reason = others[0] if others else "no memory", "which every text reads"
-    for entry in () if memories is None else memories.entries:
-        options = entry.options
-        if not entry.is_attached or any(_is_of(each, entry.name) for each in others):
-            what = f"{entry.name if entry.is_attached else 'an inserted layer'} ({options.type})"
-            reason = "which chooses rows by hidden states, and few texts read nearly all of them"
-            if isinstance(options, NgramOptions):
-                reason = (
-                    f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
-                )
-    raise ValueError(
-        f"protect is given, and {what} trains, {reason}; expected memories of known n-grams alone. Set trainable: new, and use a "
-        "model that was upscaled with --method engram --set table=exact."
-    )
-
-
-def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
-    """Take n-grams out of a memory's table, with their rows in all layers, and return how many are left."""
-    stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken)
-    left = int(stays.sum())
-    with torch.no_grad():
-        kept = table.ngrams[stays]
-        table.ngrams.fill_(TAKEN_OUT)
-        table.ngrams[:left] = kept
-        for layer in decoder_of(model).layers:
-            memory = getattr(layer, "memories", {})
-            if table.memory in memory and table.options.rows != 1:
-                values = memory[table.memory].value_table
-                rows = values[1:][stays.to(values.device)].clone()
-                values.zero_()
-                values[1 : 1 + left] = rows
-    return left
-
-
-def _is_of(name: str, memory: str) -> bool:
-    """Return whether a tensor's name is that of an attached memory or of its tables."""
-    return f".{ATTACHED}.{memory}." in name or f"{TABLES}.{memory}." in name
-
-
-def texts_digest(documents: Sequence[str]) -> str:
-    """Return the SHA-256 of documents, in their order, each with its length in front."""
-    digest = hashlib.sha256()
-    for document in documents:
-        content = document.encode("utf-8", errors="surrogatepass")
-        digest.update(len(content).to_bytes(8, "little") + content)
-    return digest.hexdigest()
-
-
-def _digests(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the SHA-256 of each memory's table in a saved model; and of what else certified texts depend on, by their keys."""
-    of_tables = {name: f"{TABLES}.{name}." for name in memories}
-    of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    kept = json.dumps({key: value for key, value in config.items() if key not in _OF_SAVING}, sort_keys=True)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    makes = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    return {name: _tensors_digest(folder, [part], True) for name, part in of_tables.items()}, {
-        "base_sha256": _tensors_digest(folder, of_all, False),
-        "config_sha256": hashlib.sha256(kept.encode()).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256(makes.encode()).hexdigest(),
-    }
-
-
-def _tensors_digest(folder: Path, parts: Sequence[str], is_read: bool) -> str:
-    """Return the SHA-256 of the tensors whose names have one of some parts, or none of them."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted_tensors(folder, lambda name: any(part in name for part in parts) is is_read):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a saved model whose names a function accepts, in the order of names."""
-    shards = [SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else sorted(indexed_weights(folder))
-    with contextlib.ExitStack() as opened:
-        file_of: dict[str, Any] = {}
-        for shard in shards:
-            file = opened.enter_context(safe_open(folder / shard, "pt"))
-            file_of |= dict.fromkeys(filter(is_read, file.keys()), file)
-        for name in sorted(file_of):
-            yield name, file_of[name].get_tensor(name)
-
-
-_CERTIFIED = {
-    "base_sha256": "a tensor beside the memory",
-    "config_sha256": "the config",
-    "tokenizer_sha256": "the tokenizer",
-}
-
-
-def read_certificate(folder: Path) -> dict[str, Any] | None:
-    """Return the certificate in the folder of a model, or None if there is none."""
-    path = folder / CERTIFICATE
-    if not path.is_file():
-        return None
-    try:
-        certificate: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
-        _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
-    except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
-    return certificate
-
-
-def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: Any) -> None:
-    """Refuse a certificate if the table, other tensors, the config or the tokenizer differ from what was certified."""
-    memories = certificate["memories"]
-    tables, beside = _digests(folder, memories, tokenizer)
-    differs = [f"the table of memory {name!r}" for name in memories if tables[name] != memories[name]["table_sha256"]]
-    differs += [what for key, what in _CERTIFIED.items() if certificate[key] != beside[key]]
-    if differs:
-        raise ValueError(
-            f"{folder / CERTIFICATE} does not fit the folder: {', '.join(differs)} changed since; expected what was certified. "
-            "Remove the certificate, or train with protect again."
-        )

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
 from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.memories.ngram.certificate import read_certificate
 from midus_hf.memories.ngram.known import TAKEN_OUT
 from midus_hf.memories.ngram.options import MOST_TOKENS
-from midus_hf.training.protection import compare_texts, read_certificate
+from midus_hf.training.protection import compare_texts
 from midus_hf.training.run import run_training
 from tests.tiny import FAMILIES, save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, tiny_config, tiny_tokenizer, write_corpus
@@ -93,7 +94,7 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.protection._take_out", lambda model, table, taken: 1)
+    monkeypatch.setattr("midus_hf.training.protection.take_out", lambda model, table, taken: 1)
     with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0, have other logits"):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()

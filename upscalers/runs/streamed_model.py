@@ -83,8 +83,9 @@ class StreamedModel(RunningModel):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         _fill_buffers_outside_checkpoints(model)
         super().__init__(model.eval(), path_of_last_leaf(config))
-        if self._path is not None:
-            self._model.banks.open(folder)
+        for service in getattr(self._model.base_model, "services", {}).values():
+            if not getattr(service, "runs_passes", False):
+                service.after_loading(folder, {})
         attach_align_device_hook(
             self._model,
             execution_device=torch.device("cpu"),

@@ -44,6 +44,7 @@ class OpensPacks(BankService, States):
 
     key = "packs"
     is_required = True
+    runs_passes = True
     files = (GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):

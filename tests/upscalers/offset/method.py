@@ -1,0 +1,13 @@
+"""The method that attaches the memory."""
+
+from tests.upscalers.offset.options import OffsetOptions
+from upscalers.methods.contract import register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
+
+
+@register_method("offset")
+class OffsetMethod(AttachedMemoryMethod):
+    summary = "a vector behind a layer, in a file beside the weights"
+    paper = None
+    identity = True
+    memory_options = OffsetOptions

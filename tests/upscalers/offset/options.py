@@ -1,0 +1,17 @@
+"""Options of the memory: there is nothing to choose."""
+
+from dataclasses import dataclass
+
+from midus_hf.memories.options import MemoryOptions
+from midus_hf.memories.registry import register_memory
+
+
+@register_memory("offset")
+@dataclass(kw_only=True)
+class OffsetOptions(MemoryOptions):
+    """Options of a vector that lies beside the weights."""
+
+    sites = ("behind-layer",)
+
+    def tensors(self, sizes):
+        return {}

@@ -1,0 +1,88 @@
+"""A memory with a bank is its folder and its method: what handles checkpoints takes every bank along, and knows none."""
+
+import json
+
+import pytest
+import torch
+from tiny import prompt
+from transformers import AutoModelForCausalLM
+
+from midus_hf.memories.registry import MEMORY_TYPES
+from tests.upscalers.checkpoints import save_base
+from upscalers.edits.banks import files_beside_banks
+from upscalers.methods.contract import METHODS
+from upscalers.request.errors import RequestError
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+FILE = "memory_bank/offset/vector.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offset():
+    from tests.upscalers.offset import method
+
+    yield method
+    del METHODS["offset"], MEMORY_TYPES["offset"]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """The folder of a base, and that of a model with the memory whose vector is not zero."""
+    base = save_base(tmp_path / "base")
+    report = upscale(base=base, method="offset", output=tmp_path / "at_first", options={"layers": [1]})
+    assert report.identity.max_abs_diff == 0.0 and report.parameters.bank == 32
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "at_first")
+    before = model.model.services["offset"].digest()
+    model.model.services["offset"].vectors["offset"] += torch.linspace(-1, 1, 32)
+    assert before != model.model.services["offset"].digest()
+    with pytest.raises(
+        ValueError, match="this model has a bank beside its weights, which an upload by Transformers would"
+    ):
+        model.push_to_hub("me/offset")
+    model.save_pretrained(tmp_path / "made")
+    (tmp_path / "made" / "upscale.json").write_bytes((tmp_path / "at_first" / "upscale.json").read_bytes())
+    return base, tmp_path / "made"
+
+
+def logits(folder):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(prompt()).logits
+
+
+def test_its_bank_is_created_opened_saved_copied_and_taken_away(made, tmp_path):
+    base, model = made
+    content = (model / FILE).read_bytes()
+    assert not torch.equal(logits(model), logits(base))
+    upscale(base=model, method="llama-pro", output=tmp_path / "deeper", num_new_layers=1)
+    assert (tmp_path / "deeper" / FILE).read_bytes() == content
+    assert torch.equal(logits(tmp_path / "deeper"), logits(model))
+    strip(tmp_path / "deeper", tmp_path / "stripped")
+    assert (tmp_path / "stripped" / FILE).read_bytes() == content
+    strip(tmp_path / "stripped", tmp_path / "base_again")
+    assert not (tmp_path / "base_again" / "memory_bank").exists()
+    assert torch.equal(logits(tmp_path / "base_again"), logits(base))
+    assert inspect_checkpoint(model)["parameters"]["bank"] == 32
+    assert model / FILE not in files_beside_banks(model)
+
+
+def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):
+    base, model = made
+    options = {"layers": [1]}
+    upscale(base=base, method="offset", output=model, options=options, overwrite=True)
+    (model / "memory_bank" / "offset" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        RequestError, match=r"holds what no checkpoint has, .*: memory_bank/offset/notes.txt; expected"
+    ):
+        upscale(base=base, method="offset", output=model, options=options, overwrite=True)
+    (model / FILE).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(
+        RequestError, match=r"memory_bank/offset/vector.safetensors of .* is a Git LFS pointer, not the file"
+    ):
+        upscale(base=model, method="solar", output=tmp_path / "x")
+
+
+def test_its_config_names_it_as_any_other(made):
+    (entry,) = json.loads((made[1] / "config.json").read_text())["memory"]
+    assert (entry["type"], entry["layers"]) == ("offset", [1])
