@@ -1,26 +1,19 @@
 """Code to run, train and measure models that `upscalers` has upscaled.
 
-Importing this package makes model types such as `midus_llama` known to the Auto classes of transformers. Their classes are imported
-when a config names a type. Until then neither torch nor transformers is imported, so `midus_hf.config` and `midus_hf.files` are
-imported in milliseconds.
+Importing this package makes model types such as `midus_llama` known to the Auto classes of transformers (`lazy_registration.py`),
+without importing transformers or torch.
 """
 
 import importlib
-import sys
-import warnings
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.lazy_registration import register_lazily
 from midus_hf.version import __version__
 
 if TYPE_CHECKING:
     from midus_hf import memories, models
 
 __all__ = ["__version__", "memories", "models"]
-
-# The module of transformers with the table in which Auto classes look types up.
-_TABLE = "transformers.models.auto.configuration_auto"
 
 
 def __getattr__(name: str) -> Any:
@@ -29,67 +22,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _Types(dict):
-    """Config classes by type, beside the classes of transformers: a type with memory brings its classes when it is looked up."""
-
-    def __contains__(self, model_type: object) -> bool:
-        self._bring(model_type)
-        return super().__contains__(model_type)
-
-    def __getitem__(self, model_type: str) -> Any:
-        self._bring(model_type)
-        return super().__getitem__(model_type)
-
-    def _bring(self, model_type: object) -> None:
-        if isinstance(model_type, str) and model_type.startswith("midus_") and not super().__contains__(model_type):
-            importlib.import_module(f"{__name__}.models").host_named_type(model_type)
-
-
-class _Finder:
-    """A finder of the module with the table, which replaces the table's extra content as soon as the module is loaded."""
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _TABLE:
-            return None
-        # All other finders are called, not only Python's own, since other packages' import hooks are among them.
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
-        if spec is not None and spec.loader is not None:
-            loader = spec.loader
-            load = loader.exec_module
-
-            def load_and_extend(module: ModuleType) -> None:
-                del loader.exec_module  # a loader may load other modules too
-                load(module)
-                _extend(module)
-
-            loader.exec_module = load_and_extend  # type: ignore[method-assign]
-        return spec
-
-
-def _extend(table: ModuleType) -> None:
-    """Let the table take types with memory, and stop waiting for the table."""
-    _stop_waiting()
-    # The extra content has no public name (seen in transformers 5.17 to 5.24).
-    content = getattr(table.CONFIG_MAPPING, "_extra_content", None)
-    if isinstance(content, dict):
-        table.CONFIG_MAPPING._extra_content = _Types(content)
-    else:
-        warnings.warn(
-            f"midus_hf {__version__} does not find where this version of transformers keeps further types, so AutoModel knows no "
-            "type with memory; import midus_hf.models for the families, or install a version of transformers that was tried.",
-            stacklevel=2,
-        )
-
-
-def _stop_waiting() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]
-
-
-_stop_waiting()  # removes the finder of an earlier load, if this module is reloaded
-# The import waits for a thread that is loading the table.
-_table = importlib.import_module(_TABLE) if _TABLE in sys.modules else None
-if _table is not None and hasattr(_table, "CONFIG_MAPPING"):
-    _extend(_table)
-else:
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+register_lazily()

@@ -42,3 +42,15 @@ class Backbone:
     scales_embedding: bool
     caps_scores: bool
     caps_logits: bool
+
+
+# Names of a layer's projections in the families' code, by the role of the projection.
+PROJECTION_NAMES = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output_projection": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}

@@ -7,8 +7,8 @@ from typing import Any
 
 from midus_hf.look.watched_models import depth_heads, held_hooks, hosted_memories
 from midus_hf.memories.entries import NO_MEMORIES, Memories
+from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.layer import without_memories
 
 
 @dataclass(frozen=True)

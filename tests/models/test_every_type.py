@@ -21,6 +21,7 @@ from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
 from midus_hf.memories.hosting import heads, parts, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs
+from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import MissingPart
 from midus_hf.memories.hosting.sites import ChangesProjections
 from midus_hf.models import families
@@ -30,7 +31,6 @@ from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
-from midus_hf.models.layer import HostLayer
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 

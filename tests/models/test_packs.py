@@ -11,10 +11,10 @@ from models.upscaled import upscaled_model
 from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.packs.glossary import Entry
 from midus_hf.models import FAMILIES
-from midus_hf.models.layer import without_memories
 
 TOKENIZER = tiny_tokenizer()
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.models.inference.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
 from midus_hf.models.inference.tiny import tiny_model
 
-_PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+_PROJECTIONS = {PROJECTION_NAMES[role]: role for role in ("query", "key", "value")}
 _HEAD_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "query_norm"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "key_norm"),

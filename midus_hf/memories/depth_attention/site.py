@@ -9,9 +9,9 @@ from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slo
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Rotation, host_of_heads, rotated, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey
+from midus_hf.memories.hosting.layer import HostLayer, LayerCall, read_by
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
-from midus_hf.memories.hosting.site import LayerCall, read_by
 from midus_hf.memories.hosting.sites import InsideAttention
 
 # A key and a value per key/value head and token, both `[B, K, T, d]`.
@@ -31,7 +31,7 @@ class DepthHeads(InsideAttention):
         memories: Memories of the model.
     """
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
@@ -49,7 +49,7 @@ class DepthHeads(InsideAttention):
         host_of_heads(layer).changes.insert(
             0, self
         )  # other memories change what heads make of the sequence and the depth
-        self.hook(layer.feed_forward_name, self.write_slots)
+        self.hook(layer.feed_forward_path, self.write_slots)
 
     @property
     def is_active(self) -> bool:

@@ -27,18 +27,6 @@ def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
     return {CACHE: past_key_values, "cache": cache}
 
 
-# Names of a layer's projections in the families' code, by the role of the projection.
-PROJECTION_NAMES = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output_projection": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-}
-
-
 class MissingPart(ValueError):
     """A layer without the part at which a memory is to be.
 

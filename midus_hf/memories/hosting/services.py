@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.parts import CACHE, PROJECTION_NAMES
+from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.service import Service
 from midus_hf.memories.hosting.state import MemoryState, not_croppable, refuse_one_row, states_in
 from midus_hf.memories.hosting.token_places import TokenPlaces, token_places

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import host_of_heads, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
-from midus_hf.memories.hosting.parts import PROJECTION_NAMES
-from midus_hf.memories.hosting.site import Site, first_of, read_by, with_first
+from midus_hf.memories.hosting.layer import HostLayer, Site, first_of, read_by, with_first
 
 
 class ChangesProjections(Site):
@@ -49,7 +49,7 @@ class InsideAttention(Site):
     name = "inside-attention"
 
     @staticmethod
-    def is_missing(layer: Any) -> bool:
+    def is_missing(layer: HostLayer) -> bool:
         """Return whether the layer has another attention than the family's."""
         return layer.lacks_attention
 
@@ -57,7 +57,7 @@ class InsideAttention(Site):
 class AttentionAdapters(InsideAttention, ChangesProjections):
     """Memories that change the outputs of projections of attention."""
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         self.hook_projections(layer.mixer_name)
 
@@ -65,7 +65,7 @@ class AttentionAdapters(InsideAttention, ChangesProjections):
 class AttentionHeads(InsideAttention):
     """Memories that change the output of attention heads, made one after another."""
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         host_of_heads(layer).changes.append(self)
 
@@ -94,13 +94,13 @@ class BehindAttention(Site):
 
     name = "behind-attention"
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         # The last part before the mixer's output is added to the residual stream.
         self.hook(layer.attention_output_norm or layer.mixer_name, self.add)
 
     @staticmethod
-    def is_missing(layer: Any) -> bool:
+    def is_missing(layer: HostLayer) -> bool:
         """Return whether the layer has no mixer, or does not add its output to the residual stream."""
         return not layer.mixer_name or not layer.adds_mixer
 
@@ -116,12 +116,12 @@ class InsideFeedForward(ChangesProjections):
 
     name = "inside-ffn"
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        self.hook_projections(layer.feed_forward_name)
+        self.hook_projections(layer.feed_forward_path)
 
     @staticmethod
-    def is_missing(layer: Any) -> bool:
+    def is_missing(layer: HostLayer) -> bool:
         """Return whether the layer has another feed-forward network than the family's dense one."""
         return layer.mlp_class is None or not isinstance(layer.feed_forward_part, layer.mlp_class)
 
@@ -131,12 +131,12 @@ class BesideFeedForward(Site):
 
     name = "beside-ffn"
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        self.hook(layer.feed_forward_name, self.add)
+        self.hook(layer.feed_forward_path, self.add)
 
     @staticmethod
-    def is_missing(layer: Any) -> bool:
+    def is_missing(layer: HostLayer) -> bool:
         """Return whether the layer has no feed-forward network."""
         return layer.feed_forward_part is None
 
@@ -154,7 +154,7 @@ class Skip(Site):
 
     name = "skip"
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         self._added = tuple(
             CarriedKey(entry.name, read)
@@ -162,7 +162,7 @@ class Skip(Site):
             for read in skips_into(entry, layer.layer_idx)
         )
         if "skip" in layer.sites.values():
-            self.hook(layer.feed_forward_name, self.read)
+            self.hook(layer.feed_forward_path, self.read)
 
     @staticmethod
     def concerns(entry: MemoryEntry, layer: int) -> bool:
@@ -170,7 +170,7 @@ class Skip(Site):
         return layer in (*entry.layers, *entry.into)
 
     @staticmethod
-    def is_missing(layer: Any) -> bool:
+    def is_missing(layer: HostLayer) -> bool:
         """Return whether a layer at which a memory reads has no feed-forward network."""
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.outputs import atomic_write
-from midus_hf.memories.hosting.site import CopiedLock
+from midus_hf.memories.hosting.layer import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
 # Names and texts that are tokenised together.

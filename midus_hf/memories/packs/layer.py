@@ -7,6 +7,7 @@ import torch
 
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import host_of_heads
+from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.hosting.state import without_last
@@ -27,7 +28,7 @@ class PackedHeads(InsideAttention):
         memories: Memories of the model.
     """
 
-    def __init__(self, layer: Any, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
         self.memory = next(entry.name for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         host_of_heads(layer).changes.insert(0, self)
@@ -40,7 +41,8 @@ class PackedHeads(InsideAttention):
         query, key, value, mask = heads
         inputs = layer.inputs_of(self.memory, call.memory_inputs)
         if isinstance(inputs["packs"], Recording):  # also where the layer skips the memory
-            inputs["packs"].note(layer.memories[self.memory].index, module, key, value, call.rotation)
+            memory: Any = layer.memories[self.memory]
+            inputs["packs"].note(memory.index, module, key, value, call.rotation)
             return own(module, *heads, **kwargs)
         if self.memory not in layer.sites:
             return own(module, *heads, **kwargs)

@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
 )
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.memories.hosting.block import MemoryBlock
+from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
-from midus_hf.models.layer import HostLayer
 from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
 
 

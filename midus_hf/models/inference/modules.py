@@ -252,11 +252,11 @@ from {modeling} import (
 {names}
 )
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.memories.hosting.block import MemoryBlock
+from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
-from midus_hf.models.layer import HostLayer
 {shared}{mixins}
 
 class Midus{family}Config(MemoryConfig, {config}):

@@ -1,6 +1,6 @@
 """Decoder layer that is inserted for a memory."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -34,7 +34,7 @@ class MemoryBlock(LayerNames):
         Raises:
             ValueError: If the layer has no attention whose heads a memory can read.
         """
-        self.layer_idx = layer_idx
+        self.layer_idx, layer = layer_idx, cast(Any, self)
         entry = memories.inserted[layer_idx]
         options = entry.options
         assert isinstance(options, InsertedOptions)
@@ -42,11 +42,11 @@ class MemoryBlock(LayerNames):
         self.output_norm = self.attention_output_norm if options.output_projection else None
         for name in [
             name
-            for name, _ in self.named_children()
+            for name, _ in layer.named_children()
             if name not in (self.attention_name, self.attention_norm, self.output_norm)
         ]:
             delattr(self, name)
-        for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
+        for name in [*layer._parameters, *layer._buffers]:  # such as Gemma 4's factor of a layer's output
             delattr(self, name)
         attention: Any = getattr(self, self.attention_name)
         if self.block_attention is None or not isinstance(attention, self.block_attention):
@@ -64,7 +64,7 @@ class MemoryBlock(LayerNames):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         memory_inputs: MemoryInputs | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Return the residual stream behind this layer. Arguments that are not listed here are the family layer's.
 
@@ -94,7 +94,7 @@ class MemoryBlock(LayerNames):
 class _NoProjection:
     """Stand-in for a removed projection. A module would not do: PEFT would find a module for a LoRA on every `o_proj`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution
 
     def __call__(self, heads_output: torch.Tensor) -> torch.Tensor:
