@@ -49,7 +49,7 @@ class DepthHeads(InsideAttention):
         host_of_heads(layer).changes.insert(
             0, self
         )  # other memories change what heads make of the sequence and the depth
-        self.hook(layer.feed_forward_path, self.write_slots)
+        self.hook(str(layer.feed_forward_name), self.write_slots)
 
     @property
     def is_active(self) -> bool:

@@ -25,7 +25,7 @@ class BankService(Service):
 
     #: Patterns of the files that are needed of a checkpoint on the Hub.
     files: ClassVar[tuple[str, ...]] = (f"{BANKS_FOLDER}/**",)
-    #: Whether what is read of an open bank are passes of the model, within a pass.
+    #: Whether reading an open bank runs passes of the model.
     runs_passes: ClassVar[bool] = False
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):

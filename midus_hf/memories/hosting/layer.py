@@ -75,8 +75,8 @@ class HostLayer(LayerNames):
     layer_inputs: tuple[CarriedKey, ...] = ()
     layer_outputs: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
-    # Of the layer: its index; by the name of each memory, its site and its class; and the sites that act.
     layer_idx: int
+    # The site of each memory by name, which every pass looks up: a memory that is taken out of this is skipped.
     sites: dict[str, str]
     classes: dict[str, type[MemoryModule]]
     attached: list["Site"]
@@ -98,7 +98,6 @@ class HostLayer(LayerNames):
             entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
             for entry in entries
         }
-        # The site of each memory by name, which every pass looks up: a memory that is taken out of this is passed by.
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
@@ -162,12 +161,7 @@ class HostLayer(LayerNames):
     @property
     def feed_forward_part(self) -> Any:
         """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
-        return getattr(self, self.feed_forward_path, None)
-
-    @property
-    def feed_forward_path(self) -> str:
-        """Name of the child that is the feed-forward network; empty if there is none."""
-        return self.feed_forward_name or ""
+        return getattr(self, self.feed_forward_name or "", None)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
@@ -196,11 +190,8 @@ class HostLayer(LayerNames):
                 output = site.behind(output)
         finally:
             self.calls.current = before
-        return (
-            (output, *(carried.get(key) for key in self.layer_outputs))
-            if self.layer_inputs or self.layer_outputs
-            else output
-        )
+        for_later = tuple(carried.get(key) for key in self.layer_outputs)
+        return (output, *for_later) if self.layer_inputs or for_later else output
 
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Return the names of this layer's memories at a site that have something to do in this pass."""

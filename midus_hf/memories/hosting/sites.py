@@ -118,7 +118,7 @@ class InsideFeedForward(ChangesProjections):
 
     def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        self.hook_projections(layer.feed_forward_path)
+        self.hook_projections(str(layer.feed_forward_name))
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
@@ -133,7 +133,7 @@ class BesideFeedForward(Site):
 
     def __init__(self, layer: HostLayer, config: Any, memories: Memories):
         super().__init__(layer, config, memories)
-        self.hook(layer.feed_forward_path, self.add)
+        self.hook(str(layer.feed_forward_name), self.add)
 
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
@@ -162,7 +162,7 @@ class Skip(Site):
             for read in skips_into(entry, layer.layer_idx)
         )
         if "skip" in layer.sites.values():
-            self.hook(layer.feed_forward_path, self.read)
+            self.hook(str(layer.feed_forward_name), self.read)
 
     @staticmethod
     def concerns(entry: MemoryEntry, layer: int) -> bool:

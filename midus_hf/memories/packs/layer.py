@@ -41,8 +41,7 @@ class PackedHeads(InsideAttention):
         query, key, value, mask = heads
         inputs = layer.inputs_of(self.memory, call.memory_inputs)
         if isinstance(inputs["packs"], Recording):  # also where the layer skips the memory
-            memory: Any = layer.memories[self.memory]
-            inputs["packs"].note(memory.index, module, key, value, call.rotation)
+            inputs["packs"].note(layer.memories[self.memory].index, module, key, value, call.rotation)  # type: ignore[arg-type]
             return own(module, *heads, **kwargs)
         if self.memory not in layer.sites:
             return own(module, *heads, **kwargs)
