@@ -101,10 +101,20 @@ def run_training(
             model, report = _freeze(model, arguments)
             dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
-                _print_start(report, arguments, checkpoint)
+                print(report)
+                if arguments.lacks_bf16:
+                    print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
+                if checkpoint is not None:
+                    print(f"going on from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
-            _check_trainer(trainer, checkpoint, protection)
+            if checkpoint is not None:
+                check_checkpoint(trainer, checkpoint)
+            if protection is not None and shares_parameters(trainer):
+                raise ValueError(
+                    "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
+                    "Start the run with configs/accelerate/ddp.yaml."
+                )
         num_sequences = len(trainer.train_dataset)
         least_steps = _choose_epochs(arguments, num_sequences)
         stop = GracefulStop(trainer.largest)
@@ -116,7 +126,7 @@ def run_training(
             _train(trainer, checkpoint, output)
             if stop.signal_number:
                 raise RunInterrupted(_how_to_go_on(trainer, output), stop.signal_number)
-            trainer.log({"trained_parameters": _num_trained(trainer), "peak_memory_bytes": peak_memory_bytes()})
+            trainer.log(_totals(trainer))
             failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
             if protection is not None and is_main:
                 stop.release()  # the model is saved, so that a signal may end this at once
@@ -169,14 +179,6 @@ def _freeze(model: PreTrainedModel, arguments: MemoryArguments) -> tuple[Any, st
     return add_adapters(model, arguments.adapters)
 
 
-def _print_start(report: str, arguments: MemoryArguments, checkpoint: Path | None) -> None:
-    print(report)
-    if arguments.lacks_bf16:
-        print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
-    if checkpoint is not None:
-        print(f"going on from {checkpoint}")
-
-
 def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None) -> Protection | None:
     """Take the n-grams of protected texts out of the model's tables, and print how many are left; None if no text is protected."""
     if not arguments.protect:
@@ -214,16 +216,6 @@ def _why_not_made(error: Exception) -> str:
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
-def _check_trainer(trainer: Any, checkpoint: Path | None, protection: Protection | None) -> None:
-    if checkpoint is not None:
-        check_checkpoint(trainer, checkpoint)
-    if protection is not None and shares_parameters(trainer):
-        raise ValueError(
-            "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
-            "Start the run with configs/accelerate/ddp.yaml."
-        )
-
-
 def _choose_epochs(arguments: Any, num_sequences: int) -> int:
     """Raise `num_train_epochs` where nobody gave it and it is too few for the least number of steps; return that number, or 0."""
     least_steps: int = arguments.least_steps
@@ -258,13 +250,11 @@ def _how_to_go_on(trainer: Any, output: Path) -> str:
     return f"interrupted after step {step:,}; {way}"
 
 
-def _num_trained(trainer: Any) -> int:
+def _totals(trainer: Any) -> dict[str, int]:
+    """Return the number of trained parameters, and what PyTorch has allocated on a GPU at most, else the process's memory."""
     trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
-    return trained + sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
-
-
-def peak_memory_bytes() -> int:
-    """Return what PyTorch has allocated on a GPU at most; without a GPU, the largest resident memory of this process."""
+    trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated()
+    return {"trained_parameters": trained, "peak_memory_bytes": peak}

@@ -1,6 +1,6 @@
 """What a run trains on and measures: the corpus and held-out texts as packed sequences."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,12 @@ class RunTexts(NamedTuple):
 def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
     """Return the corpus and the held-out texts as sequences of `arguments.sequence_length` tokens."""
     length, column = arguments.sequence_length, arguments.path_column
-    banks = _banks(config, arguments.tree)
+    banks: dict[str, BankLayout] = block_layouts(config.memories()) if isinstance(config, MemoryConfig) else {}
+    if arguments.tree is not None:
+        from midus_hf.topics.tree import folder_of_tree
+
+        roots = growth_of(folder_of_tree(Path(arguments.tree).expanduser()))["roots"]
+        banks = {name: layout.with_roots(roots) for name, layout in banks.items()}
     options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
     options["vocab_size"] = config.get_text_config().vocab_size
 
@@ -69,14 +74,3 @@ def read_held_out(
             print_note(f"{key}: {packed.phrase(length)}")
         held_out[name] = packed.sequences
     return held_out
-
-
-def _banks(config: PreTrainedConfig, tree: str | None) -> Mapping[str, BankLayout]:
-    """Return the layouts of a model's banks, with the nodes of the first level that a run's tree has grown."""
-    banks: dict[str, BankLayout] = block_layouts(config.memories()) if isinstance(config, MemoryConfig) else {}
-    if tree is None:
-        return banks
-    from midus_hf.topics.tree import folder_of_tree
-
-    roots = growth_of(folder_of_tree(Path(tree).expanduser()))["roots"]
-    return {name: layout.with_roots(roots) for name, layout in banks.items()}
