@@ -59,8 +59,10 @@ def compare_models(
     progress.stage("comparing with the base", steps, "layers and heads")
     try:
         model = _running(base, base.folder, base.tensors, torch_dtype)
-        tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
-        base_logits = model.logits(tokens, remember).flatten(0, 1)
+        known = plan.new_rows.start or model.vocab_size
+        tokens = torch.randint(0, known, (_BATCH, _TOKENS), generator=generator)
+        base_logits = _of_base(model.logits(tokens, remember).flatten(0, 1), plan, model.vocab_size)
+        vocab_size = model.vocab_size
         del model  # its weights may all be in memory
     except Exception as error:
         raise RequestError(
@@ -71,7 +73,7 @@ def compare_models(
     base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
     try:
         model = _running(base, folder, tensors, torch_dtype)
-        new_logits = model.logits(tokens, follow).flatten(0, 1)
+        new_logits = _of_base(model.logits(tokens, follow).flatten(0, 1), plan, vocab_size)
     except VerificationError:
         raise
     except Exception as error:
@@ -112,7 +114,13 @@ def compare_models(
     sides = f"base and result in {stored}"
     if stored != run_in:
         sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
-    return Identity("logits", largest, sides), divergence
+    return Identity("logits of the base's tokens" if plan.new_rows else "logits", largest, sides), divergence
+
+
+def _of_base(logits: torch.Tensor, plan: Plan, vocab_size: int) -> torch.Tensor:
+    """Return the logits of the base's tokens, `[..., V]`: all without those of new tokens, which may replace rows of padding."""
+    new = plan.new_rows
+    return torch.cat([logits[..., : new.start], logits[..., new.stop : vocab_size]], dim=-1) if new else logits
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:
