@@ -182,17 +182,21 @@ def test_beside_adapters_peft_trains_the_rows(tied, spoken, tmp_path):
     ] == [list(NEW)] * len(before)
 
 
-def test_midus_train_trains_them_and_strip_gives_the_base(spoken, tmp_path, capsys):
-    base, out = spoken(size=48), tmp_path / "out"
+@pytest.mark.parametrize("keys", [{}, {"bf16": True, "optim": "adafactor"}, {"adapters": {"r": 2}}], ids=str)
+def test_midus_train_trains_them_and_strip_gives_the_base(keys, spoken, tmp_path, capsys):
+    base, out = spoken(size=48, dtype=torch.bfloat16 if "bf16" in keys else torch.float32), tmp_path / "out"
     with_tokens(base, out)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a wxyz of a <|tool|> " * 60)
-    TrainingRun(tiny_config(out, tmp_path / "texts", tmp_path / "trained", max_steps=3, weight_decay=0.5)).execute()
-    assert "in the rows of 3 new tokens" in capsys.readouterr().out
-    name = "model.embed_tokens.weight"
-    assert not torch.equal(read_tensors(tmp_path / "trained")[name], read_tensors(out)[name])
-    assert strip(tmp_path / "trained", tmp_path / "stripped")["base_confirmed"] is True
-    assert same_tensors(tmp_path / "stripped", base)
+    run = tiny_config(out, tmp_path / "texts", tmp_path / "trained", max_steps=3, weight_decay=0.5, **keys)
+    TrainingRun(run).execute()
+    told = "what is new in the model" if "adapters" in keys else "in the rows of 3 new tokens"
+    assert told in capsys.readouterr().out
+    before, after = read_tensors(out), read_tensors(tmp_path / "trained")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert {*(before[name] != after[name]).any(1).nonzero().flatten().tolist()} == {*NEW}
+    assert strip(tmp_path / "trained", tmp_path / "stripped")["base_confirmed"] is ("adapters" not in keys)
+    assert same_tensors(tmp_path / "stripped", base) is ("adapters" not in keys)
 
 
 @pytest.mark.parametrize("sharing", ["is_fsdp_enabled", "is_deepspeed_enabled"])

@@ -78,6 +78,8 @@ class Method(ABC):
     trainable: ClassVar[Literal["new", "all"]] = "new"
     #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
+    #: Whether the upscaled model's tokenizer cuts texts as the base's does.
+    keeps_tokens: ClassVar[bool] = True
     #: Whether the upscaled model is deeper than the base.
     adds_layers: ClassVar[bool] = True
 

@@ -58,6 +58,7 @@ class Vocabulary(Method):
     identity_except = "the logits of new tokens"
     default_placement = None
     adds_layers = False
+    keeps_tokens = False
 
     def __init__(self, options: VocabularyOptions):
         super().__init__(options)
