@@ -163,7 +163,7 @@ class Vocabulary(Method):
             tokens, texts, remarks = _lacking(source, tokenizer)
             if not tokens:
                 raise RequestError(
-                    f"{source} has no token that the base's tokenizer lacks; expected some. Leave it out."
+                    f"{source} has no token that the base's tokenizer lacks; expected some. Name another one."
                 )
         else:
             from tokenizers import AddedToken
