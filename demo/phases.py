@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.training.checkpoints import latest_whole
 
 # Lies in the folder of a demonstration, and says which phases have ended.
@@ -126,7 +126,7 @@ class Phases:
                 f"demo: the command above failed with exit status {status}; the same command begins again with it."
             )
         if output is not None:
-            with whole_file(output) as partial:
+            with atomic_write(output) as partial:
                 partial.write_text(printed, encoding="utf-8")
         phase["ended"] = True
         self._write()
@@ -137,7 +137,7 @@ class Phases:
         self._write()
 
     def _write(self) -> None:
-        with whole_file(self._file) as partial:
+        with atomic_write(self._file) as partial:
             partial.write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from midus_hf.look.page import Section, TableOfWords, write_page
+from midus_hf.look.page import Section, TextTable, write_page
 from midus_hf.look.pictures import as_png, curves, draw_panels
 
 _TITLE = "Head-wise memory in a pretrained model"
@@ -83,7 +83,7 @@ def _losses(events: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, 
     return [(event["num_input_tokens_seen"] / 1000, event[key]) for event in events if key in event]
 
 
-def _models_table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfWords:
+def _models_table(models: dict[str, dict], samples: dict[str, dict]) -> TextTable:
     head = ["", "perplexity of held-out addresses", "parameters", "generated tokens/s"]
     rows = [
         [
@@ -94,27 +94,25 @@ def _models_table(models: dict[str, dict], samples: dict[str, dict]) -> TableOfW
         ]
         for name, model in models.items()
     ]
-    return TableOfWords("Before and after", head, rows)
+    return TextTable("Before and after", head, rows)
 
 
-def _texts_table(losses: Mapping[str, Sequence[tuple[float, float]]]) -> TableOfWords:
+def _texts_table(losses: Mapping[str, Sequence[tuple[float, float]]]) -> TextTable:
     ends = {text: (points[0][1], points[-1][1]) for text, points in losses.items()}
     rows = [[text, f"{start:.4f}", f"{end:.4f}", f"{end - start:+.4f}"] for text, (start, end) in ends.items()]
     head = ["", "before training", "after", "change"]
-    return TableOfWords(
-        "Losses of texts that are not trained on, as the run measured them (nats per token)", head, rows
-    )
+    return TextTable("Losses of texts that are not trained on, as the run measured them (nats per token)", head, rows)
 
 
-def _weights_table(weights: Mapping[str, Mapping[str, Any]]) -> TableOfWords:
+def _weights_table(weights: Mapping[str, Mapping[str, Any]]) -> TextTable:
     rows = [[name, str(one["tensors"]), f"{one['bytes']:,}", one["sha256"][:16]] for name, one in weights.items()]
     head = ["", "tensors", "bytes", "SHA-256 of names, dtypes, shapes and bytes"]
-    return TableOfWords("The base, and what strip takes out of the trained model: equal", head, rows)
+    return TextTable("The base, and what strip takes out of the trained model: equal", head, rows)
 
 
-def _phases_table(seconds: Mapping[str, float]) -> TableOfWords:
+def _phases_table(seconds: Mapping[str, float]) -> TextTable:
     rows = [[name, f"{taken / 60:.1f}"] for name, taken in {**seconds, "all": sum(seconds.values())}.items()]
-    return TableOfWords("Minutes, of all calls", ["", "minutes"], rows)
+    return TextTable("Minutes, of all calls", ["", "minutes"], rows)
 
 
 def _draw(training: Sequence[tuple[float, float]], losses: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:

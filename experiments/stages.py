@@ -31,10 +31,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.evaluation.text_rows import read_rows, text_rows
+from midus_hf.data.corpus import read_corpus
+from midus_hf.evaluation.text_rows import row_losses, text_rows
 from midus_hf.model_names import check_model_name
 from midus_hf.topics.building import calibrate
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training import TrainArguments, train
@@ -59,7 +59,7 @@ def measure(model: str, texts: Mapping[str, Sequence[str]], sequence_length: int
     tokenizer, measured = AutoTokenizer.from_pretrained(model), {}
     for name, documents in texts.items():
         rows = text_rows(name, documents, tokenizer, loaded.config, sequence_length=sequence_length)
-        losses = read_rows(loaded, rows)
+        losses = row_losses(loaded, rows)
         sums, counts = [0.0] * len(documents), [0] * len(documents)
         for document, nats, tokens in zip(rows.documents, losses.sums.tolist(), losses.tokens.tolist(), strict=True):
             sums[document] += nats

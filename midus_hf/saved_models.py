@@ -28,7 +28,9 @@ from midus_hf.model_names import check_dtype, usable_device
 
 
 @contextlib.contextmanager
-def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line) -> Iterator[None]:
+def as_value_error(
+    prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
+) -> Iterator[None]:
     """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`."""
     try:
         yield
@@ -148,7 +150,7 @@ def load_for_reading(
     check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
-    with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
+    with as_value_error(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

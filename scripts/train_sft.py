@@ -3,7 +3,7 @@
     python scripts/train_sft.py --model_name_or_path trained --train_file chats.jsonl --output_dir tuned \
         --learning_rate 1e-5 --per_device_train_batch_size 4 --num_train_epochs 1 --max_length 1024 --bf16
 
-`TrainsMemory` in front of a trainer class gives memory keys and values a separate learning rate without weight decay.
+`MemoryTrainerMixin` in front of a trainer class gives memory keys and values a separate learning rate without weight decay.
 All arguments of TRL's `SFTConfig` are arguments of the script.
 """
 
@@ -13,7 +13,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 
-from midus_hf.training import TrainsMemory, set_trainable
+from midus_hf.training import MemoryTrainerMixin, set_trainable
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ScriptArguments:
     )
 
 
-class MemorySFTTrainer(TrainsMemory, SFTTrainer):
+class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer):
     """TRL's trainer with the parameter groups and learning rates of a memory model."""
 
 

@@ -39,7 +39,7 @@ PROGRAMS = {"models": MODELS, "types are elsewhere": TYPES_ELSEWHERE}
 def test_models_are_imported_when_a_type_of_theirs_is_named_and_without_what_training_needs(found):
     of_models = found["models"]
     assert of_models["before and after"] == [True, False, True, True]
-    assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.topics.corpus"} & {*of_models["imported"]}
+    assert not {"peft", "midus_hf.config.yaml_options", "midus_hf.data.corpus"} & {*of_models["imported"]}
     assert of_models["drawn"] == [], "declarations are registered without what takes long to work out"
 
 

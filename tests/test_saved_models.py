@@ -15,7 +15,7 @@ from transformers.utils import logging
 from midus_hf.config.wording import first_line
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import check_model_name, check_sources, usable_device
-from midus_hf.saved_models import load_for_reading, load_model, load_tokenizer, open_ended, refusing
+from midus_hf.saved_models import as_value_error, load_for_reading, load_model, load_tokenizer, open_ended
 from midus_hf.short_names import short_names
 
 ROOT = Path(__file__).parent.parent
@@ -156,13 +156,16 @@ def test_a_slow_tokenizer_leaves_the_end_token_out_if_it_can(obeys):
 
 
 def test_a_refusal_is_the_callers_words_and_what_the_library_says():
-    with pytest.raises(ValueError, match=r"^there is none: [^\n]+$"), refusing("there is none", OSError):
+    with pytest.raises(ValueError, match=r"^there is none: [^\n]+$"), as_value_error("there is none", OSError):
         load_tokenizer("absent/model")
-    with pytest.raises(ValueError, match=r"^no: first$"), refusing("no", KeyError, OSError):
+    with pytest.raises(ValueError, match=r"^no: first$"), as_value_error("no", KeyError, OSError):
         raise OSError("first\nsecond")
-    with pytest.raises(ValueError, match=r"^no: a b$"), refusing("no", KeyError, reason=lambda error: error.args[0]):
+    with (
+        pytest.raises(ValueError, match=r"^no: a b$"),
+        as_value_error("no", KeyError, reason=lambda error: error.args[0]),
+    ):
         raise KeyError("a b")
-    with pytest.raises(RuntimeError, match=r"^other$"), refusing("no", OSError):
+    with pytest.raises(RuntimeError, match=r"^other$"), as_value_error("no", OSError):
         raise RuntimeError("other")
 
 

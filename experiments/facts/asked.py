@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.facts.entries import names_of
 from experiments.facts.questions import WORDINGS, Question
 from material.articles import articles
+from midus_hf.data.corpus import read_corpus
 from midus_hf.memories.packs.glossary import entry_of, found_in, joined
 from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
-from midus_hf.topics.corpus import read_corpus
 
 ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256

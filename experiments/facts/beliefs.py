@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.facts.asked import Asked, InFront
-from experiments.facts.entries import entries_of_elements, made_up_entries, read_rows
+from experiments.facts.entries import entries_of_elements, json_lines, made_up_entries
 from experiments.facts.questions import begins_with
 from material.factbook import factbook
 
@@ -86,7 +86,7 @@ class Edit:
 
 def believed(base: Asked) -> dict[Relation, list[tuple[str, str]]]:
     """Return names and answers of which the base gives the answer itself, by relation, each answer once."""
-    rows = read_rows(factbook().questions / "facts.jsonl")
+    rows = json_lines(factbook().questions / "facts.jsonl")
     asked = {
         CAPITAL: [(row["country"], row["answers"]) for row in rows if row["field"] == "capital"],
         SYMBOL: [(row["name"], [row["symbol"]]) for row in entries_of_elements()],

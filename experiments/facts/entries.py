@@ -31,7 +31,7 @@ SYLLABLES = (
 UNEVEN_FILE = Path(__file__).with_name("uneven.jsonl")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -39,9 +39,9 @@ def entries_of_elements() -> list[dict[str, Any]]:
     """Return the 118 elements: `name`, `number`, `symbol`, `weight` and `text`, their four sentences."""
     folder = elements()
     texts: dict[str, list[str]] = {}
-    for row in read_rows(folder / "facts.jsonl"):
+    for row in json_lines(folder / "facts.jsonl"):
         texts.setdefault(row["name"], []).append(row["text"])
-    found = [{**row, "text": "\n".join(texts[row["name"]])} for row in read_rows(folder / "atomic_numbers.jsonl")]
+    found = [{**row, "text": "\n".join(texts[row["name"]])} for row in json_lines(folder / "atomic_numbers.jsonl")]
     for row in found:
         weight = re.search(r"atomic weight is ([\d.]*\d)", row["text"])
         row["weight"] = float(weight[1]) if weight else None
@@ -51,7 +51,7 @@ def entries_of_elements() -> list[dict[str, Any]]:
 def entries_of_countries() -> list[dict[str, Any]]:
     """Return 60 countries that have all five values: `name`, `text`, the lines that state them, and `questions` with `answers`."""
     book, found = factbook(), []
-    questions = read_rows(book.questions / "facts.jsonl")
+    questions = json_lines(book.questions / "facts.jsonl")
     paths = {fact.field: " / ".join(fact.path) for fact in FACTS}
     for name, rows in itertools.groupby(questions, key=lambda row: row["country"]):
         asked = list(rows)
@@ -95,7 +95,7 @@ def entries_of_two_hops() -> list[dict[str, Any]]:
 
 def entries_of_uneven_texts() -> list[dict[str, Any]]:
     """Return entries of a firm that does not exist, in many wordings: `name`, or several, `text`, `questions` with `answers`."""
-    return read_rows(UNEVEN_FILE)
+    return json_lines(UNEVEN_FILE)
 
 
 def made_up_entries(count: int) -> list[dict[str, Any]]:

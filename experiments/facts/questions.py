@@ -96,7 +96,7 @@ def of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
 
 def capitals() -> list[Question]:
     """Return questions for capitals, which name no element."""
-    rows = [row for row in known.read_rows(factbook().questions / "facts.jsonl") if row["field"] == "capital"]
+    rows = [row for row in known.json_lines(factbook().questions / "facts.jsonl") if row["field"] == "capital"]
     return [Question(row["question"], begins_with(row["answers"])) for row in rows[: known.COUNTRIES]]
 
 

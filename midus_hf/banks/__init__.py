@@ -1,5 +1,5 @@
 """Banks of blocks: parameters in files beside a checkpoint, of which each text fetches a few."""
 
-from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
 __all__ = ["MemoryBank"]

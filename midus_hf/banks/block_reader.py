@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.blocks import BankLayout
 
 # The number that stands for the generic memory at every level of a path.
 GENERIC = -1

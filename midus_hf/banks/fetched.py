@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.memories.hierarchical.blocks import BankLayout
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import safetensors
 import torch
 
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 
 # Row 0 is the block of the generic memory, and row i + 1 that of node i.
 # Marks of rows. No mark is 0, since a file system that is damaged leaves pages of zeros.
@@ -84,7 +84,7 @@ def write_level(
     }
     head = file_head(header)
     marks = bytearray([UNWRITTEN]) * rows
-    with whole_file(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         file.write(head)
         for row, record in sorted(records.items()):
             file.seek(len(head) + row * row_bytes)

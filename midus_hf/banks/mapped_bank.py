@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.level_file import BankError, MappedLevel
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION
 from midus_hf.files.json_text import parse_json
+from midus_hf.memories.hierarchical.bank.block_reader import BlockReader
+from midus_hf.memories.hierarchical.bank.level_file import BankError, MappedLevel
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 
 DESCRIPTION_FORMAT = 4
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.level_file import DELETED, write_level
-from midus_hf.banks.mapped_bank import DESCRIPTION_FORMAT, MappedBank
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, TREE_FILES
+from midus_hf.files.outputs import atomic_write
+from midus_hf.memories.hierarchical.bank.level_file import DELETED, write_level
+from midus_hf.memories.hierarchical.bank.mapped_bank import DESCRIPTION_FORMAT, MappedBank
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]
@@ -100,7 +101,7 @@ class MemoryBank(MappedBank):
                 (folder / name).unlink(missing_ok=True)
             if all((source / name).is_file() for name in TREE_FILES):
                 for name in TREE_FILES:
-                    with whole_file(folder / name) as partial:
+                    with atomic_write(folder / name) as partial:
                         shutil.copyfile(source / name, partial)
 
 
@@ -116,5 +117,5 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write the description of a bank into the bank's folder. It marks the bank as complete, so it is written last."""
-    with whole_file(folder / BANK_DESCRIPTION) as partial:
+    with atomic_write(folder / BANK_DESCRIPTION) as partial:
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

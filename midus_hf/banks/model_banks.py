@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.banks.trained_bank import TrainedBank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.level_file import BankError
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
+from midus_hf.memories.hierarchical.blocks import BankLayout
 
 
 class Banks:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import BlockKey, MemoryBank
-from midus_hf.config.fetched_blocks import level_file
+from midus_hf.memories.hierarchical.bank.block_reader import BlockReader
+from midus_hf.memories.hierarchical.bank.level_file import BankError
+from midus_hf.memories.hierarchical.bank.memory_bank import BlockKey, MemoryBank
+from midus_hf.memories.hierarchical.blocks import level_file
 
 # Rows of a block's state: its float32 values, and AdamW's means of gradients and of squared gradients.
 _MASTER, _MEAN, _SQUARE = range(3)

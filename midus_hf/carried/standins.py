@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from midus_hf.banks.mapped_bank import MappedBank
+from midus_hf.memories.hierarchical.bank.mapped_bank import MappedBank
 
 ENTRY_MODULE = "modeling_midus"
 #: The options class of each type of memory in this code.

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, argument, flag, option
-from midus_hf.config.fetched_blocks import TREE_FILES
+from midus_hf.cli.options import Device, argument, cli_option, flag
+from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.model_names import check_dtype, check_model_name
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def midus_ask(
     model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
     question: Annotated[str, argument("What to ask.", "QUESTION")],
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
-    max_new_tokens: Annotated[int, option("Most tokens of the answer.", "N", min=1)] = 256,
-    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
+    max_new_tokens: Annotated[int, cli_option("Most tokens of the answer.", "N", min=1)] = 256,
+    dtype: Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
     device: Device = None,
 ) -> None:
     """Ask a model, and print its answer as it is written: the likeliest token each time.
@@ -35,7 +35,7 @@ def midus_ask(
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from midus_hf.saved_models import check_ids, load_for_reading, refusing
+    from midus_hf.saved_models import as_value_error, check_ids, load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
     named = _named(loaded, tokenizer, question)
@@ -48,7 +48,7 @@ def midus_ask(
     else:
         chat = [{"role": "user", "content": asked}]
         refusal = f"model is {model!r}, whose chat template refuses a question alone; --plain goes without it"
-        with refusing(refusal, TemplateError, TypeError, ValueError):
+        with as_value_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )

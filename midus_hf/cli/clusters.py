@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, argument, check_file, flag, option, show_tables
+from midus_hf.cli.options import Column, Device, argument, check_file, cli_option, flag, show_tables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +23,9 @@ app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
 )
 
-CorpusPath = Annotated[str, option("A file, folder or dataset id.", "PATH", "--corpus")]
-Tree = Annotated[Path, option("Tree that build made.", "TREE")]
-BatchSize = Annotated[int, option("Windows per forward pass.", "N", min=1)]
+CorpusPath = Annotated[str, cli_option("A file, folder or dataset id.", "PATH", "--corpus")]
+Tree = Annotated[Path, cli_option("Tree that build made.", "TREE")]
+BatchSize = Annotated[int, cli_option("Windows per forward pass.", "N", min=1)]
 
 # Of a report: documents of a node that are read, characters of each, words that are named; and what a word is.
 _READ, _TEXT, _WORDS = 100, 2000, 8
@@ -34,21 +34,23 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 
 @app.command()
 def build(
-    output: Annotated[Path, option("Folder of the tree.", "TREE")],
+    output: Annotated[Path, cli_option("Folder of the tree.", "TREE")],
     corpus: CorpusPath,
-    embedding_model: Annotated[str, option("Folder or hub id of a sentence-transformers model.", "DIR")],
-    tokenizer: Annotated[str, option("Folder or hub id of the tokenizer that cuts windows.", "DIR")],
-    branching: Annotated[int, option("Children per node.", "N")] = 16,
-    levels: Annotated[int, option("Levels of the tree.", "N")] = 4,
-    steps: Annotated[int, option("Steps of EM for each node.", "N")] = 20,
-    samples: Annotated[int, option("Windows drawn for each step.", "N")] = 6400,
-    seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
+    embedding_model: Annotated[str, cli_option("Folder or hub id of a sentence-transformers model.", "DIR")],
+    tokenizer: Annotated[str, cli_option("Folder or hub id of the tokenizer that cuts windows.", "DIR")],
+    branching: Annotated[int, cli_option("Children per node.", "N")] = 16,
+    levels: Annotated[int, cli_option("Levels of the tree.", "N")] = 4,
+    steps: Annotated[int, cli_option("Steps of EM for each node.", "N")] = 20,
+    samples: Annotated[int, cli_option("Windows drawn for each step.", "N")] = 6400,
+    seed: Annotated[int, cli_option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
-    window_tokens: Annotated[int, option("Tokens per window.", "N", min=1)] = 2048,
-    max_tokens: Annotated[int | None, option("Tokens of a window to embed.  [default: the model's most]", "N")] = None,
-    dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
+    window_tokens: Annotated[int, cli_option("Tokens per window.", "N", min=1)] = 2048,
+    max_tokens: Annotated[
+        int | None, cli_option("Tokens of a window to embed.  [default: the model's most]", "N")
+    ] = None,
+    dtype: Annotated[str, cli_option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     topic_column: Annotated[
-        list[str] | None, option("Column with names of topics; repeat for levels below.", "NAME")
+        list[str] | None, cli_option("Column with names of topics; repeat for levels below.", "NAME")
     ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -104,7 +106,7 @@ def build(
 def grow(
     tree: Annotated[Path, argument("Tree that build made; it stays as it is.", "TREE")],
     corpus: CorpusPath,
-    output: Annotated[Path, option("Folder of the grown tree.", "TREE2")],
+    output: Annotated[Path, cli_option("Folder of the grown tree.", "TREE2")],
     column: Column = "text",
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -133,7 +135,7 @@ def grow(
 def assign(
     tree: Tree,
     corpus: CorpusPath,
-    output: Annotated[Path, option("File of JSON lines to write, one per document.", "FILE")],
+    output: Annotated[Path, cli_option("File of JSON lines to write, one per document.", "FILE")],
     column: Column = "text",
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -145,7 +147,7 @@ def assign(
     """
     from tqdm import tqdm
 
-    from midus_hf.files.outputs import whole_file
+    from midus_hf.files.outputs import atomic_write
     from midus_hf.model_names import check_column, check_sources, usable_device
 
     check_file("output", output, [".jsonl"])
@@ -153,8 +155,9 @@ def assign(
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     check_sources([("tree", str(tree)), ("corpus", corpus)])
     check_column("corpus", corpus, column)
+    from midus_hf.config.wording import print_note
+    from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
-    from midus_hf.topics.corpus import read_corpus, say
     from midus_hf.topics.known_topics import TopicNames
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
@@ -168,7 +171,7 @@ def assign(
         stored = windows_of_corpus(tree.expanduser() / WINDOWS, documents, column)
         topics = TopicNames.load(tree.expanduser() / WINDOWS)
         if topics is not None and {*topics.columns} <= {*documents.column_names}:
-            say(f"paths are those of the topics under {', '.join(topics.columns)}")
+            print_note(f"paths are those of the topics under {', '.join(topics.columns)}")
             by_name = topics.paths(documents).tolist()
             paths: Iterator[tuple[int, WindowPaths]] = ((document, [path]) for document, path in enumerate(by_name))
         elif stored is not None:
@@ -181,8 +184,10 @@ def assign(
         rows = rows_with_paths(documents, paths, loaded)
         dates = [name for name, kind in documents.features.items() if "timestamp" in str(getattr(kind, "dtype", ""))]
         if dates:
-            say(f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}")
-        with whole_file(output) as partial, partial.open("w", encoding="utf-8") as file:
+            print_note(
+                f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}"
+            )
+        with atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
             for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
                 file.write(json.dumps(row, default=_as_text) + "\n")
     print(f"{output}: paths of {len(documents):,} documents")
@@ -191,16 +196,18 @@ def assign(
 @app.command()
 def report(
     tree: Tree,
-    level: Annotated[int, option("Level whose nodes are shown.", "N")] = 1,
-    nodes: Annotated[int, option("How many nodes are shown, the largest.", "N")] = 16,
-    corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
+    level: Annotated[int, cli_option("Level whose nodes are shown.", "N")] = 1,
+    nodes: Annotated[int, cli_option("How many nodes are shown, the largest.", "N")] = 16,
+    corpus: Annotated[
+        str | None, cli_option("Where the corpus is now.  [default: where build read it]", "PATH")
+    ] = None,
 ) -> None:
     """Report how many windows the nodes of a level have, and which words set them apart."""
-    from midus_hf.look.page import TableOfWords
+    from midus_hf.look.page import TextTable
     from midus_hf.model_names import check_sources
 
     check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
-    from midus_hf.topics.corpus import read_corpus
+    from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.run import open_build
 
     built, stored, leaves = open_build(tree)
@@ -212,7 +219,7 @@ def report(
         )
     found = nodes_with_words(built, leaves, stored.documents, texts, level, nodes)
     rows = [[str(node), f"{windows:,}", " ".join(words)] for node, (windows, words) in found.items()]
-    show_tables([TableOfWords(f"Nodes of level {level}", ["node", "windows", "words"], rows)])
+    show_tables([TextTable(f"Nodes of level {level}", ["node", "windows", "words"], rows)])
 
 
 def nodes_with_words(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, needing_harness, option, show, show_tables
-from midus_hf.config.yaml_options import read_config
+from midus_hf.cli.options import Json, argument, cli_option, flag, needing_harness, show, show_tables
+from midus_hf.config.yaml_options import options_from_files
 
 if TYPE_CHECKING:
     from midus_hf.compare.options import Comparison
@@ -24,11 +24,11 @@ def midus_compare(
         list[Path], argument("YAML files, as in configs/compare; later ones replace keys.", "CONFIG...")
     ],
     set_: Annotated[
-        list[str] | None, option("A key, such as train.max_steps=9; repeatable.", "KEY=VALUE", "--set")
+        list[str] | None, cli_option("A key, such as train.max_steps=9; repeatable.", "KEY=VALUE", "--set")
     ] = None,
-    jobs: Annotated[int, option("Runs at a time; they share the processor's cores.", "N")] = 1,
+    jobs: Annotated[int, cli_option("Runs at a time; they share the processor's cores.", "N")] = 1,
     devices: Annotated[
-        str | None, option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
+        str | None, cli_option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Check the request; say what would be run, and what is done.")] = False,
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
@@ -44,7 +44,7 @@ def midus_compare(
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.compare.options import Comparison, check_names
 
-        asked = read_config(Comparison, config, set_ or [])
+        asked = options_from_files(Comparison, config, set_ or [])
         if not report_only:
             check_names(asked)
         from midus_hf.compare.runs import check

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
+from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
 from midus_hf.config.wording import first_few
 from midus_hf.model_names import check_sources
 
@@ -17,10 +17,10 @@ def _named_corpus(name: str) -> str:
 
 
 Model = Annotated[str, argument("A checkpoint with memory; it stays as it is.", "DIR")]
-Chapters = Annotated[str, option("Chapters by number, such as 3,7-9.", "LIST")]
-Memory = Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")]
+Chapters = Annotated[str, cli_option("Chapters by number, such as 3,7-9.", "LIST")]
+Memory = Annotated[str | None, cli_option("One of several memories.  [default: all, or the only one]", "NAME")]
 
-Output = Annotated[str, option("Folder to make.", "PATH")]
+Output = Annotated[str, cli_option("Folder to make.", "PATH")]
 _ENTRIES = 'Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.'
 Entries = Annotated[str, option(_ENTRIES, "CORPUS", callback=_named_corpus)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
@@ -71,7 +71,7 @@ def quantise(
     output: Output,
     memory: Memory = None,
     overwrite: Overwrite = False,
-    bits: Annotated[int, option("Bits of quantised rows: 8 or 4.", "N")] = 8,
+    bits: Annotated[int, cli_option("Bits of quantised rows: 8 or 4.", "N")] = 8,
     json_: Json = False,
 ) -> None:
     """Round values of slots and chapters to integers with a scale per row. They need less room, and do not train."""
@@ -85,9 +85,9 @@ def delete(
     model: Model,
     output: Output,
     node: Annotated[
-        list[str] | None, option("Block of a bank, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
+        list[str] | None, cli_option("Block of a bank, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
     ] = None,
-    name: Annotated[list[str] | None, option("Name of an entry of a glossary; may be repeated.", "NAME")] = None,
+    name: Annotated[list[str] | None, cli_option("Name of an entry of a glossary; may be repeated.", "NAME")] = None,
     memory: Memory = None,
     overwrite: Overwrite = False,
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
@@ -193,7 +193,7 @@ def _request(model: str, output: str, memory: str | None, overwrite: bool) -> An
 
 
 def _print_blocks(listed: dict[str, Any]) -> None:
-    from midus_hf.look.page import TableOfWords
+    from midus_hf.look.page import TextTable
 
     head = ["level", "nodes", "parameters of a block", "written", "deleted", "generic", "on the disk"]
     for bank in listed["banks"]:
@@ -210,7 +210,7 @@ def _print_blocks(listed: dict[str, Any]) -> None:
             ]
             for level in bank["levels"]
         ]
-        show_tables([TableOfWords("", head, rows)])
+        show_tables([TextTable("", head, rows)])
     if len(listed["banks"]) > 1:
         print(f"all banks: a text fetches {listed['fetched']:,} of {listed['bank']:,} parameters")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, Json, flag, model_argument, needing_harness, option, show
+from midus_hf.cli.options import Device, Json, cli_option, flag, model_argument, needing_harness, show
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.model_names import check_column, check_sources
@@ -17,22 +17,24 @@ app = command_line()
 @app.command()
 def midus_eval(
     models: Annotated[list[str], model_argument("Folders or Hub ids, compared side by side.", "MODEL...")],
-    text: Annotated[str | None, option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
-    column: Annotated[str | None, option("Column that holds the text.  [default: text]", "NAME")] = None,
-    sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None,
-    max_tokens: Annotated[int | None, option("Tokens to predict, spread over the text.  [default: all]", "N")] = None,
-    retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None,
-    path_column: Annotated[str | None, option("Column with the path to fetch blocks by.", "NAME")] = None,
-    tasks: Annotated[list[str] | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None,
-    data: Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")] = None,
-    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None,
-    num_fewshot: Annotated[int | None, option("Examples before a question.  [default: the task's]", "N")] = None,
-    limit: Annotated[int | None, option("Questions per task, from the first on.  [default: all]", "N")] = None,
-    batch_size: Annotated[int | None, option("Windows or requests per forward pass.  [default: 4]", "N")] = None,
-    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None,
+    text: Annotated[str | None, cli_option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
+    column: Annotated[str | None, cli_option("Column that holds the text.  [default: text]", "NAME")] = None,
+    sequence_length: Annotated[int | None, cli_option("Tokens per window of the text.  [default: 1024]", "N")] = None,
+    max_tokens: Annotated[
+        int | None, cli_option("Tokens to predict, spread over the text.  [default: all]", "N")
+    ] = None,
+    retriever: Annotated[str | None, cli_option("Tree of topics by which models fetch blocks.", "TREE")] = None,
+    path_column: Annotated[str | None, cli_option("Column with the path to fetch blocks by.", "NAME")] = None,
+    tasks: Annotated[list[str] | None, cli_option("Tasks of lm-eval, separated by commas.", "NAMES")] = None,
+    data: Annotated[str | None, cli_option("Folder with the questions of local tasks.", "DIR")] = None,
+    include_path: Annotated[str | None, cli_option("Folder with more task files.", "DIR")] = None,
+    num_fewshot: Annotated[int | None, cli_option("Examples before a question.  [default: the task's]", "N")] = None,
+    limit: Annotated[int | None, cli_option("Questions per task, from the first on.  [default: all]", "N")] = None,
+    batch_size: Annotated[int | None, cli_option("Windows or requests per forward pass.  [default: 4]", "N")] = None,
+    dtype: Annotated[str | None, cli_option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None,
     device: Device = None,
     trust_remote_code: Annotated[bool | None, flag("--trust-remote-code", "Run code of a checkpoint.")] = None,
-    config: Annotated[Path | None, option("YAML file of these keys; options win.", "FILE")] = None,
+    config: Annotated[Path | None, cli_option("YAML file of these keys; options win.", "FILE")] = None,
     write_card: Annotated[bool, flag("--write-card", "Write results into the cards of the folders.")] = False,
     json_: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, option, show, show_tables
+from midus_hf.cli.options import Json, argument, cli_option, show, show_tables
 
 if TYPE_CHECKING:
     from midus_hf.memories.flops import ModelFlops
@@ -17,8 +17,8 @@ app = command_line()
 @app.command()
 def midus_flops(
     model: Annotated[str, argument("A config (.json), or folder or hub id of a model.", "MODEL")],
-    sequence_length: Annotated[int, option("Tokens per sequence.", "N")] = 1024,
-    batch: Annotated[int, option("Sequences in the batch.", "N")] = 1,
+    sequence_length: Annotated[int, cli_option("Tokens per sequence.", "N")] = 1024,
+    batch: Annotated[int, cli_option("Sequences in the batch.", "N")] = 1,
     json_: Json = False,
 ) -> None:
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
@@ -107,7 +107,7 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _print_flops(report: dict[str, Any]) -> None:
-    from midus_hf.look.page import TableOfWords
+    from midus_hf.look.page import TextTable
 
     passes = {"forward": report["forward"], "backward": report["backward"], "both": report["total"]}
     width = len(f"{report['total']:,}")  # digits stand below digits
@@ -115,7 +115,7 @@ def _print_flops(report: dict[str, Any]) -> None:
         [name, f"{count:{width},}", f"{count / report['forward']:.1%}"]
         for name, count in {**report["parts"], **passes}.items()
     ]
-    show_tables([TableOfWords("Floating-point operations", ["part", "FLOPs", "of forward"], rows)])
+    show_tables([TextTable("Floating-point operations", ["part", "FLOPs", "of forward"], rows)])
     print(
         "{total:,} parameters: {backbone:,} of the backbone, {memory_values:,} values of memories, "
         "{memory_rest:,} other ones of memories\n"

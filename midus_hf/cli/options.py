@@ -14,10 +14,10 @@ from midus_hf.config.wording import install_extra
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
-    from midus_hf.look.page import TableOfWords
+    from midus_hf.look.page import TextTable
 
 
-def option(help: str, metavar: str, *names: str, **settings: Any) -> Any:
+def cli_option(help: str, metavar: str, *names: str, **settings: Any) -> Any:
     """Return an option that takes a value. Default name: that of the parameter. `settings` are arguments of `typer.Option`."""
     return typer.Option(*names, help=help, metavar=metavar, **settings)
 
@@ -44,8 +44,8 @@ def _checked_models(context: typer.Context, names: str | list[str] | None) -> st
     return names
 
 
-Column = Annotated[str, option("Column that holds the text.", "NAME")]
-Device = Annotated[str | None, option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")]
+Column = Annotated[str, cli_option("Column that holds the text.", "NAME")]
+Device = Annotated[str | None, cli_option("Such as cpu or cuda:0.  [default: GPU, else cpu]", "NAME")]
 Json = Annotated[bool, flag("--json", "Print one JSON object on standard output.")]
 
 
@@ -80,7 +80,7 @@ def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: 
         print_result(result)
 
 
-def show_tables(tables: "Sequence[TableOfWords]") -> None:
+def show_tables(tables: "Sequence[TextTable]") -> None:
     """Print tables that have rows."""
     import rich.box
     from rich.console import Console

@@ -102,14 +102,14 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
     from midus_hf.training.callbacks import RunInterrupted
-    from midus_hf.training.saving import SavedInPart
+    from midus_hf.training.saving import PartialSaveError
     from midus_hf.training.trainer import NotFiniteError
 
     try:
         result = run.execute()
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
-    except (NotFiniteError, SavedInPart) as error:
+    except (NotFiniteError, PartialSaveError) as error:
         return Ending(FAILED, str(error))
     if is_main_process():
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, show
+from midus_hf.cli.options import Json, argument, cli_option, flag, show
 from midus_hf.config.yaml_options import read_mapping, read_settings
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, refusing_requests
@@ -18,7 +18,7 @@ from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
 
-Output = Annotated[str, option("Folder to make.", "DIR2")]
+Output = Annotated[str, cli_option("Folder to make.", "DIR2")]
 _PLACEMENTS = "distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]"
 _VERIFIES = (
     "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]"
@@ -30,25 +30,29 @@ Overwrite = Annotated[bool, _OVERWRITE]
 @app.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
-    base: Annotated[str | None, option("Folder or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")] = None,
-    method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None,
-    output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None,
-    num_new_layers: Annotated[int | None, option("New layers.  [default: half the base's or so]", "K")] = None,
+    base: Annotated[
+        str | None, cli_option("Folder or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")
+    ] = None,
+    method: Annotated[str | None, cli_option("See 'upscale methods'.", "NAME")] = None,
+    output: Annotated[str | None, cli_option("Folder to make; needed unless --dry-run.", "DIR")] = None,
+    num_new_layers: Annotated[int | None, cli_option("New layers.  [default: half the base's or so]", "K")] = None,
     placement: Annotated[str | None, option(_PLACEMENTS, "POLICY|I,J,K")] = None,
-    seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None,
-    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
-    max_shard_size: Annotated[str | None, option("Largest size of an output file.  [default: 5GB]", "SIZE")] = None,
+    seed: Annotated[int | None, cli_option("Seed of everything random.  [default: 0]", "N")] = None,
+    dtype: Annotated[str | None, cli_option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
+    max_shard_size: Annotated[
+        str | None, cli_option("Largest size of an output file.  [default: 5GB]", "SIZE")
+    ] = None,
     dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None,
     verify: Annotated[bool | None, flag("--verify/--no-verify", _VERIFIES)] = None,
     overwrite: Annotated[bool | None, _OVERWRITE] = None,
-    push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None,
+    push_to_hub: Annotated[str | None, cli_option("Upload the result.", "REPO")] = None,
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None,
     adapter: Annotated[
-        str | None, option("Folder or hub id of a LoRA to merge into the base.", "DIR_OR_HUB_ID")
+        str | None, cli_option("Folder or hub id of a LoRA to merge into the base.", "DIR_OR_HUB_ID")
     ] = None,
-    config: Annotated[Path | None, option("YAML file with these options; the command line wins.", "FILE")] = None,
+    config: Annotated[Path | None, cli_option("YAML file with these options; the command line wins.", "FILE")] = None,
     set_: Annotated[
-        list[str] | None, option("An option of the method; repeat for more.", "KEY=VALUE", "--set")
+        list[str] | None, cli_option("An option of the method; repeat for more.", "KEY=VALUE", "--set")
     ] = None,
     json_: Json = False,
     version: Annotated[bool, flag("--version", "Print the version.")] = False,
@@ -109,10 +113,10 @@ def methods(
     import upscalers.methods  # noqa: F401 - fills the table
     from midus_hf.config.options import describe_options
     from upscalers.console import print_method_list, print_methods
-    from upscalers.methods.contract import METHODS, get_method, load_offered_methods
+    from upscalers.methods.contract import METHODS, get_method, load_plugin_methods
     from upscalers.record.provenance import paper_entry
 
-    load_offered_methods()
+    load_plugin_methods()
     described = [
         {
             "name": method.name,
@@ -173,7 +177,7 @@ def extract(
 @app.command()
 def adapter(
     adapter: Annotated[str, argument("A PEFT adapter that was made for the base.", "ADAPTER")],
-    onto: Annotated[str, option("The model that was upscaled from the base.", "DIR")],
+    onto: Annotated[str, cli_option("The model that was upscaled from the base.", "DIR")],
     output: Output,
     json_: Json = False,
 ) -> None:
@@ -188,7 +192,7 @@ def adapter(
 def shuffle(
     model: Annotated[str, argument("An upscaled checkpoint with memory, trained or not.", "DIR")],
     output: Output,
-    seed: Annotated[int, option("Seed of the new orders.", "N")] = 0,
+    seed: Annotated[int, cli_option("Seed of the new orders.", "N")] = 0,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:

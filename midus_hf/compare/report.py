@@ -21,8 +21,8 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.running import runs_of
 from midus_hf.compare.runs import Point, Result, read_result, tokens_of
 from midus_hf.compare.variants import Variant, rate_words
-from midus_hf.files.outputs import whole_file
-from midus_hf.look.page import Section, TableOfWords, write_page
+from midus_hf.files.outputs import atomic_write
+from midus_hf.look.page import Section, TextTable, write_page
 from midus_hf.look.pictures import as_png, new_figure
 from upscalers.methods.contract import get_method
 from upscalers.request.options import parse_options
@@ -59,14 +59,14 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-def tables(findings: Findings) -> list[TableOfWords]:
+def tables(findings: Findings) -> list[TextTable]:
     """Return all tables of a report that have rows."""
-    failed = TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
+    failed = TextTable("Failed", ["run", "why"], [[name, why] for name, why in findings.failures.items()])
     all_tables = [variants_table(findings), made_table(findings), differences_table(findings)]
     return [table for table in (*all_tables, controls_table(findings), failed) if table.rows]
 
 
-def variants_table(findings: Findings) -> TableOfWords:
+def variants_table(findings: Findings) -> TextTable:
     """Return the table of what each variant learned and forgot at its rate: the base, then variants by rising domain loss."""
     comparison = findings.comparison
     base = replace(findings.base, curve=[Point(0, findings.base_losses)])
@@ -93,7 +93,7 @@ def variants_table(findings: Findings) -> TableOfWords:
     head += [*([] if comparison.tasks is None else comparison.tasks.names), "seconds", "peak GB", "starts at base"]
     head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
     title = "What each learned and forgot" + "; losses in nats per token" * bool(comparison.texts)
-    return TableOfWords(title, head, [[row.get(column, "") for column in head] for row in rows])
+    return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
 
 def _measured_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, str]:
@@ -114,7 +114,7 @@ def metric_of(metrics: Mapping[str, float]) -> float | None:
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
 
-def made_table(findings: Findings) -> TableOfWords:
+def made_table(findings: Findings) -> TextTable:
     """Return the table of how each variant was made: options that its keys name, and defaults of options that set sizes."""
     rows = []
     for variant in findings.variants:
@@ -131,7 +131,7 @@ def made_table(findings: Findings) -> TableOfWords:
             cells = [str(upscaling.get("num_new_layers") or ""), str(placement)]
         words = ", ".join(f"{key}={value}" for key, value in options.items())
         rows.append([variant.name, _made_by(upscaling, train), *cells, words])
-    return TableOfWords("How each was made", ["variant", "method", "new layers", "placement", "options"], rows)
+    return TextTable("How each was made", ["variant", "method", "new layers", "placement", "options"], rows)
 
 
 def _made_by(upscaling: Mapping[str, Any] | None, train: Mapping[str, Any]) -> str:
@@ -139,7 +139,7 @@ def _made_by(upscaling: Mapping[str, Any] | None, train: Mapping[str, Any]) -> s
     return str(upscaling["method"]) if upscaling is not None else "LoRA" if train.get("adapters") else "the base"
 
 
-def controls_table(findings: Findings) -> TableOfWords:
+def controls_table(findings: Findings) -> TextTable:
     """Return the table of variants beside their null controls, which shows what addressing is worth."""
     rows = [
         [variant.name, control, with_spread(lower, "{:+.4f}", interval=True), str(lower.count), verdict(lower)]
@@ -147,7 +147,7 @@ def controls_table(findings: Findings) -> TableOfWords:
         for control, lower in variant.advantages.items()
     ]
     head = ["variant", "null control", "nats lower than the null control, 95 %", "seeds", ""]
-    return TableOfWords("Memories beside their null controls", head, rows)
+    return TextTable("Memories beside their null controls", head, rows)
 
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
@@ -162,7 +162,7 @@ def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
     return by_variant
 
 
-def differences_table(findings: Findings) -> TableOfWords:
+def differences_table(findings: Findings) -> TextTable:
     """Return the table of what each variant learned and forgot beyond the reference, paired by seed."""
     rows = [
         [name, *(with_spread(numbers, "{:+.4f}", interval=True) for numbers in pair), str(pair[0].count)]
@@ -170,7 +170,7 @@ def differences_table(findings: Findings) -> TableOfWords:
     ]
     name = "" if findings.reference is None else findings.reference.name
     title = f"Difference to {name}, which learned most, paired by seed, with 95 % intervals"
-    return TableOfWords(title, ["variant", "learned", "forgotten", "seeds"], rows)
+    return TextTable(title, ["variant", "learned", "forgotten", "seeds"], rows)
 
 
 def draw(findings: Findings) -> bytes:
@@ -231,7 +231,7 @@ def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[di
     return records
 
 
-def plan_table(records: Sequence[Mapping[str, Any]], has_controls: bool) -> TableOfWords:
+def plan_table(records: Sequence[Mapping[str, Any]], has_controls: bool) -> TextTable:
     """Return the plan of a comparison as a table, a row per record; a number that training alone knows is empty."""
     rows = []
     for one in records:
@@ -239,7 +239,7 @@ def plan_table(records: Sequence[Mapping[str, Any]], has_controls: bool) -> Tabl
         rows.append(["" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()])
     later = "; then null controls, which are not counted here" if has_controls else ""
     head = ["variant", "method", "new parameters", "trained parameters", "rates", "runs", "tokens of all runs", "done"]
-    return TableOfWords(f"Each rate with the first seed, the best rate with the others{later}", head, rows)
+    return TextTable(f"Each rate with the first seed, the best rate with the others{later}", head, rows)
 
 
 def as_json(findings: Findings, page: Path) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def write_report(root: Path, findings: Findings) -> Path:
     has_both = findings.variants and comparison.domain and comparison.retention
     if has_both and importlib.util.find_spec("matplotlib") is not None:
         pictures["Learned and forgotten"] = draw(findings)
-        with whole_file(picture) as partial:
+        with atomic_write(picture) as partial:
             partial.write_bytes(pictures["Learned and forgotten"])
     sections = [Section("", cautions(findings), pictures=pictures), Section("", tables=tables(findings))]
     sections.append(Section("How to read this", [_HOW_TO_READ, shared_origin(findings)]))

@@ -19,7 +19,7 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import FIXED, Inputs
 from midus_hf.compare.runs import Result, Run, base_run, changed_keys, read_result, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
-from midus_hf.files.outputs import alone_in
+from midus_hf.files.outputs import exclusive
 from midus_hf.files.secrets import for_record, without_secrets
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -41,7 +41,7 @@ def run_all(
         f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
         "output_dir; --jobs does several runs at a time."
     )
-    with alone_in(output, refusal):
+    with exclusive(output, refusal):
         inputs = Inputs(comparison)
         check_finished(comparison, variants, inputs)
         failures = _do([base_run(comparison)], comparison, inputs, places)

@@ -12,7 +12,7 @@ from midus_hf.compare.options import Comparison, Rate, check_names, rate_name
 from midus_hf.compare.variants import BASE, Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.files.secrets import for_record
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
@@ -156,7 +156,7 @@ def read_result(folder: Path) -> Result | None:
 def write_result(folder: Path, result: Result) -> None:
     """Write the result of the run with a folder beside the folder, whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder.with_name(f"{folder.name}.json")) as partial:
+    with atomic_write(folder.with_name(f"{folder.name}.json")) as partial:
         partial.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")
 
 
@@ -260,7 +260,7 @@ def _overlap(first: Path, second: Path) -> bool:
 
 def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that `midus train` can read the corpora of all variants that lie here; a dataset of the Hub would be downloaded whole."""
-    from midus_hf.topics.corpus import may_be_dataset_id, read_corpus
+    from midus_hf.data.corpus import may_be_dataset_id, read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     read: set[str] = set()
@@ -300,16 +300,18 @@ def _check_base(comparison: Comparison) -> None:
     """Check that the base has a tokenizer and positions for a sequence, and that each text has a sequence of its tokens."""
     from transformers import AutoConfig
 
+    from midus_hf.data.corpus import read_corpus
+    from midus_hf.data.packing import packed_sequences
     from midus_hf.library_bars import data_bars_on_terminals
-    from midus_hf.saved_models import load_tokenizer, refusing
-    from midus_hf.topics.corpus import read_corpus
-    from midus_hf.training.data.packing import packed_sequences
+    from midus_hf.saved_models import as_value_error, load_tokenizer
     from midus_hf.training.run import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)
     length, column = keys["sequence_length"], keys["column"]
-    with refusing(f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError):
+    with as_value_error(
+        f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError
+    ):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
         tokenizer = load_tokenizer(comparison.base)
     check_sequence_length("train.sequence_length", length, config)

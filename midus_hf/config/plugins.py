@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 _loaded: set[tuple[str, str]] = set()
 
 
-def load_offered(group: str, refuse: bool = True) -> None:
+def load_plugins(group: str, refuse: bool = True) -> None:
     """Import the plugins under a group of entry points, each once. The import registers the plugin.
 
     Args:

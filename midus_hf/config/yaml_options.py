@@ -11,7 +11,7 @@ from midus_hf.config.options import read_options
 Options = TypeVar("Options")
 
 
-def read_config(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
+def options_from_files(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
     """Read `cls` from YAML files and settings. Later files change keys within mappings; settings replace values."""
     values: dict[str, Any] = {}
     for path in paths:

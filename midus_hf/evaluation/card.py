@@ -13,7 +13,7 @@ from yaml import YAMLError
 from midus_hf.config.wording import first_line
 from midus_hf.evaluation.report import ABOUT_THE_TASK
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 
 _TASK: dict[str, Any] = {"task_type": "text-generation", "task_name": "Text Generation"}
 # Metrics of lm-eval that the Hub has under another name.
@@ -47,7 +47,7 @@ def write_results(report: dict[str, Any]) -> list[str]:
             earlier = [result for result in data.eval_results or [] if _measure(result) not in new]
             data.eval_results = earlier + results
             data.model_name = data.model_name or Path(os.path.realpath(folder)).name
-            with whole_file(folder / CARD_FILE) as unfinished:
+            with atomic_write(folder / CARD_FILE) as unfinished:
                 card.save(unfinished)
             lines.append(f"{folder / CARD_FILE}: results in its metadata: {len(results)} new, {len(earlier)} earlier")
         lines += [f"{folder / CARD_FILE}: {reason}" for reason in left_out]

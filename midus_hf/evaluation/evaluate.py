@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from midus_hf.banks.block_reader import check_paths
-from midus_hf.banks.model_banks import check_tree
+from midus_hf.data.corpus import DocumentPaths, read_corpus, read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks, open_retriever
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.evaluation.text_rows import read_rows, text_rows
+from midus_hf.evaluation.text_rows import row_losses, text_rows
+from midus_hf.memories.hierarchical.bank.block_reader import check_paths
+from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.model_names import usable_device
 from midus_hf.saved_models import load_for_reading
-from midus_hf.topics.corpus import DocumentPaths, read_corpus, read_paths
 from midus_hf.topics.tree import ClusterTree
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _measure(
         if find_paths is not None:
             rows = dataclasses.replace(rows, paths=find_paths(documents))
         measured["perplexity"] = {
-            "perplexity": read_rows(model, rows, batch_size=settings.batch_size).perplexity,
+            "perplexity": row_losses(model, rows, batch_size=settings.batch_size).perplexity,
             "tokens": rows.num_tokens,
             "sequence_length": max(len(row) - 1 for row in rows.rows),
             "dataset": dataset,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from midus_hf.banks.model_banks import check_tree
+from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 
 if TYPE_CHECKING:
     from midus_hf.topics.memory_retriever import MemoryRetriever

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from midus_hf.data.corpus import read_rows, refuse_pointers
 from midus_hf.files.json_text import parse_json
-from midus_hf.topics.corpus import read_rows, refuse_pointers
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"

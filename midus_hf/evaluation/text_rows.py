@@ -177,7 +177,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(was_training)
 
 
-def read_rows(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -> RowLosses:
+def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -> RowLosses:
     """Let a model read a text, and return its losses, computed in float32 or better and summed in float64.
 
     A terminal shows a bar meanwhile.

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
 
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import parse_json
 
 Kind = tuple[str, ...]

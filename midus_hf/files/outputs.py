@@ -50,7 +50,7 @@ def _locked(path: Path, refusal: ValueError) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, refusal: ValueError) -> Iterator[None]:
+def exclusive(folder: Path, refusal: ValueError) -> Iterator[None]:
     """Create a folder if there is none, and lock it, or raise `refusal` if another run has; without locks a line says so."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, refusal) as has_locks:
@@ -62,7 +62,7 @@ def alone_in(folder: Path, refusal: ValueError) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
     partial, busy = unfinished_path(path), ValueError(f"{path} is being written by another process. Wait for it.")
     with telling_room(path):
@@ -137,7 +137,7 @@ class OutputFolder:
     def writing(self) -> Iterator[Path]:
         """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-        with telling_room(self.path), alone_in(self.partial, self.error(busy)):
+        with telling_room(self.path), exclusive(self.partial, self.error(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

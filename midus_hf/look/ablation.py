@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from midus_hf.evaluation.text_rows import RowLosses, TextRows, read_rows
+from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
 from midus_hf.look.effects import Effect, effect_between
-from midus_hf.look.page import TableOfWords
+from midus_hf.look.page import TextTable
 from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
 from midus_hf.look.pictures import Panel, bars
 
@@ -70,12 +70,12 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
         batch_size: Rows per forward pass. Default: 4.
 
     Raises:
-        ValueError: For the reasons of `added_parts` and `read_rows`.
+        ValueError: For the reasons of `added_parts` and `row_losses`.
     """
     parts = added_parts(model)
 
     def losses_of_texts() -> dict[str, RowLosses]:
-        return {text.name: read_rows(model, text, batch_size=batch_size) for text in texts}
+        return {text.name: row_losses(model, text, batch_size=batch_size) for text in texts}
 
     usual = losses_of_texts()
     effects = []
@@ -89,7 +89,7 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
     return Ablation({text: losses.mean for text, losses in usual.items()}, effects, has_whole_base(model))
 
 
-def ablation_table(ablation: Ablation) -> TableOfWords:
+def ablation_table(ablation: Ablation) -> TextTable:
     """Return a table with a row per part: the loss without the part minus the loss of the unchanged model."""
     texts = list(ablation.losses)
     columns: dict[str, list[str]] = {"none": [f"{loss:.5f}" for loss in ablation.losses.values()]}
@@ -98,7 +98,7 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
     last = "loss of the base's layers" if ablation.whole_base else "loss of what is left"
     columns[last] = [f"{row.loss:.5f}" for row in ablation.effects if row.kind == "all"]
     rows = [[name, *cells] for name, cells in columns.items()]
-    return TableOfWords("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
+    return TextTable("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)
 
 
 def ablation_finding(ablation: Ablation) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.look.page import TableOfWords, table_of
+from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, grid
 from midus_hf.look.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
 from midus_hf.memories.hosting.parts import decoder_of
@@ -239,7 +239,7 @@ def depth_finding(readings: Sequence[DepthReading]) -> str:
     return f"Layer {layer} reads most of earlier layers: {shares[layer]:.1%}, the mean over its heads."
 
 
-def depth_table(readings: Sequence[DepthReading]) -> TableOfWords:
+def depth_table(readings: Sequence[DepthReading]) -> TextTable:
     """Return a table of what each layer reads of the depth and of the sequence, and of the slots that it reads most."""
     rows = []
     for reading in readings:

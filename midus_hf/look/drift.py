@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import TextRows, evaluating
 from midus_hf.look.effects import Effect, mean_with_error
-from midus_hf.look.page import TableOfWords, table_of
+from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.parts import added_parts, has_whole_base, switched_off
 
 # A function that takes a batch of rows that fetch nothing, and returns the base's logits, `[B, T, V]`.
@@ -175,7 +175,7 @@ def drift_finding(drifts: Sequence[TextDrift]) -> str:
     return f"Another next token than the base's is likeliest at {' and '.join(changes)}."
 
 
-def drift_table(drifts: Sequence[TextDrift]) -> TableOfWords:
+def drift_table(drifts: Sequence[TextDrift]) -> TextTable:
     """Return a table of the drift, with a row per text."""
     columns = {"text": "{text}", "tokens": "{tokens:,}", "KL(base || model)": "{divergence:.5f}"}
     columns |= {"first choice changed": "{changed:.2%}", "loss of base": "{base_loss:.5f}", "of model": "{loss:.5f}"}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.look.watched_models import lacking
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.packs.glossary import Glossary
@@ -204,7 +204,7 @@ def glossary_rows(checks: Iterable[EntryCheck]) -> list[Row]:
     return [check.row() for check in checks]
 
 
-def glossary_table(rows: Sequence[Row]) -> TableOfWords:
+def glossary_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of the worst entries as a table."""
     left = len(rows) - _MOST_ROWS
     title = "What the entries give back" + (f" ({left:,} more in --output FILE.csv)" if left > 0 else "")

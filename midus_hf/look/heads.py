@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.look.page import TableOfWords, table_of
+from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, curves, grid
 from midus_hf.look.watched_models import held_hooks
 from midus_hf.memories.hosting.parts import decoder_of
@@ -159,7 +159,7 @@ def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
     return rows
 
 
-def heads_table(title: str, rows: Sequence[Mapping[str, Any]]) -> TableOfWords:
+def heads_table(title: str, rows: Sequence[Mapping[str, Any]]) -> TextTable:
     """Return a table of rows of `heads_rows`."""
     columns = {"layer": "{layer}", "of the base": "{base_layer}", "mean": "{mean:.4g}", "variance": "{variance:.4g}"}
     return table_of(title, rows, {**columns, "head": "{most}", "its importance": "{largest:.4g}"})

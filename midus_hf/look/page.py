@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.look.pictures import Panel, as_png, draw_panels
 
 # Endings of files that an answer can be written to.
@@ -62,7 +62,7 @@ img { filter: invert(.93) hue-rotate(180deg); }
 """
 
 
-class TableOfWords(NamedTuple):
+class TextTable(NamedTuple):
     """A table whose cells are text."""
 
     title: str
@@ -76,9 +76,9 @@ class TableOfWords(NamedTuple):
         return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in cells)])
 
 
-def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> TableOfWords:
+def table_of(title: str, rows: Iterable[Row], columns: Mapping[str, str]) -> TextTable:
     """Return a table of rows, whose columns are formats of a row by heading, such as `{"largest share": "{largest:.2%}"}`."""
-    return TableOfWords(title, list(columns), [[form.format(**row) for form in columns.values()] for row in rows])
+    return TextTable(title, list(columns), [[form.format(**row) for form in columns.values()] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Section:
 
     heading: str = ""
     paragraphs: Iterable[str] = ()
-    tables: Iterable[TableOfWords] = ()
+    tables: Iterable[TextTable] = ()
     pictures: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -102,7 +102,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -116,7 +116,7 @@ class Answer:
     title: str
     summary: str
     report: dict[str, Any]
-    tables: Sequence[TableOfWords]
+    tables: Sequence[TextTable]
     finding: str = ""
     how_to_read: str = ""
     panels: Mapping[str, Panel] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Answer:
         elif path.suffix == ".csv" and self.details is not None:
             _write(path, csv_text(self.details()))
         elif path.suffix != ".csv" and self.panels:
-            with whole_file(path) as partial:
+            with atomic_write(path) as partial:
                 draw_panels(self.panels, self.one_scale).savefig(partial, format=path.suffix[1:], bbox_inches="tight")
         else:
             lack = "CSV" if path.suffix == ".csv" else "picture"

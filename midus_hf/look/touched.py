@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.entries import TABLES, Memories
+from midus_hf.memories.ngram.known import NgramTable
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.names import names_in
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.training.data.ngrams import NgramTable
 from midus_hf.training.protection import exact_tables, sorted_tensors, texts_digest
 
 HOW_TO_READ = (
@@ -150,6 +150,6 @@ def document_rows(counts: Mapping[tuple[str, str], TouchedTokens]) -> list[Row]:
     ]
 
 
-def touched_table(rows: Sequence[Row]) -> TableOfWords:
+def touched_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of `touched_rows` as a table."""
     return table_of("Where texts read a memory", rows, _COLUMNS)

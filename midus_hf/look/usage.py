@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.banks.block_reader import GENERIC
-from midus_hf.look.page import Row, TableOfWords, table_of
+from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.look.pictures import Panel, curves
 from midus_hf.look.watched_models import held_hooks, hosted_memories, lacking
+from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
@@ -163,7 +163,7 @@ def usage_rows(counts: Mapping[str, Counts]) -> list[dict[str, Any]]:
     ]
 
 
-def usage_table(rows: list[dict[str, Any]]) -> TableOfWords:
+def usage_table(rows: list[dict[str, Any]]) -> TextTable:
     """Return a table of the rows of `usage_rows`."""
     columns = {"text": "{text}", "layer or bank": "{memory}", "slots": "{slots:,}", "used": "{used:.1%}"}
     shares = {"perplexity / N": "{perplexity:.1%}", "largest share": "{largest:.2%}"}

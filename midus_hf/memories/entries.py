@@ -215,7 +215,7 @@ def check_memories(memories: Memories) -> None:
         if twice:
             raise ValueError(
                 f"layer {min(twice)} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long "
-                "as both, of which layers read stretches."
+                "as both, of which layers read segments."
             )
     trees = {name: (layout.blocks.branching, layout.num_levels) for name, layout in memories.banks.items()}
     for name, tree in trees.items():

@@ -90,11 +90,11 @@ class MemoryOptions:
         """Return the subset of `tensors` that one layer has. Default: all tensors."""
         return self.tensors(sizes)
 
-    def gives(self, index: int, count: int) -> tuple[str, ...]:
+    def layer_outputs(self, index: int, count: int) -> tuple[str, ...]:
         """Return the names of the tensors that one layer passes on to later layers. Default: none."""
         return ()
 
-    def takes(self, index: int) -> tuple[tuple[int, str], ...]:
+    def layer_inputs(self, index: int) -> tuple[tuple[int, str], ...]:
         """Return the tensors that one layer takes from earlier layers, as pairs (index of the earlier layer, name). Default: none."""
         return ()
 

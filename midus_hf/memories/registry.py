@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.config.plugins import is_same_class, load_offered
+from midus_hf.config.plugins import is_same_class, load_plugins
 from midus_hf.memories.options import SITES, DeclaredControl, InsertedOptions, MemoryOptions, is_name
 
 Options = TypeVar("Options", bound=MemoryOptions)
@@ -113,7 +113,7 @@ def memory_type(name: Any) -> type[MemoryOptions]:
         ValueError: If no package has the type.
     """
     if isinstance(name, str) and name not in MEMORY_TYPES:
-        load_offered("midus_hf.memories")
+        load_plugins("midus_hf.memories")
     if not isinstance(name, str) or name not in MEMORY_TYPES:
         raise ValueError(
             f"memory type is {name!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. Do not rename a type, "

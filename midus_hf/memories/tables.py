@@ -60,7 +60,7 @@ class MemoryTables(DeclaredModule):
         return {name: self.declared_tensor(name) for name in self.declared}
 
 
-def read_rows(
+def gather_rows(
     integers: torch.Tensor, scales: torch.Tensor, bits: int, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a table of dequantised rows, and the row of this table that each slot reads.

@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.plugins import load_offered
+from midus_hf.config.plugins import load_plugins
 from midus_hf.models.families import COMPOSITE_FAMILIES, FAMILIES
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS, __version__
 
@@ -36,4 +36,4 @@ def host_named_type(model_type: str) -> None:
             host_type(native)
 
 
-load_offered("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading
+load_plugins("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading

@@ -6,12 +6,12 @@ import torch
 
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.inputs import MemoryInputs
-from midus_hf.memories.hosting.parts import MissingPart, NamesParts
+from midus_hf.memories.hosting.parts import LayerNames, MissingPart
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.options import InsertedOptions
 
 
-class MemoryBlock(NamesParts):
+class MemoryBlock(LayerNames):
     """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
 
     The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,

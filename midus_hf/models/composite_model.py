@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModel
 
-from midus_hf.models.host import CarriesCode
+from midus_hf.models.host import CodeMixin
 from midus_hf.models.language_model import MemoryForCausalLM
 
 
-class CompositeMemoryConfig(CarriesCode):
+class CompositeMemoryConfig(CodeMixin):
     """Mixin for the config of a composite model. Its `text_config` is the config of a family that hosts memory."""
 
     # Class of `text_config`.
@@ -37,7 +37,7 @@ class CompositeMemoryConfig(CarriesCode):
         return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.composite_class_name)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result of `CarriesCode.to_dict`; the language model's config has no `auto_map`."""
+        """Return the result of `CodeMixin.to_dict`; the language model's config has no `auto_map`."""
         values = super().to_dict()
         values["text_config"].pop("auto_map", None)
         return values

@@ -27,7 +27,7 @@ from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.listing import show_in_transformers
 
 
-class CarriesCode:
+class CodeMixin:
     """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
 
     keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
@@ -65,7 +65,7 @@ class CarriesCode:
         return memories_of(self)
 
 
-class MemoryConfig(CarriesCode):
+class MemoryConfig(CodeMixin):
     """Mixin for the config of a family that hosts memory.
 
     A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
@@ -102,7 +102,7 @@ class MemoryConfig(CarriesCode):
         return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
 
 
-class HostsMemory:
+class HostMixin:
     """Mixin for both a stack of layers and a model over a stack that hosts memory."""
 
     # As in the config: the head of a language model is not split either, since it may be the embedding.
@@ -266,7 +266,7 @@ class HostsMemory:
         scale_initial(module)
 
 
-class MemoryModel(HostsMemory):
+class MemoryModel(HostMixin):
     """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
     If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.

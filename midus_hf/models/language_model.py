@@ -9,13 +9,13 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.parts import named_cache
-from midus_hf.models.host import HostsMemory
+from midus_hf.models.host import HostMixin
 from midus_hf.models.listing import list_model
 
 _IGNORED_LABEL = -100
 
 
-class MemoryForCausalLM(HostsMemory):
+class MemoryForCausalLM(HostMixin):
     """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
 
     output_class = MoeCausalLMOutputWithPast

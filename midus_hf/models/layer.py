@@ -9,7 +9,7 @@ from torch import nn
 
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
-from midus_hf.memories.hosting.parts import MissingPart, NamesParts
+from midus_hf.memories.hosting.parts import LayerNames, MissingPart
 from midus_hf.memories.hosting.site import LayerCall, LayerCalls, Site
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.registry import layer_class
@@ -19,7 +19,7 @@ from midus_hf.memories.registry import layer_class
 _NO_INPUTS = MemoryInputs()
 
 
-class HostLayer(NamesParts):
+class HostLayer(LayerNames):
     """Mixin that turns a family's decoder layer into a layer with memories at its sites.
 
     A layer of the family is taken over, so its parts keep their names, their place in the cache and their class: masks, caches,
@@ -38,8 +38,8 @@ class HostLayer(NamesParts):
     # The call that runs now in each thread, for the hooks on the layer's parts.
     calls: LayerCalls
     # Tensors that the layer takes from earlier layers, and that it gives to later layers.
-    takes: tuple[CarriedKey, ...] = ()
-    gives: tuple[CarriedKey, ...] = ()
+    layer_inputs: tuple[CarriedKey, ...] = ()
+    layer_outputs: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
 
     def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
@@ -64,8 +64,8 @@ class HostLayer(NamesParts):
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
         attached = memories.attached.values()
-        self.takes = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
-        self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
+        self.layer_inputs = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
+        self.layer_outputs = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
         sites = [site for entry in attached for site in sites_of(entry) if site.concerns(entry, layer_idx)]
         sites = sorted(
             dict.fromkeys(sites), key=lambda site: site.name == "behind-layer"
@@ -87,12 +87,12 @@ class HostLayer(NamesParts):
         So both kinds of activation checkpointing treat these tensors as they treat hidden states.
         """
         call: Any = super().__call__
-        if not self.takes and not self.gives:
+        if not self.layer_inputs and not self.layer_outputs:
             return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
-        taken = [memory_inputs.carried[key] for key in self.takes]
+        taken = [memory_inputs.carried[key] for key in self.layer_inputs]
         output, *for_later = call(hidden_states, *taken, *args, memory_inputs=memory_inputs, **kwargs)
-        memory_inputs.carried.update(zip(self.gives, for_later, strict=True))
+        memory_inputs.carried.update(zip(self.layer_outputs, for_later, strict=True))
         return output
 
     @property
@@ -132,27 +132,31 @@ class HostLayer(NamesParts):
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.
-            args: Tensors from earlier layers, in the order of `takes`, then other arguments of the family's forward.
+            args: Tensors from earlier layers, in the order of `layer_inputs`, then other arguments of the family's forward.
             memory_inputs: Inputs of the pass for memories. Default: none.
             kwargs: Other arguments of the family's forward.
 
         Returns:
             `[B, T, D]`, or a tuple that begins with it, as the family's layer returns; if the layer takes or gives tensors, a tuple
-            of this and the tensors that it gives, in the order of `gives`.
+            of this and the tensors that it gives, in the order of `layer_outputs`.
         """
         for site in self.attached:
             site.attach()
         inputs = _NO_INPUTS if memory_inputs is None else memory_inputs
-        carried: dict[CarriedKey, torch.Tensor | None] = dict(zip(self.takes, args, strict=False))
+        carried: dict[CarriedKey, torch.Tensor | None] = dict(zip(self.layer_inputs, args, strict=False))
         before = self.calls.current
         self.calls.current = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
-            output = super().forward(hidden_states, *args[len(self.takes) :], **kwargs)  # type: ignore[misc]
+            output = super().forward(hidden_states, *args[len(self.layer_inputs) :], **kwargs)  # type: ignore[misc]
             for site in self.attached:
                 output = site.behind(output)
         finally:
             self.calls.current = before
-        return (output, *(carried.get(key) for key in self.gives)) if self.takes or self.gives else output
+        return (
+            (output, *(carried.get(key) for key in self.layer_outputs))
+            if self.layer_inputs or self.layer_outputs
+            else output
+        )
 
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Return the names of this layer's memories at a site that have something to do in this pass."""

@@ -8,7 +8,7 @@ from transformers import AutoModel, Cache
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
 from midus_hf.memories.hosting.parts import named_cache
-from midus_hf.models.host import HostsMemory
+from midus_hf.models.host import HostMixin
 from midus_hf.models.listing import list_model
 
 
@@ -28,7 +28,7 @@ class RoutedAnswer(QuestionAnsweringModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-class MemoryHead(HostsMemory):
+class MemoryHead(HostMixin):
     """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
 
     The stack is always the attribute `model`, as in the language model, whose checkpoint fills it. `LlamaForQuestionAnswering` calls

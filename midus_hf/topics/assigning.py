@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
+from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
@@ -60,7 +60,7 @@ def rows_with_paths(
     """Yield each row of a corpus with the path of its document.
 
     Args:
-        rows: The corpus, without blank texts, as `midus_hf.topics.corpus.read_corpus` reads it.
+        rows: The corpus, without blank texts, as `midus_hf.data.corpus.read_corpus` reads it.
         paths: Paths of the windows of each row, from `document_paths`.
         tree: The tree of the paths.
 

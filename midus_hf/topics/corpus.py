@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.config.wording import first_few, first_line, no_column
+from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
 from midus_hf.library_bars import data_bars_on_terminals
@@ -95,7 +95,7 @@ def read_corpus(
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
-        say(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
+        print_note(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
     return rows
 
 
@@ -173,7 +173,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
 
 
-def say(line: str) -> None:
+def print_note(line: str) -> None:
     """Print a line on standard error, in the first process of a run alone."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, file=sys.stderr, flush=True)
@@ -241,7 +241,7 @@ def _read_source(
                 f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
             )
         if len(rows) > 1:
-            say(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
+            print_note(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
     return rows
 
@@ -272,7 +272,7 @@ def _read_declared(key: str, source: str, path: Path, split: str | None, name: s
     """Return the rows of a dataset of the Hub, or of the files that the card of a folder names, and say which are not read."""
     import datasets
 
-    from midus_hf.topics.readers import data_files_of, with_own_reader
+    from midus_hf.data.readers import data_files_of, with_own_reader
 
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
@@ -304,7 +304,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
-    from midus_hf.topics.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
+    from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
     files = _files_of(key, path)
     kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
@@ -394,7 +394,7 @@ def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, us
     if in_quotes:
         phrases.append(f"quotes around {in_quotes:,} fields are text, as all of a TSV file")
     if phrases:
-        say(f"{key} {str(path)!r}: {'; '.join(phrases)}")
+        print_note(f"{key} {str(path)!r}: {'; '.join(phrases)}")
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
@@ -430,6 +430,6 @@ def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path
     unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)
     if unread:
         endings = first_few([f"{count:,} {ending}" for ending, count in unread.most_common()], 5)
-        say(
+        print_note(
             f"{key} {str(path)!r}: {len(files) - unread.total():,} of {len(files):,} files are read; not read: {endings}"
         )

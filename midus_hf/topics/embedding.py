@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import parse_json
 from midus_hf.model_names import usable_device
-from midus_hf.saved_models import check_whole, load_tokenizer, refusing
+from midus_hf.saved_models import as_value_error, check_whole, load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
@@ -44,7 +44,9 @@ class TextEmbedder:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
         self.name, self.batch_size = str(model), batch_size
         _check_modules(self.name)
-        with refusing(f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError):
+        with as_value_error(
+            f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError
+        ):
             self.tokenizer = load_tokenizer(self.name)
             refuse_lfs_pointers(Path(self.name), CONFIG, WEIGHTS)
             loaded: Any = AutoModel.from_pretrained(

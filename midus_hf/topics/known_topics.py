@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,7 +69,7 @@ class TopicNames:
 
     def save(self, folder: Path) -> None:
         """Write the names into a folder of windows."""
-        with whole_file(folder / NAMES_FILE) as partial:
+        with atomic_write(folder / NAMES_FILE) as partial:
             record = {"columns": self.columns, "names": self.names}
             partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from midus_hf.config.wording import install_extra
+from midus_hf.data.corpus import read_corpus
 from midus_hf.topics.building import (
     BuiltTree,
     TreeOptions,
@@ -16,7 +17,6 @@ from midus_hf.topics.building import (
     held_out_rows,
     topic_tree,
 )
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.known_topics import NAMES_FILE, TopicNames
 from midus_hf.topics.memory_retriever import MemoryRetriever
@@ -60,7 +60,7 @@ def build(
     After an interruption, another run keeps the embeddings that are there.
 
     Args:
-        corpus: File, folder or dataset id of the documents, as in `midus_hf.topics.corpus.read_corpus`.
+        corpus: File, folder or dataset id of the documents, as in `midus_hf.data.corpus.read_corpus`.
         column: Column that holds their text.
         embedding_model: Folder or hub id of the embedding model, as in `TextEmbedder`.
         tokenizer: Folder or hub id of the tokenizer that cuts windows.
@@ -120,7 +120,7 @@ def grow(
 
     Args:
         tree: Folder of the tree, which stays as it is.
-        corpus: File, folder or dataset id of the documents, as in `midus_hf.topics.corpus.read_corpus`.
+        corpus: File, folder or dataset id of the documents, as in `midus_hf.data.corpus.read_corpus`.
         output: Folder of the grown tree.
         column: Column, or JSON key, that holds their text.
         device: Device of the embedding model.

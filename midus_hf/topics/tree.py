@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
 from midus_hf.config.wording import first_line
+from midus_hf.files.checkpoint_files import BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.files.secrets import for_record
 
 FORMAT_VERSION = 2
@@ -199,9 +199,9 @@ class ClusterTree:
         }
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in for_record(record).items())
         tensors = {f"centroids.{number}": level.contiguous() for number, level in enumerate(self.centroids, 1)}
-        with whole_file(folder / CENTROIDS_FILE) as partial:
+        with atomic_write(folder / CENTROIDS_FILE) as partial:
             save_file(tensors, partial, metadata={"format": "pt"})
-        with whole_file(folder / RECORD_FILE) as partial:
+        with atomic_write(folder / RECORD_FILE) as partial:
             partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
     @classmethod

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.outputs import alone_in, whole_file
-from midus_hf.saved_models import load_tokenizer, refusing
+from midus_hf.files.outputs import atomic_write, exclusive
+from midus_hf.saved_models import as_value_error, load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
 
@@ -60,7 +60,7 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text."""
-    with refusing(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
+    with as_value_error(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
         tokenizer = load_tokenizer(name)
     if not tokenizer.is_fast:
         raise ValueError(
@@ -202,12 +202,12 @@ def _texts_digest(rows: "Dataset", column: str) -> str:
 def only_run(folder: Path) -> AbstractContextManager[None]:
     """Return a context that locks a folder for writing, and creates it. A folder that another run is writing to is an error."""
     busy = f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
-    return alone_in(folder, ValueError(busy))
+    return exclusive(folder, ValueError(busy))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
     """Write a `.npy` file, which appears whole or not at all."""
-    with whole_file(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.save(file, array)
 
 
@@ -222,5 +222,5 @@ def _whole_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    with whole_file(folder / _RECORD) as partial:
+    with atomic_write(folder / _RECORD) as partial:
         partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

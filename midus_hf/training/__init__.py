@@ -15,7 +15,7 @@ _NAMES = {
     "optim.parameter_groups": ("group_schedules", "parameter_groups"),
     "optim.rates": ("Rates",),
     "run": ("TrainResult", "train"),
-    "trainer": ("MemoryTrainer", "TrainsMemory"),
+    "trainer": ("MemoryTrainer", "MemoryTrainerMixin"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

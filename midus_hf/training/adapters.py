@@ -10,8 +10,8 @@ from peft.tuners import tuners_utils
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from midus_hf.banks.model_banks import Banks
 from midus_hf.config.options import read_options
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows, task_head
 
 # PEFT's type of a task, by the end of the name of the model's class.

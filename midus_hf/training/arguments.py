@@ -25,7 +25,7 @@ _FLAG = {"nargs": "?", "const": True}
 class MemoryArguments(Rates):
     """Mixin with the arguments of models and memories, for a subclass of `TrainingArguments`.
 
-    Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `TrainsMemory`
+    Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `MemoryTrainerMixin`
     reads. Some defaults differ from Transformers' own: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
     `warmup_steps` 0.1 (a share of the steps), `num_train_epochs` 1, `logging_steps` 10, `save_total_limit` 2,
     `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given;

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from midus_hf.banks.block_reader import GENERIC
-from midus_hf.banks.model_banks import Banks, check_tree
-from midus_hf.banks.trained_bank import TrainedBank
-from midus_hf.config.fetched_blocks import TREE_FILES
-from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES
 from midus_hf.files.json_text import parse_json
+from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
+from midus_hf.memories.hierarchical.bank.model_banks import Banks, check_tree
+from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.memories.hierarchical.fetching import IDS
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from midus_hf.topics.corpus import say
+from midus_hf.config.wording import print_note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
@@ -38,7 +38,7 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
     return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
 
 
-class SaysSteps(TrainerCallback):
+class StepSummary(TrainerCallback):
     """Says before the first step what a run reads, in how many steps, and whether these are few."""
 
     def __init__(self, reads: str, num_sequences: int, least_steps: int = 0):
@@ -60,10 +60,10 @@ class SaysSteps(TrainerCallback):
             if args.max_steps <= 0:
                 epochs = math.ceil(_ENOUGH_STEPS * args.num_train_epochs / steps)
                 remedy = f"num_train_epochs={epochs} takes at least {_ENOUGH_STEPS}"
-            say(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
+            print_note(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
 
 
-class StopInOrder(TrainerCallback):
+class GracefulStop(TrainerCallback):
     """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
 
     All processes end training in the same step, since `largest` returns the largest of the numbers with which they call it. A signal

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 
 # What a Trainer saves of a schedule, unless it saves the model alone.
 SCHEDULER_FILE = "scheduler.pt"
@@ -176,5 +176,5 @@ def finish_checkpoint(checkpoint: Path) -> None:
         for path in sorted(checkpoint.rglob("*"))
         if path.is_file()
     }
-    with whole_file(checkpoint / MANIFEST_FILE) as partial:
+    with atomic_write(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import check_whole, load_tokenizer, refusing
+from midus_hf.saved_models import as_value_error, check_whole, load_tokenizer
 from midus_hf.saved_models import load_model as load_saved
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.saving import new_card
@@ -33,7 +33,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     if source is None:
         raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
     path = Path(source).expanduser()
-    with refusing(_expected(arguments), OSError, ValueError):
+    with as_value_error(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
         refuse_lfs_pointers(Path(made_from), CONFIG)
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
@@ -79,7 +79,7 @@ def tokenizer_of(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
     if arguments.model_name_or_path is not None:
         message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
-    with refusing(message, OSError, ValueError):
+    with as_value_error(message, OSError, ValueError):
         return load_tokenizer(source)
 
 
@@ -90,7 +90,7 @@ def load_model(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedMode
     from torch's random generator, and comes with a card that says so.
     """
     attention, source = arguments.attn_implementation, arguments.model_name_or_path
-    with loaded_whole(), refusing(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
+    with loaded_whole(), as_value_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {CARD_FILE: new_card(arguments, config.model_type)}

@@ -10,7 +10,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
-from midus_hf.files.outputs import alone_in, whole_file
+from midus_hf.files.outputs import atomic_write, exclusive
 from midus_hf.files.secrets import for_record
 from midus_hf.training.checkpoints import resumed_checkpoint
 from midus_hf.training.early_checks import check_folder, holds_files
@@ -47,7 +47,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     check_folder(output, arguments.sources())
     busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
     with contextlib.ExitStack() as opening:
-        opening.enter_context(alone_in(output, ValueError(busy)))
+        opening.enter_context(exclusive(output, ValueError(busy)))
         opening.callback(_take_back, output)
         checkpoint = resumed_checkpoint(output, resume)
         files = sorted(os.listdir(output))
@@ -68,7 +68,7 @@ def _take_back(output: Path) -> None:
 
 
 def record_arguments(arguments: Any) -> None:
-    with whole_file(Path(arguments.output_dir, RUN_CONFIG)) as partial:
+    with atomic_write(Path(arguments.output_dir, RUN_CONFIG)) as partial:
         partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from midus_hf.topics.corpus import say
+from midus_hf.config.wording import print_note
 from midus_hf.training.checkpoints import can_go_on
 from midus_hf.training.optim.new_rows import with_trained_rows
 
@@ -127,7 +127,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
     processes = trainer.args.world_size
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{index}.pth" for index in range(processes)]
     if trainer.args.process_index == 0 and not all((checkpoint / name).is_file() for name in names):
-        say(f"{checkpoint} has the random numbers of another number of processes: those of dropout begin anew")
+        print_note(f"{checkpoint} has the random numbers of another number of processes: those of dropout begin anew")
 
 
 def save_gathered(trainer: Any, output_dir: str | None) -> None:

@@ -17,6 +17,7 @@ import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
+from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
@@ -26,14 +27,13 @@ from midus_hf.files.checkpoint_files import (
     TRAINED_FILE,
     indexed_weights,
 )
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.entries import ATTACHED, TABLES, Memories
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.ngram.known import TAKEN_OUT, NgramTable, known_ngrams
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from midus_hf.models.layer import without_memories
 from midus_hf.saved_models import open_ended
-from midus_hf.topics.corpus import read_corpus
-from midus_hf.training.data.ngrams import TAKEN_OUT, NgramTable, known_ngrams
 
 _TOKENS_PER_PASS = 1024
 # N-grams taken out of a table that a line shows.
@@ -116,11 +116,11 @@ class Protection:
                 "transformers": transformers.__version__,
             },
         }
-        with whole_file(folder / CERTIFICATE) as unfinished:
+        with atomic_write(folder / CERTIFICATE) as unfinished:
             unfinished.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
         card = folder / CARD_FILE
         if card.is_file():
-            with whole_file(card) as unfinished:
+            with atomic_write(card) as unfinished:
                 content = without_section(card.read_text("utf-8")) + _section(texts, self.counts)
                 unfinished.write_text(content, encoding="utf-8")
         print(f"protected: {count} texts have the same logits, bit for bit; {folder / CERTIFICATE} says which")

@@ -15,26 +15,26 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import set_seed
 from transformers.integrations import integration_utils
 
-from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.wording import first_line
+from midus_hf.config.wording import first_line, print_note
+from midus_hf.data.corpus import read_corpus
+from midus_hf.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from midus_hf.files.full_disk import NotWritten, telling_room
 from midus_hf.library_bars import data_bars_on_terminals, without_library_bars
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import refusing
-from midus_hf.topics.corpus import read_corpus, say
+from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.blocks import growth_of, use_tree
-from midus_hf.training.callbacks import RunInterrupted, SaysSteps, StopInOrder
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
-from midus_hf.training.data.packing import PackedTexts, checked_paths, collate, leaf_sequences, packed_sequences
 from midus_hf.training.loading import check_sequence_length, load_config, load_model, tokenizer_of
-from midus_hf.training.optim.freezing import hold_for_training, resolve_trainable, set_trainable, whole_numel
+from midus_hf.training.optim.freezing import cast_for_training, resolve_trainable, set_trainable, whole_numel
 from midus_hf.training.output import open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
-from midus_hf.training.saving import SavedInPart, save_model, upload_model
+from midus_hf.training.saving import PartialSaveError, save_model, upload_model
 from midus_hf.training.trainer import MemoryTrainer
 
 
@@ -124,7 +124,7 @@ class TrainingRun:
             from midus_hf.training.adapters import add_adapters
 
             self.model, report = add_adapters(self.model, arguments.adapters)
-        self.dtypes = hold_for_training(self.model, arguments.bf16)
+        self.dtypes = cast_for_training(self.model, arguments.bf16)
         if is_main:
             print(report)
             if arguments.lacks_bf16:
@@ -141,7 +141,10 @@ class TrainingRun:
                 print(self.protection)
         made = "push_to_hub is true, and the Trainer makes a repository"
         of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
-        with refusing("the Trainer cannot be made", ImportError), refusing(made, *of_hub, reason=_why_not_made):
+        with (
+            as_value_error("the Trainer cannot be made", ImportError),
+            as_value_error(made, *of_hub, reason=_why_not_made),
+        ):
             self.trainer = self.make_trainer()
             self.trainer.get_optimizer_cls_and_kwargs(arguments)  # imports its package, which may be absent
         if self.checkpoint is not None:
@@ -160,9 +163,9 @@ class TrainingRun:
                 record_arguments(arguments)
         else:
             least_steps = 0
-        self.stop = StopInOrder(self.trainer.largest)
+        self.stop = GracefulStop(self.trainer.largest)
         self.trainer.add_callback(self.stop)
-        self.trainer.add_callback(SaysSteps(self.texts.reads, num_sequences, least_steps))
+        self.trainer.add_callback(StepSummary(self.texts.reads, num_sequences, least_steps))
 
     def read_data(self) -> RunTexts:
         """Return the corpus and held-out texts as sequences."""
@@ -186,7 +189,7 @@ class TrainingRun:
             column = getattr(self.arguments, "text_column", "text")
             packed = pack(key, read_corpus(path, key=key, text_column=column))
             if packed.dropped:
-                say(f"{key}: {packed.phrase(self.length)}")
+                print_note(f"{key}: {packed.phrase(self.length)}")
             held_out[name] = packed.sequences
         return held_out
 
@@ -219,7 +222,7 @@ class TrainingRun:
         )
 
     def execute(self) -> TrainResult:
-        """Train, save the model, and return the result; raise `SavedInPart` if not all of it could be saved or uploaded."""
+        """Train, save the model, and return the result; raise `PartialSaveError` if not all of it could be saved or uploaded."""
         arguments, trainer, output = self.arguments, self.trainer, Path(self.arguments.output_dir)
         try:
             with self.stop, without_library_bars(), telling_room(output):
@@ -243,7 +246,7 @@ class TrainingRun:
                     plain = trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
                     self.protection.certify(plain, output)
                 if failures:
-                    raise SavedInPart(
+                    raise PartialSaveError(
                         f"the trained model is in {output}, but without {' and '.join(failures)}; copy what is missing from "
                         f"{arguments.model_name_or_path or arguments.tokenizer_name}."
                     )
@@ -251,7 +254,7 @@ class TrainingRun:
                     upload_model(trainer, arguments)
         except NotWritten as error:
             kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
-            raise SavedInPart(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
+            raise PartialSaveError(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
         finally:
             self._opened.close()
         losses = [event["loss"] for event in state.log_history if "loss" in event]

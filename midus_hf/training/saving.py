@@ -24,7 +24,7 @@ from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
 
 
-class SavedInPart(RuntimeError):
+class PartialSaveError(RuntimeError):
     """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
 
 
@@ -61,7 +61,7 @@ def save_model(run: Any) -> list[str]:
             _move_into_place(partial_model, output)
     except BaseException as error:
         if isinstance(error, OSError) and is_saved:
-            raise SavedInPart(
+            raise PartialSaveError(
                 f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
                 "of both into a folder of their own."
             ) from error
@@ -72,7 +72,7 @@ def save_model(run: Any) -> list[str]:
             raise
         facts = first_line(error) if told is None else told.facts
         remedy = way_on(output) if is_main else "start the run again"
-        raise SavedInPart(
+        raise PartialSaveError(
             f"the trained model could not be saved in {output}: {facts}. Make room there, and {remedy}."
         ) from error
     return failures
@@ -94,7 +94,7 @@ def upload_model(trainer: Any, arguments: Any) -> None:
     try:
         upload_folder(repo_id=repository, folder_path=output, **options)
     except (HfHubHTTPError, OSError) as error:
-        raise SavedInPart(
+        raise PartialSaveError(
             f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
             f"hf upload {repository} {output}"
         ) from error

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
 from midus_hf.training.arguments import MemoryArguments
@@ -24,7 +25,6 @@ from midus_hf.training.checkpoints import (
     save_trained,
     saved_tensors,
 )
-from midus_hf.training.data.packing import IGNORED_LABEL
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
@@ -63,10 +63,10 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return next((f"{name} holds {value}" for name, value in largest if not math.isfinite(value)), None)
 
 
-class TrainsMemory(AnyTrainer):
+class MemoryTrainerMixin(AnyTrainer):
     """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
-    Put the mixin before the class that it extends, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The keys of
+    Put the mixin before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
     `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
     own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
     blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
@@ -344,8 +344,8 @@ class TrainsMemory(AnyTrainer):
         return "" if found is None else f", and {found},"
 
 
-class MemoryTrainer(TrainsMemory, Trainer):
+class MemoryTrainer(MemoryTrainerMixin, Trainer):
     """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate schedule.
 
-    All else is as in `Trainer`. `TrainsMemory` and `Trainer` document the arguments.
+    All else is as in `Trainer`. `MemoryTrainerMixin` and `Trainer` document the arguments.
     """

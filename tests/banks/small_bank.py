@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.banks.memory_bank import MemoryBank, create_bank
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 SIZES = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=3)

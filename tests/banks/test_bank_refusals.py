@@ -6,9 +6,9 @@ import pytest
 import torch
 from banks.small_bank import layout_of, made
 
-from midus_hf.banks import MemoryBank
-from midus_hf.banks.level_file import BankError
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.level_file import BankError
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from midus_hf.banks.level_file import DELETED, UNWRITTEN, WRITTEN, BankError, MappedLevel, write_level
+from midus_hf.memories.hierarchical.bank.level_file import (
+    DELETED,
+    UNWRITTEN,
+    WRITTEN,
+    BankError,
+    MappedLevel,
+    write_level,
+)
 
 ROWS, NUMEL = 7, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from midus_hf.banks import MemoryBank
-from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import create_bank
-from midus_hf.banks.trained_bank import TrainedBank
-from midus_hf.config.fetched_blocks import BankLayout, level_file
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.level_file import BankError
+from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
+from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)

@@ -23,7 +23,7 @@ import midus_hf
 from midus_hf.carried import standins
 from midus_hf.carried.module import reference_modules, write_code
 from midus_hf.carried.sources import Source, defined
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class
 from midus_hf.version import __version__
 
@@ -220,7 +220,7 @@ STANDS_FOR = {
     "option": "midus_hf.config.options",
     "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",
-    "MemoryBank": "midus_hf.banks.memory_bank",
+    "MemoryBank": "midus_hf.memories.hierarchical.bank.memory_bank",
 }
 
 

@@ -14,7 +14,7 @@ from benchmarks.models import CONFIGS
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan
-from midus_hf.config.yaml_options import from_mapping, read_config
+from midus_hf.config.yaml_options import from_mapping, options_from_files
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 
 GIVEN = {
@@ -91,7 +91,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     words += [f"{kind}.{name}={room / file}.txt" for kind, file in texts.items() for name in arguments.get(kind, {})]
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
-    comparison, variants = plan(read_config(Comparison, [recipe], words))
+    comparison, variants = plan(options_from_files(Comparison, [recipe], words))
     check(comparison, variants)
     assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:
@@ -108,7 +108,7 @@ LLAMAS = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LL
 
 def read(table: str, *settings: str, small: bool = False) -> Comparison:
     names = [table, *(["small"] if small else [])]
-    return read_config(Comparison, [FOLDER / f"{name}.yaml" for name in names], settings)
+    return options_from_files(Comparison, [FOLDER / f"{name}.yaml" for name in names], settings)
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -66,8 +66,8 @@ def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_proje
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
     taken = ("attention_key", "attention_value", "ffn_key", "ffn_value")
-    assert options.takes(1) == tuple((0, name) for name in taken)
-    assert options.gives(1, 3) and not options.gives(2, 3)
+    assert options.layer_inputs(1) == tuple((0, name) for name in taken)
+    assert options.layer_outputs(1, 3) and not options.layer_outputs(2, 3)
     projections = {"ffn_key.weight", "ffn_value.weight"}
     expected = [projections, {"depth_gate", *projections}, {"depth_gate"}]
     assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == expected

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from midus_hf.config.yaml_options import from_mapping, read_config, read_mapping
+from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,14 +47,16 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 0.5\nsteps: 7\ntasks: [a, b]\n")
-    settings = read_config(Settings, [path], ["steps=9", "rate=0", "resume=true", "precision=fp32"])
+    settings = options_from_files(Settings, [path], ["steps=9", "rate=0", "resume=true", "precision=fp32"])
     assert settings == Settings(
         model="m", text=Text(path="t"), rate=0.0, steps=9, tasks=["a", "b"], resume=True, precision="fp32"
     )
 
 
 def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tmp_path):
-    settings = read_config(Settings, [write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")])
+    settings = options_from_files(
+        Settings, [write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")]
+    )
     assert settings.rate == 3e-5
     assert settings.steps == 1000 and isinstance(settings.steps, int)
     assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
@@ -63,16 +65,16 @@ def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tm
 
 def test_null_is_a_value_of_what_may_be_absent_and_of_nothing_else(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")
-    assert read_config(Settings, [path], ["steps=null"]) == Settings(model="m", text=Text(path="t"))
+    assert options_from_files(Settings, [path], ["steps=null"]) == Settings(model="m", text=Text(path="t"))
     with pytest.raises(ValueError, match=r"tasks is None; expected a list, each item of it a string\."):
-        read_config(Settings, [path], ["tasks=null"])
+        options_from_files(Settings, [path], ["tasks=null"])
 
 
 def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(tmp_path):
     path = write(tmp_path, "model: m\ntext: t")
-    assert read_config(Settings, [path]).text == Text(path="t")
+    assert options_from_files(Settings, [path]).text == Text(path="t")
     words = ["text.path=t", "text.column=body"]
-    assert read_config(Settings, [write(tmp_path, "model: m")], words).text == Text(path="t", column="body")
+    assert options_from_files(Settings, [write(tmp_path, "model: m")], words).text == Text(path="t", column="body")
     assert from_mapping(Settings, {**NEEDED, "text": {"path": "a", "column": "b"}}).text == Text(path="a", column="b")
 
 
@@ -130,7 +132,7 @@ def test_a_key_without_a_default_is_asked_for(given):
 def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(tmp_path, config, word, message):
     text = "model: m\ntext: t" if config is Settings else "texts: {a: a.txt}\nfree: {x: 3, z: [1]}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_config(config, [write(tmp_path, text)], [word])
+        options_from_files(config, [write(tmp_path, text)], [word])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(
     ],
 )
 def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, expected):
-    assert read_config(Named, [write(tmp_path, "texts: {a: a.txt}")], [word]) == expected
+    assert options_from_files(Named, [write(tmp_path, "texts: {a: a.txt}")], [word]) == expected
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path):
@@ -176,14 +178,14 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
 )
 def test_two_values_of_one_key_and_empty_ones_are_refused(text, words, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_config(Settings, [write(tmp_path, text)], words)
+        options_from_files(Settings, [write(tmp_path, text)], words)
 
 
 def test_later_files_change_keys_within_mappings_of_earlier_ones(tmp_path):
     first = write(tmp_path, "texts: {a: {path: a.txt, column: body}}\nfree: {x: 1, y: 2}\n")
     second = tmp_path / "second.yaml"
     second.write_text("texts: {a: {path: b.txt}}\nfree: {y: 3}\n")
-    read = read_config(Named, [first, second], ["free.z=4"])
+    read = options_from_files(Named, [first, second], ["free.z=4"])
     assert read == Named(texts={"a": Text(path="b.txt", column="body")}, free={"x": 1, "y": 3, "z": 4})
 
 

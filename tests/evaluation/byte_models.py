@@ -9,7 +9,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from midus_hf.evaluation.text_rows import read_rows, text_rows
+from midus_hf.evaluation.text_rows import row_losses, text_rows
 from upscalers.runs.upscale import upscale
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
@@ -55,6 +55,6 @@ def perplexity(
     rows = text_rows("text", documents, tokenizer, model.config, joined=not apart, **lengths)
     if find_paths is not None:
         rows = dataclasses.replace(rows, paths=find_paths(documents))
-    losses = read_rows(model, rows, batch_size=batch_size)
+    losses = row_losses(model, rows, batch_size=batch_size)
     longest = max(len(row) - 1 for row in rows.rows)
     return SimpleNamespace(perplexity=losses.perplexity, tokens=rows.num_tokens, sequence_length=longest)

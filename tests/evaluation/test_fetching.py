@@ -173,7 +173,7 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
 
 def test_paths_in_another_tree_are_refused_before_anything_is_measured(saved, tmp_path, capsys, monkeypatch):
     measured: list[object] = []
-    monkeypatch.setitem(evaluate.__globals__, "read_rows", lambda *_, **__: measured.append(1))
+    monkeypatch.setitem(evaluate.__globals__, "row_losses", lambda *_, **__: measured.append(1))
     rows = [*({"text": "a word " * 50, "memory_ids": [0, 0]} for _ in range(20)), {"text": "b", "memory_ids": [2, 9]}]
     words = write_rows(tmp_path / "texts.jsonl", *rows)
     assert main([str(saved.model), *words, "--path-column", "memory_ids"]) == 2

@@ -12,7 +12,7 @@ from tokenizers import normalizers
 from torch.nn import functional as F
 from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.evaluation.text_rows import automatic_bos, read_rows, text_rows
+from midus_hf.evaluation.text_rows import automatic_bos, row_losses, text_rows
 
 CONFIG = tiny_model("llama").config
 
@@ -56,7 +56,7 @@ def test_losses_are_those_of_each_row_alone(batch_size):
     model = tiny_model("llama", attention_dropout=0.5).train()
     documents = [words(3, 4, 5, 9), words(10, 11, 90), words(12, 60, 5)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG)
-    losses = read_rows(model, text, batch_size=batch_size)
+    losses = row_losses(model, text, batch_size=batch_size)
     assert model.training
     model.eval()
     for row, loss, tokens in zip(text.rows, losses.sums, losses.tokens, strict=True):
@@ -125,7 +125,7 @@ def test_losses_of_a_model_in_bfloat16_are_computed_in_float32():
     with torch.no_grad():
         logits = model(text.rows[0][None]).logits[0, :-1].float()
     expected = F.cross_entropy(logits, text.rows[0][1:])
-    assert read_rows(model, text).mean == pytest.approx(expected.item(), rel=1e-6)
+    assert row_losses(model, text).mean == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_the_default_window_is_what_the_model_was_made_for():

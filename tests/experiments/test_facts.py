@@ -304,7 +304,9 @@ class Knowing:
 
     def __init__(self, capitals: int):
         known = [
-            row for row in entries.read_rows(beliefs.factbook().questions / "facts.jsonl") if row["field"] == "capital"
+            row
+            for row in entries.json_lines(beliefs.factbook().questions / "facts.jsonl")
+            if row["field"] == "capital"
         ]
         self.answers = {f"The capital of {row['country']} is": f" {row['answers'][0]}." for row in known[:capitals]}
         symbols = {f"The chemical symbol for {row['name']} is": row["symbol"] for row in entries.entries_of_elements()}

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.files.outputs import OutputFolder, alone_in, unfinished_path, whole_file
+from midus_hf.files.outputs import OutputFolder, atomic_write, exclusive, unfinished_path
 
 
 def test_it_takes_the_place_of_the_old_one_when_it_is_complete_and_not_after_an_error(tmp_path):
     path = tmp_path / "record.json"
     path.write_text("old")
-    with pytest.raises(KeyError), whole_file(path) as partial:
+    with pytest.raises(KeyError), atomic_write(path) as partial:
         partial.write_text("half")
         raise KeyError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("new")
         assert path.read_text() == "old" and partial.parent == path.parent
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
@@ -27,18 +27,18 @@ def test_it_takes_the_place_of_the_old_one_when_it_is_complete_and_not_after_an_
 def test_half_of_a_file_that_a_killed_process_left_is_no_part_of_the_next_one(tmp_path):
     child = os.fork()
     if not child:
-        with whole_file(tmp_path / "record.json") as partial:
+        with atomic_write(tmp_path / "record.json") as partial:
             partial.write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (left,) = tmp_path.iterdir()
     assert left.name == ".record.json.midus-partial" and left.read_text() == "half"
-    with whole_file(tmp_path / "record.json") as partial, partial.open("a") as file:
+    with atomic_write(tmp_path / "record.json") as partial, partial.open("a") as file:
         file.write("new")
     assert (tmp_path / "record.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("writing", [whole_file, lambda path: OutputFolder(path).writing()], ids=["file", "folder"])
+@pytest.mark.parametrize("writing", [atomic_write, lambda path: OutputFolder(path).writing()], ids=["file", "folder"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_persons_files_of_names_like_those_of_ours_are_left_untouched(writing, fails, tmp_path):
     names = (".record.partial", ".record.midus-mine", "record.midus-partial", ".other.midus-partial")
@@ -52,9 +52,9 @@ def test_a_persons_files_of_names_like_those_of_ours_are_left_untouched(writing,
 
 def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
     path = tmp_path / "record.json"
-    with whole_file(path) as first:
+    with atomic_write(path) as first:
         first.write_text("first")
-        with pytest.raises(ValueError, match="is being written by another process"), whole_file(path):
+        with pytest.raises(ValueError, match="is being written by another process"), atomic_write(path):
             pass
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
@@ -62,7 +62,7 @@ def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
 def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
     before = os.umask(0o027)
     try:
-        with whole_file(tmp_path / "record.json") as partial:
+        with atomic_write(tmp_path / "record.json") as partial:
             partial.write_text("new")
     finally:
         os.umask(before)
@@ -83,7 +83,7 @@ def test_what_another_process_begins_once_a_file_or_folder_was_moved_is_left_to_
 
     monkeypatch.setattr(os, "replace", replaced)
     monkeypatch.setattr(Path, "rename", renamed)
-    with whole_file(tmp_path / "record.json") as file:
+    with atomic_write(tmp_path / "record.json") as file:
         file.write_text("mine")
     with OutputFolder(tmp_path / "out").writing() as folder:
         (folder / "weights").write_text("mine")
@@ -94,14 +94,14 @@ def test_what_another_process_begins_once_a_file_or_folder_was_moved_is_left_to_
 
 def test_one_has_a_folder_at_a_time(tmp_path):
     folder, busy = tmp_path / "deep" / "out", ValueError("busy")
-    with alone_in(folder, busy):
-        with pytest.raises(ValueError, match="busy"), alone_in(folder, busy):
+    with exclusive(folder, busy):
+        with pytest.raises(ValueError, match="busy"), exclusive(folder, busy):
             pass
         child = os.fork()  # which has the lock's descriptor, and outlives the context
         if not child:
             signal.pause()
     try:
-        with alone_in(folder, busy):
+        with exclusive(folder, busy):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_without_locks_in_the_file_system_work_goes_on_and_a_line_says_so(tmp_pa
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", none)
-    with alone_in(tmp_path, ValueError("busy")), whole_file(tmp_path / "record.json") as partial:
+    with exclusive(tmp_path, ValueError("busy")), atomic_write(tmp_path / "record.json") as partial:
         partial.write_text("new")
     assert (tmp_path / "record.json").read_text() == "new"
     line = f"{tmp_path} is not guarded: its file system has no locks. Let no other run write it.\n"

@@ -10,7 +10,7 @@ from tiny import prompt, save_tiny_model, tiny_model
 from torch.nn import functional as F
 from training.tiny_run import refused
 
-from midus_hf.evaluation.text_rows import TextRows, read_rows
+from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, other_base
 from midus_hf.look.effects import Effect, effect_between
@@ -94,13 +94,13 @@ def test_losses_are_those_of_the_model_without_each_part(method):
     parts, state = added_parts(model), state_of(model)
     result = ablate(model, [TEXT], batch_size=2)
     assert state_of(model) == state
-    usual = read_rows(model, TEXT, batch_size=2)
+    usual = row_losses(model, TEXT, batch_size=2)
     assert result.losses == {"text": usual.mean}
     *single, without_all = result.effects
-    assert (without_all.kind, without_all.loss) == ("all", read_rows(loaded(base), TEXT, batch_size=2).mean)
+    assert (without_all.kind, without_all.loss) == ("all", row_losses(loaded(base), TEXT, batch_size=2).mean)
     for part, row in zip(parts, single, strict=True):
         with switched_off(model, [part]):
-            alone = read_rows(model, TEXT, batch_size=2)
+            alone = row_losses(model, TEXT, batch_size=2)
         assert (row.part, row.kind, tuple(row.layers)) == (part.name, part.kind, part.layers)
         assert row.loss == alone.mean and row.effect == effect_between(usual, alone)
         assert row.effect.difference == pytest.approx(row.loss - usual.mean, abs=1e-9)
@@ -112,7 +112,7 @@ def test_rows_fetch_by_the_path_of_their_document(tmp_path):
     model = loaded(saved_with_bank(base, tmp_path).model)
     rows = replace(TEXT, paths=torch.tensor([[0, 1], [1, 4], [2, 6]]))
     *single, without_all = ablate(model, [rows], batch_size=2).effects
-    assert without_all.loss == read_rows(loaded(base), TEXT, batch_size=2).mean
+    assert without_all.loss == row_losses(loaded(base), TEXT, batch_size=2).mean
     assert len(single) == 4 and all(row.effect.difference for row in single)
     assert drift(model, base_within(model), [rows], batch_size=2)[0].divergence.difference > 0
     assert drift(model, base_within(model), [TEXT], batch_size=2)[0].divergence.difference == 0, "nothing was fetched"
@@ -178,7 +178,7 @@ def test_divergence_is_that_of_the_definition(family):
         changed += int((logs.argmax(-1) != base_logs.argmax(-1)).sum())
     assert result.tokens == 40 and result.divergence.difference == pytest.approx(float(sum(sums)) / 40, rel=1e-4)
     assert result.changed.difference == changed / 40 and result.divergence.standard_error > 0
-    losses = read_rows(model, TEXT, batch_size=2), read_rows(of_base, TEXT, batch_size=2)
+    losses = row_losses(model, TEXT, batch_size=2), row_losses(of_base, TEXT, batch_size=2)
     assert result.loss == pytest.approx(losses[0].mean, rel=1e-5)
     assert result.base_loss == pytest.approx(losses[1].mean, rel=1e-5)
     assert result.loss_effect.difference == pytest.approx(result.loss - result.base_loss, abs=1e-9)

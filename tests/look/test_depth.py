@@ -10,7 +10,7 @@ from models.depth_reference import add_depth
 from tiny import tiny_model
 from training.tiny_run import refused
 
-from midus_hf.evaluation.text_rows import TextRows, read_rows
+from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.depth import DepthReading, depth_map, depth_rows, depth_table, record_depth
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 
@@ -27,7 +27,7 @@ def rows(*lengths: int) -> TextRows:
 def read(model: Any, text: TextRows, batch_size: int = 4) -> list[DepthReading]:
     """What a model reads of the depth while it reads a text."""
     with record_depth(model) as readings:
-        read_rows(model, text, batch_size=batch_size)
+        row_losses(model, text, batch_size=batch_size)
     return readings
 
 

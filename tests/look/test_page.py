@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from midus_hf.look.page import Answer, TableOfWords
+from midus_hf.look.page import Answer, TextTable
 
 
 def test_a_page_has_its_sections_in_order_and_needs_no_other_file(tmp_path):
@@ -15,7 +15,7 @@ def test_a_page_has_its_sections_in_order_and_needs_no_other_file(tmp_path):
         title="What <slots> do",
         summary="A model read a text.",
         report={},
-        tables=[TableOfWords("Slots", ["slot", "share"], [["3", "25.0%"]]), TableOfWords("Empty", ["slot"], [])],
+        tables=[TextTable("Slots", ["slot", "share"], [["3", "25.0%"]]), TextTable("Empty", ["slot"], [])],
         panels={"A green line": lambda axes: axes.plot([0, 1], [0, 1], color="#00ff00", linewidth=8)},
     )
     joined = Answer(title="All of it", summary="On a text.", report={}, tables=[], sections=[answer, answer])

@@ -11,7 +11,7 @@ from tiny import prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training.tiny_run import refused
 
-from midus_hf.evaluation.text_rows import TextRows, read_rows
+from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.usage import every_count, record_usage, summarise, usage_curve, usage_rows, usage_table
 
 # Memories that retrieve slots.
@@ -81,7 +81,7 @@ def test_every_token_counts_once_for_each_chapter_that_it_opens(family):
     with record_usage(model) as usage:
         for first in (3, 64):
             text = [torch.arange(first, first + length + 1) for length in (12, 12, 7)]  # padding does not count
-            read_rows(model, TextRows("text", text, [0, 1, 2]), batch_size=2)
+            row_losses(model, TextRows("text", text, [0, 1, 2]), batch_size=2)
     assert {position: counts.tolist() for position, counts in usage.items()} == {
         f"{layer} chapters": [[31, 31, 0, 31, 31]] for layer in (0, 2)
     }
@@ -148,7 +148,7 @@ def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_r
     assert counted(usage) == {FIRST: {1: 3}, THIRD: {13: 3}}
     for batch_size in (1, 2, 4):
         with record_usage(fetching) as usage:
-            read_rows(fetching, TEXT, batch_size=batch_size)
+            row_losses(fetching, TEXT, batch_size=batch_size)
         assert counted(usage) == {FIRST: {0: 2, 1: 13}, THIRD: {2: 2, 9: 4, 13: 9}}
     assert usage_table(usage_rows({"text": usage})).rows == [
         ["text", "hier-ffn level 1", "3", "66.7%", "49.4%", "86.67%"],

@@ -20,10 +20,10 @@ from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import stages
+from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.memories.packs.glossary import found_in
 from midus_hf.memories.packs.names import NameTable, name_of
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 
 pytestmark = pytest.mark.material

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import read_memories
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,
     HierKVOptions,

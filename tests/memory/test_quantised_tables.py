@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.tables import DeclaredModule, read_rows
+from midus_hf.memories.tables import DeclaredModule, gather_rows
 from midus_hf.ops import op_choices
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from midus_hf.training.optim.freezing import set_trainable
@@ -120,7 +120,7 @@ def test_few_slots_dequantise_their_rows_alone_and_many_the_table_once():
     integers, scales = quantise_rows(table, 8)
     whole = dequantise_rows(integers, scales, 8, torch.float32)
     for slots, rows in ((torch.tensor([[5, 2]]), 2), (torch.tensor([[5, 2, 5, 0], [1, 1, 1, 1]]), 6)):
-        read, places = read_rows(integers, scales, 8, slots, torch.float32)
+        read, places = gather_rows(integers, scales, 8, slots, torch.float32)
         assert len(read) == rows and torch.equal(read[places], whole[slots])
 
 

@@ -66,7 +66,7 @@ def test_it_computes_what_the_equations_say(kind):
     ("share", "index", "first"),
     [("ring:4", 0, 3), ("ring:4", 3, 2), ("ring:2", 3, 3), ("all", 2, 0)],
 )
-def test_a_layer_reads_its_stretch_of_a_shared_table(share, index, first):
+def test_a_layer_reads_its_segment_of_a_shared_table(share, index, first):
     memory = build(index, share=share, k=8)
     tables = memory.options.tables(SIZES, (0, 1, 2, 3))[0]
     shapes = {name: tensor.shape for name, tensor in tables.tensors.items()}

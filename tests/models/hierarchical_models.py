@@ -7,9 +7,9 @@ import torch
 from models.hosting import host_of
 from tiny import tiny_model
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.memory_bank import MemoryBank, create_bank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
 from midus_hf.models.inference.statement import state
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")

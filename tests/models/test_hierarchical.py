@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
-from midus_hf.banks.level_file import BankError
-from midus_hf.memories.hosting.beside import folder_of_checkpoint
+from midus_hf.memories.hierarchical.bank.level_file import BankError
+from midus_hf.memories.hosting.bank_folder import folder_of_checkpoint
 from midus_hf.memories.hosting.heads import AttentionHost, unrotated
 from midus_hf.training.blocks import train_blocks
 
@@ -163,7 +163,7 @@ def test_a_bank_is_saved_by_the_main_process_in_the_subfolder_of_its_model_where
 def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
     request = {}
     monkeypatch.setattr(
-        "midus_hf.memories.hosting.beside.snapshot_download",
+        "midus_hf.memories.hosting.bank_folder.snapshot_download",
         lambda name, **arguments: request.update(arguments, name=name) or str(tmp_path),
     )
     options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}

@@ -9,7 +9,7 @@ from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
 
-from midus_hf.banks.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.models.inference.statement import state
 
 # What no proof of a type wires (test_every_type.py): tables that layers share, and layers to which a memory adds across others.

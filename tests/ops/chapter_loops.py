@@ -10,26 +10,26 @@ CHAPTERS, MEMORY_TOKENS, WIDTH = 5, 3, 4
 
 
 def made(
-    stretches: int = 6,
+    segments: int = 6,
     length: int = 2,
     chosen: int = 2,
     heads: int = 4,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
     """Arguments of the op, each of which wants a gradient where it has one."""
-    generator = torch.Generator().manual_seed(10 * length + 100 * stretches)
+    generator = torch.Generator().manual_seed(10 * length + 100 * segments)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     table = (CHAPTERS, MEMORY_TOKENS, heads, WIDTH)
-    order = torch.rand(stretches, CHAPTERS, generator=generator).argsort(-1)
+    order = torch.rand(segments, CHAPTERS, generator=generator).argsort(-1)
     return {
-        "query": normal(stretches, length, heads, WIDTH),
+        "query": normal(segments, length, heads, WIDTH),
         "keys": normal(*table),
         "values": normal(*table),
         "chapters": order[:, :chosen],
-        "scales": normal(stretches, chosen),
+        "scales": normal(segments, chosen),
     }
 
 
@@ -45,16 +45,16 @@ ODD: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
 
 
 def by_loops(query, keys, values, chapters, scales) -> torch.Tensor:
-    """Equation 4 for every token and head, over the memory tokens of its stretch's chapters, in float64."""
-    stretches, length, heads, width = query.shape
+    """Equation 4 for every token and head, over the memory tokens of its segment's chapters, in float64."""
+    segments, length, heads, width = query.shape
     rows = []
-    for stretch, t, h in itertools.product(range(stretches), range(length), range(heads)):
+    for segment, t, h in itertools.product(range(segments), range(length), range(heads)):
         scores, read = [], []
-        for index, chapter in enumerate(chapters[stretch].tolist()):
-            scale = scales[stretch, index].double()
+        for index, chapter in enumerate(chapters[segment].tolist()):
+            scale = scales[segment, index].double()
             for m in range(keys.shape[1]):
                 key, value = (table[chapter, m, h].double() for table in (keys, values))
-                scores.append(torch.dot(query[stretch, t, h].double(), scale * key) / math.sqrt(width))
+                scores.append(torch.dot(query[segment, t, h].double(), scale * key) / math.sqrt(width))
                 read.append(scale * value)
         weights = torch.stack(scores).softmax(0)
         rows.append(sum(weight * value for weight, value in zip(weights, read, strict=True)))

@@ -139,17 +139,17 @@ def opened(
     }
 
 
-def in_stretches(tokens=64, dtype=torch.float32, **sizes):
-    """Make two stretches of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
-    made, stretches = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
-    return made | {name: made[name][:stretches] for name in ("chapters", "scales")}
+def in_segments(tokens=64, dtype=torch.float32, **sizes):
+    """Make two segments of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
+    made, segments = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
+    return made | {name: made[name][:segments] for name in ("chapters", "scales")}
 
 
 def attended(arguments: Arguments, backend: str) -> torch.Tensor:
-    """Read tokens, in as many stretches as there are choices of chapters."""
-    query, stretches = arguments["query"], max(1, len(arguments["chapters"]))
-    by_stretch = query.reshape(len(arguments["chapters"]), len(query) // stretches, *query.shape[1:])
-    return chapter_attention(**(arguments | {"query": by_stretch}), backend=backend).reshape(query.shape)
+    """Read tokens, in as many segments as there are choices of chapters."""
+    query, segments = arguments["query"], max(1, len(arguments["chapters"]))
+    by_segment = query.reshape(len(arguments["chapters"]), len(query) // segments, *query.shape[1:])
+    return chapter_attention(**(arguments | {"query": by_segment}), backend=backend).reshape(query.shape)
 
 
 def blocks_of(arguments: Arguments) -> tuple[torch.Tensor, ...]:
@@ -190,7 +190,7 @@ def of_depth(arguments: Arguments, backend: str, softcap: float | None = 2.0) ->
 GATHERED = {
     "one": {"tokens": 1, "m": 1, "rows": 1, "width": 1},
     "small": {},
-    "wider-than-a-stretch": {"tokens": 13, "m": 37, "rows": 50, "width": 300},
+    "wider-than-a-segment": {"tokens": 13, "m": 37, "rows": 50, "width": 300},
     "few-rows": {"tokens": 200, "m": 4, "rows": 3, "width": 16},
     "many-rows": {"tokens": 2, "m": 1, "rows": 5000, "width": 3},
     "half-a-vector": {"tokens": 90, "m": 7, "rows": 40, "width": 37},
@@ -227,7 +227,7 @@ OPENED = {
         name: dict(zip(("tokens", "chosen", "heads", "width", "chapters", "memory"), numbers, strict=True))
         for name, numbers in {
             "one-token": (1, 3, 2, 8, 4, 5),
-            "several-stretches": (33, 1, 3, 20, 3, 70),
+            "several-segments": (33, 1, 3, 20, 3, 70),
             "all-chapters": (150, 2, 4, 32, 2, 33),
             "few-are-read": (5, 4, 2, 80, 30, 3),
             "widest": (20, 2, 2, 256, 3, 40),
@@ -333,8 +333,8 @@ OPS = {
         wide=("scales",),
         around=True,
     ),
-    "chapters in stretches": OpCase(
-        in_stretches,
+    "chapters in segments": OpCase(
+        in_segments,
         attended,
         ("torch",),
         {"small": {}, "odd-sizes": {"tokens": 32, "heads": 3, "width": 20}},

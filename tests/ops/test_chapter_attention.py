@@ -13,7 +13,7 @@ WANTED = ("query", "keys", "values", "scales")
 
 @pytest.fixture(params=BODIES)
 def body(request, monkeypatch) -> str:
-    """Each body in turn, whatever the length of stretches."""
+    """Each body in turn, whatever the length of segments."""
     if request.param != "reference":
         monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1 << 30)
     return request.param
@@ -46,14 +46,14 @@ def check(arguments: dict[str, torch.Tensor], body: str) -> None:
     "shape",
     [
         {},
-        {"stretches": 1, "length": 6},
-        {"stretches": 12, "length": 1},
+        {"segments": 1, "length": 6},
+        {"segments": 12, "length": 1},
         {"chosen": 1},
         {"chosen": CHAPTERS},
         {"heads": 3},
-        {"heads": 1, "stretches": 1, "length": 1},
-        {"stretches": 35, "length": 1, "heads": 1},
-        {"stretches": 2, "length": 17, "heads": 1},
+        {"heads": 1, "segments": 1, "length": 1},
+        {"segments": 35, "length": 1, "heads": 1},
+        {"segments": 2, "length": 17, "heads": 1},
     ],
     ids=str,
 )
@@ -63,11 +63,11 @@ def test_output_and_gradients_are_those_of_loops(shape, body):
 
 @pytest.mark.parametrize("what", ODD)
 def test_odd_arguments_give_what_loops_give(what, body):
-    check(ODD[what](made(stretches=33, length=1, heads=1)), body)
+    check(ODD[what](made(segments=33, length=1, heads=1)), body)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 4], ids=lambda limit: f"{limit}-stretches")
-def test_stretches_over_the_limit_are_gathered_in_parts_and_again_in_the_backward_pass(limit, monkeypatch):
+@pytest.mark.parametrize("limit", [0, 1, 2, 4], ids=lambda limit: f"{limit}-segments")
+def test_segments_over_the_limit_are_gathered_in_parts_and_again_in_the_backward_pass(limit, monkeypatch):
     monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1)
     arguments = made()
     monkeypatch.setattr(op, "_MOST_GATHERED", limit * 2 * MEMORY_TOKENS * 4 * WIDTH)
@@ -86,7 +86,7 @@ def test_stretches_over_the_limit_are_gathered_in_parts_and_again_in_the_backwar
     assert sizes == parts
 
 
-def test_long_stretches_are_gathered_and_short_ones_sorted(monkeypatch):
+def test_long_segments_are_gathered_and_short_ones_sorted(monkeypatch):
     called = []
     for name in ("_gathered", "segment_attention"):
         whole = getattr(op, name)
@@ -94,9 +94,9 @@ def test_long_stretches_are_gathered_and_short_ones_sorted(monkeypatch):
             op, name, lambda *args, name=name, whole=whole, **rest: called.append(name) or whole(*args, **rest)
         )
     for shape in (
-        {"stretches": 4, "length": 16},
-        {"stretches": 4, "length": 15},
-        {"stretches": 1, "length": 1},
+        {"segments": 4, "length": 16},
+        {"segments": 4, "length": 15},
+        {"segments": 1, "length": 1},
     ):
         chapter_attention(**made(**shape), backend="torch")
     assert called == ["_gathered", "segment_attention", "_gathered"]
@@ -104,17 +104,17 @@ def test_long_stretches_are_gathered_and_short_ones_sorted(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)], ids=str)
 def test_nothing_gives_nothing(shape, body):
-    stretches, length = shape
-    arguments = made(stretches=stretches, length=length)
+    segments, length = shape
+    arguments = made(segments=segments, length=length)
     output = chapter_attention(**arguments, backend=backend_of(body))
-    assert output.shape == (stretches, length, 4, WIDTH)
+    assert output.shape == (segments, length, 4, WIDTH)
     output.sum().backward()
     assert arguments["query"].grad.shape == output.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_keys_and_values_of_another_dtype_are_cast_and_get_gradients_in_their_own(dtype, body):
-    arguments = made(dtype=dtype, stretches=64, length=1)
+    arguments = made(dtype=dtype, segments=64, length=1)
     expected = chapter_attention(**arguments, backend=backend_of(body))
     wide = arguments | {name: arguments[name].detach().double().requires_grad_() for name in ("keys", "values")}
     output = chapter_attention(**wide, backend=backend_of(body))
@@ -124,7 +124,7 @@ def test_keys_and_values_of_another_dtype_are_cast_and_get_gradients_in_their_ow
         assert gradient.dtype == wide[name].dtype and torch.equal(gradient.to(dtype), lowered[name]), name
 
 
-def test_the_gradient_of_a_chapter_that_many_stretches_read_is_summed_in_float32():
+def test_the_gradient_of_a_chapter_that_many_segments_read_is_summed_in_float32():
     query, keys, values = (torch.randn(shape).bfloat16() for shape in ((1024, 1, 2, 8), (3, 4, 2, 8), (3, 4, 2, 8)))
     chapters, scales = torch.zeros(1024, 1, dtype=torch.int64), torch.ones(1024, 1)
     gradients = []

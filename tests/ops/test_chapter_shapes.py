@@ -33,11 +33,11 @@ def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
     [
         ({"values": (5, 3, 4, 3)}, r"keys is (5, 3, 4, 4) and values is (5, 3, 4, 3); expected [C, M, heads, width] twice."),
         ({"keys": (5, 6, 4), "values": (5, 6, 4)}, r"keys is (5, 6, 4) and values is (5, 6, 4); expected [C, M, heads, width]"),
-        ({"query": (6, 2, 4, 3)}, "query is (6, 2, 4, 3); expected [stretches, tokens, heads, width] with the keys' 4 heads and"),
-        ({"query": (6, 2, 8, 4)}, "query is (6, 2, 8, 4); expected [stretches, tokens, heads, width] with the keys' 4 heads"),
-        ({"query": (12, 4, 4)}, "query is (12, 4, 4); expected [stretches, tokens, heads, width] with the keys' 4 heads"),
-        ({"chapters": (4, 2)}, "chapters is (4, 2); expected [6, 1 or more chapters each], a row per stretch."),
-        ({"chapters": (6, 1, 2)}, "chapters is (6, 1, 2); expected [6, 1 or more chapters each], a row per stretch."),
+        ({"query": (6, 2, 4, 3)}, "query is (6, 2, 4, 3); expected [segments, tokens, heads, width] with the keys' 4 heads and"),
+        ({"query": (6, 2, 8, 4)}, "query is (6, 2, 8, 4); expected [segments, tokens, heads, width] with the keys' 4 heads"),
+        ({"query": (12, 4, 4)}, "query is (12, 4, 4); expected [segments, tokens, heads, width] with the keys' 4 heads"),
+        ({"chapters": (4, 2)}, "chapters is (4, 2); expected [6, 1 or more chapters each], a row per segment."),
+        ({"chapters": (6, 1, 2)}, "chapters is (6, 1, 2); expected [6, 1 or more chapters each], a row per segment."),
         ({"chapters": (6, 0), "scales": (6, 0)}, "chapters is (6, 0); expected [6, 1 or more chapters each]"),
         ({"scales": (6, 1)}, "scales is (6, 1); expected the shape of chapters, (6, 2)."),
         ({"scales": (2, 6)}, "scales is (2, 6); expected the shape of chapters, (6, 2)."),
@@ -53,7 +53,7 @@ def test_shapes_that_disagree_are_refused(changes, message, body):
 
 
 def wide_heads(length: int) -> dict[str, torch.Tensor]:
-    """Two stretches of queries of so many tokens, with heads that no kernel takes."""
+    """Two segments of queries of so many tokens, with heads that no kernel takes."""
     query, table = torch.randn(2, length, 1, 257), torch.randn(3, 2, 1, 257)
     chapters = torch.tensor([[0, 1], [1, 2]])
     return {"query": query, "keys": table, "values": table, "chapters": chapters, "scales": torch.ones(2, 2)}
@@ -71,7 +71,7 @@ def test_heads_that_are_too_wide_for_kernels_are_refused_where_kernels_are_asked
     torch.testing.assert_close(chapter_attention(**arguments), chapter_attention(**arguments, backend="reference"))
 
 
-def test_long_stretches_are_read_by_matrix_products_whatever_is_asked_for():
+def test_long_segments_are_read_by_matrix_products_whatever_is_asked_for():
     arguments = wide_heads(16)
     assert torch.equal(
         chapter_attention(**arguments, backend="triton"), chapter_attention(**arguments, backend="torch")

@@ -62,7 +62,7 @@ def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
     assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
 
 
-def test_flat_keys_are_scored_a_stretch_of_tokens_at_a_time(monkeypatch):
+def test_flat_keys_are_scored_a_segment_of_tokens_at_a_time(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     query, keys = (torch.randn(shape, generator=generator) for shape in ((7, 2, 4), (2, 50, 4)))
     expected = flat_key_topk(query, keys, 3)

@@ -74,7 +74,7 @@ def test_any_leading_shape_is_one_batch_of_tokens(leading):
         assert torch.equal(actual, expected[:count].view(*leading, 2, 4))
 
 
-def test_many_tokens_are_chosen_for_in_stretches(monkeypatch):
+def test_many_tokens_are_chosen_for_in_segments(monkeypatch):
     arguments = drawn(tokens=7)
     whole = tucker_topk(*arguments, k=4, side=3)
     monkeypatch.setattr(op, "_MOST_SCORES", 2 * 9 * 2)

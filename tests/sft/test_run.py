@@ -21,7 +21,7 @@ from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 
-from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.training.sft.rows import CHATML
 from midus_hf.training.sft.run import SftRun, finetune, has_loss
 

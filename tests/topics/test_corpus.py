@@ -11,7 +11,7 @@ import pytest
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.topics.corpus import read_corpus, read_paths, read_rows  # noqa: E402
+from midus_hf.data.corpus import read_corpus, read_paths, read_rows  # noqa: E402
 
 TEXTS = ["The first text.", 'A second, with "marks"\nand two lines.', "null"]
 
@@ -220,8 +220,8 @@ VALUES = {
 @pytest.mark.parametrize("case", VALUES)
 def test_values_of_json_are_what_they_are(folder, case, ending, monkeypatch):
     """Also where the first rows alone would be of another type, and the row is read long after them."""
-    monkeypatch.setattr("midus_hf.topics.readers._CHARACTERS_AT_ONCE", 10)
-    monkeypatch.setattr("midus_hf.topics.readers._ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("midus_hf.data.readers._CHARACTERS_AT_ONCE", 10)
+    monkeypatch.setattr("midus_hf.data.readers._ROWS_AT_ONCE", 1)
     rows = [{"text": "words", "value": value} for value in VALUES[case]]
     written = json.dumps(rows) if ending == "json" else "".join(json.dumps(row) + "\n" for row in rows)
     read = read_corpus(write(folder, {f"x.{ending}": written}))
@@ -229,7 +229,7 @@ def test_values_of_json_are_what_they_are(folder, case, ending, monkeypatch):
 
 
 def test_a_column_that_begins_late_is_read(folder, monkeypatch):
-    monkeypatch.setattr("midus_hf.topics.readers._CHARACTERS_AT_ONCE", 10)
+    monkeypatch.setattr("midus_hf.data.readers._CHARACTERS_AT_ONCE", 10)
     write(folder, {"a.jsonl": lines(["one", "two"]) + lines(["three"], late=1), "b.jsonl": lines(["four"], other="x")})
     read = read_corpus(str(folder))
     assert read["text"][:] == ["one", "two", "three", "four"]
@@ -241,7 +241,7 @@ def test_rows_of_the_hub_are_read_as_those_of_files(folder, monkeypatch):
     write(folder, {"x.jsonl": lines(["2004-01-25"], id=2**64)})
     build = datasets.load_dataset_builder
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda source, name: build(str(folder), name))
-    monkeypatch.setattr("midus_hf.topics.corpus.check_hub_id", lambda *_: None)
+    monkeypatch.setattr("midus_hf.data.corpus.check_hub_id", lambda *_: None)
     assert list(read_corpus("someone/dates")) == [{"text": "2004-01-25", "id": 2**64}]
 
 

@@ -9,10 +9,10 @@ from banks.small_bank import layout_of, made, record_of
 from models.hierarchical_models import IDS, hierarchical_model
 from tiny import prompt
 
-from midus_hf.banks import MemoryBank
-from midus_hf.banks.model_banks import check_tree
-from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.cli.clusters import main
+from midus_hf.memories.hierarchical.bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
 from midus_hf.topics.tree import ClusterTree
 

@@ -13,11 +13,11 @@ from topics.trees import random_tree
 
 from midus_hf.cli.clusters import nodes_with_words
 from midus_hf.config.wording import install_extra
+from midus_hf.data.corpus import read_corpus
 from midus_hf.topics import run
 from midus_hf.topics import tree as tree_module
 from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import open_build
@@ -82,15 +82,15 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on_
 ):
     if overwrites:
         make(options=TreeOptions(branching=3, levels=2, steps=4, samples=50, seed=1))
-    whole_file, written = tree_module.whole_file, []
+    atomic_write, written = tree_module.atomic_write, []
 
     def killed(path):
         written.append(path.name)
         if len(written) == 1 + (moment == "between them"):
             raise KeyboardInterrupt
-        return whole_file(path)
+        return atomic_write(path)
 
-    monkeypatch.setattr(tree_module, "whole_file", killed)
+    monkeypatch.setattr(tree_module, "atomic_write", killed)
     with pytest.raises(KeyboardInterrupt):
         make(overwrite=overwrites)
     monkeypatch.undo()

@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from topics.tiny_bert import save_tiny_bert
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.files.outputs import alone_in
+from midus_hf.data.corpus import read_corpus
+from midus_hf.files.outputs import exclusive
 from midus_hf.topics import windows as module
-from midus_hf.topics.corpus import read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows, windows_of_corpus
 
@@ -127,7 +127,7 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
     with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
     busy = r"is being written by another run; wait for that run, or choose another"
-    with alone_in(folder, ValueError("held by the test")), pytest.raises(ValueError, match=busy):
+    with exclusive(folder, ValueError("held by the test")), pytest.raises(ValueError, match=busy):
         store(folder, corpus, tokenizer, embedder)
 
 

@@ -20,12 +20,12 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from trl.trainer.utils import hash_module
 
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.blocks import train_blocks
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
+from midus_hf.training.trainer import MemoryTrainer, MemoryTrainerMixin
 
 
 def head_of(auto, folder, **settings):
@@ -98,7 +98,7 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
     set_trainable(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    class WithMemory(TrainsMemory, trainer_class):
+    class WithMemory(MemoryTrainerMixin, trainer_class):
         """TRL's trainer with the parameter groups of a memory model."""
 
         pass

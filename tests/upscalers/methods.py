@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from models.hierarchical_models import IDS, fill
 
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import SMALL, config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS
 from upscalers.record.report import UpscaleReport

@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.ngram.known import NgramTable
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
-from midus_hf.training.data.ngrams import NgramTable
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
 from upscalers.request.errors import RequestError

@@ -8,7 +8,8 @@ from models.hierarchical_models import IDS, OTHER_IDS
 from tiny import prompt
 
 from midus_hf.cli import edit
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
+from midus_hf.memories.hierarchical.blocks import level_file
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,

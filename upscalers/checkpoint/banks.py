@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
-from midus_hf.files.checkpoint_files import BANKS, GLOSSARY_FILE, is_of
+from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS, BANKS_FOLDER, GLOSSARY_FILE, is_of
 from midus_hf.memories.entries import Memories
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.request.errors import RequestError
 
@@ -26,7 +26,7 @@ def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, se
     """Create banks whose blocks were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
     import torch
 
-    from midus_hf.banks.memory_bank import create_bank
+    from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
 
     for name, layout in layouts.items():
         own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
@@ -44,8 +44,8 @@ def carry_banks(
     """Copy banks of blocks from the checkpoint `source` to `folder`; blocks that were never written take no room there."""
     if not layouts:
         return
-    from midus_hf.banks.level_file import BankError
-    from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank.level_file import BankError
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
     for name, layout in layouts.items():
         try:
@@ -74,7 +74,7 @@ def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
     """Let the descriptions of banks in a checkpoint's folder name the layers and the base of the model beside them."""
     if not layouts:
         return
-    from midus_hf.banks.memory_bank import write_description
+    from midus_hf.memories.hierarchical.bank.memory_bank import write_description
 
     for name, layout in layouts.items():
         bank = folder / BANKS_FOLDER / name

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import (
+    BANKS_FOLDER,
     CARD,
     CARD_FILE,
     CODE,
@@ -25,6 +25,7 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
     is_of,
 )
+from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
@@ -34,7 +35,7 @@ from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
-    from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
     from midus_hf.topics.tree import ClusterTree
 
 # A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
@@ -301,8 +302,8 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
     """Open the bank of a memory in the folder of a checkpoint; errors of reading it inside the context are a `RequestError`."""
-    from midus_hf.banks.level_file import BankError
-    from midus_hf.banks.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank.level_file import BankError
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
     try:
         yield MemoryBank(folder / BANKS_FOLDER / name, layout)

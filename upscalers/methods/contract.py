@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.plugins import load_offered
+from midus_hf.config.plugins import load_plugins
 from midus_hf.config.wording import one_of
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -229,10 +229,10 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     return decorate
 
 
-def load_offered_methods() -> None:
+def load_plugin_methods() -> None:
     """Register the methods of other packages, also those beside a memory. A method that cannot be imported is a warning."""
     for group in ("midus_hf.memories", "upscalers.methods"):
-        load_offered(group, refuse=False)
+        load_plugins(group, refuse=False)
 
 
 def get_method(name: str) -> type[Method]:
@@ -244,7 +244,7 @@ def get_method(name: str) -> type[Method]:
     import upscalers.methods  # noqa: F401 - fills the table
 
     if name not in METHODS:
-        load_offered_methods()
+        load_plugin_methods()
     if name not in METHODS:
         hint = one_of(sorted(METHODS))
         if "lora" in name.lower().split("-") and name.partition("-")[0] != "hier":

@@ -181,8 +181,8 @@ class Engram(AttachedMemoryMethod):
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
-        from midus_hf.topics.corpus import read_corpus
-        from midus_hf.training.data.ngrams import keys_of_texts, known_ngrams
+        from midus_hf.data.corpus import read_corpus
+        from midus_hf.memories.ngram.known import keys_of_texts, known_ngrams
 
         if self._keys is None:
             with refusing_requests():
@@ -281,9 +281,9 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
     """Return the tokenizer of a base, or raise `RequestError`."""
-    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with refusing_requests(), refusing("the tokenizer of the base cannot be loaded", OSError, ValueError):
+    with refusing_requests(), as_value_error("the tokenizer of the base cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

@@ -196,10 +196,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             chosen = max(1, round(chosen * len(own)))
         if type(chosen) is int and 1 <= chosen <= len(own):
             return tuple(own[(2 * number + 1) * len(own) // (2 * chosen)] for number in range(chosen))
-        stretch = re.fullmatch(r"(early|middle|late):([1-9]\d*)", chosen) if isinstance(chosen, str) else None
-        if stretch and int(stretch[2]) <= len(own):
-            count = int(stretch[2])
-            first = {"early": 0, "middle": (len(own) - count) // 2, "late": len(own) - count}[stretch[1]]
+        segment = re.fullmatch(r"(early|middle|late):([1-9]\d*)", chosen) if isinstance(chosen, str) else None
+        if segment and int(segment[2]) <= len(own):
+            count = int(segment[2])
+            first = {"early": 0, "middle": (len(own) - count) // 2, "late": len(own) - count}[segment[1]]
             return tuple(own[first : first + count])
         if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
             if sorted(set(chosen)) == chosen and set(chosen) <= set(own):

@@ -111,8 +111,8 @@ class Packs(AttachedMemoryMethod):
 
     def _protected(self, base: BaseCheckpoint) -> int:
         """Return the number of protected texts, which hold no name."""
+        from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.packs.glossary import found_in
-        from midus_hf.topics.corpus import read_corpus
 
         glossary = self.glossary(base)
         with refusing_requests():
@@ -155,8 +155,8 @@ def entries_of(corpus: str) -> "list[Entry]":
     Raises:
         ValueError: If the corpus cannot be read, a row is no entry, or two entries share a name.
     """
+    from midus_hf.data.corpus import read_rows
     from midus_hf.memories.packs.glossary import entry_of, joined
-    from midus_hf.topics.corpus import read_rows
 
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)

@@ -231,9 +231,12 @@ def _lacking(name: str, tokenizer: Any) -> tuple[list[Any], dict[str, str], list
     from tokenizers import AddedToken
 
     from midus_hf.memories.packs.names import Spelling
-    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with refusing_requests(), refusing(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
+    with (
+        refusing_requests(),
+        as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError),
+    ):
         other = load_tokenizer(name)
     with refusing_requests():
         spelling, own = Spelling(other), Spelling(tokenizer)

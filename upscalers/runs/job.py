@@ -2,8 +2,8 @@
 
 import math
 
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.outputs import OutputFolder
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, carry_glossary, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.model_names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base

@@ -10,51 +10,60 @@ from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.look.request import Request
-from midus_hf.cli.options import Column, Device, Json, check_file, flag, model_argument, option, show, show_tables
+from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
 
 app = command_line("Look into a model: what its memories read and do, and what has changed.")
 
 Options = dict[str, tuple[Any, ...]]  # each with its type and its default, if it has one
 
 _EVERY: Options = {
-    "dtype": (Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")], "auto"),
+    "dtype": (Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")], "auto"),
     "device": (Device, None),
-    "output": (Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")], None),
+    "output": (Annotated[list[Path] | None, cli_option("Write .html, .png, .pdf, .csv or .json.", "FILE")], None),
     "json_": (Json, False),
 }
 _DOCUMENTS: Options = {
     "model": (Annotated[str, model_argument("A model that upscale made.", "MODEL")],),
-    "text": (Annotated[list[str], option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")],),
+    "text": (Annotated[list[str], cli_option("File, folder or dataset id; may be repeated.", "[NAME=]PATH")],),
     "column": (Column, "text"),
 }
 _TEXTS: Options = {
     **_DOCUMENTS,
-    "sequence_length": (Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N", min=1)], None),
-    "max_tokens": (Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N", min=1)], None),
-    "batch_size": (Annotated[int, option("Rows per forward pass.", "N", min=1)], 4),
-    "retriever": (Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")], None),
+    "sequence_length": (
+        Annotated[int | None, cli_option("Tokens per row of a text.  [default: 1024]", "N", min=1)],
+        None,
+    ),
+    "max_tokens": (
+        Annotated[int | None, cli_option("Tokens of each text to read.  [default: all]", "N", min=1)],
+        None,
+    ),
+    "batch_size": (Annotated[int, cli_option("Rows per forward pass.", "N", min=1)], 4),
+    "retriever": (Annotated[str | None, cli_option("Tree of topics by which texts fetch blocks.", "TREE")], None),
 }
 _BASE: Options = {
-    "base": (Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")], "self")
+    "base": (Annotated[str, cli_option("Base to compare with; self: MODEL without added parts.", "MODEL")], "self")
 }
 _HEAD: Options = {
-    "layer": (Annotated[int | None, option("Draw what a head of this layer reads.", "N")], None),
-    "head": (Annotated[int | None, option("Draw what this head of --layer reads.", "N")], None),
+    "layer": (Annotated[int | None, cli_option("Draw what a head of this layer reads.", "N")], None),
+    "head": (Annotated[int | None, cli_option("Draw what this head of --layer reads.", "N")], None),
 }
 _ANSWERS: Options = {
     "models": (Annotated[list[str], model_argument("Models, compared side by side.", "MODEL...")],),
-    "tasks": (Annotated[str, option("Tasks of lm-eval, separated by commas.", "NAMES")],),
-    "data": (Annotated[str | None, option("Folder with the questions of local tasks.", "DIR")], None),
-    "limit": (Annotated[int | None, option("Questions per task.  [default: all]", "N", min=1)], None),
+    "tasks": (Annotated[str, cli_option("Tasks of lm-eval, separated by commas.", "NAMES")],),
+    "data": (Annotated[str | None, cli_option("Folder with the questions of local tasks.", "DIR")], None),
+    "limit": (Annotated[int | None, cli_option("Questions per task.  [default: all]", "N", min=1)], None),
 }
 _ENTRIES: Options = {
     "model": (Annotated[str, model_argument("A model with packs.", "MODEL")],),
-    "limit": (Annotated[int | None, option("Entries to check, the first ones.  [default: all]", "N", min=1)], None),
-    "at_least": (
-        Annotated[float | None, option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)],
+    "limit": (
+        Annotated[int | None, cli_option("Entries to check, the first ones.  [default: all]", "N", min=1)],
         None,
     ),
-    "batch_size": (Annotated[int, option("Values per forward pass.", "N", min=1)], 4),
+    "at_least": (
+        Annotated[float | None, cli_option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)],
+        None,
+    ),
+    "batch_size": (Annotated[int, cli_option("Values per forward pass.", "N", min=1)], 4),
 }
 _PROOF: Options = {
     **_DOCUMENTS,

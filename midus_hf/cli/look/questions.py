@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from midus_hf.cli.look.request import Request
 from midus_hf.cli.options import needing_harness
-from midus_hf.evaluation.text_rows import read_rows
+from midus_hf.evaluation.text_rows import row_losses
 from midus_hf.look import ablation as parts_lost
 from midus_hf.look import depth as depth_read
 from midus_hf.look import drift as moved
@@ -42,7 +42,7 @@ def usage(request: Request) -> Answer:
     losses, counts = {}, {}
     for text in request.text_rows:
         with used.record_usage(model) as counts[text.name]:
-            losses[text.name] = read_rows(model, text, batch_size=request.batch_size).mean
+            losses[text.name] = row_losses(model, text, batch_size=request.batch_size).mean
     rows = used.usage_rows(counts)
     summary, head = _about(request, losses)
     return Answer(
@@ -113,12 +113,12 @@ def touched(request: Request) -> Answer:
     from transformers import AutoConfig
 
     from midus_hf.model_names import usable_device
-    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.saved_models import as_value_error, load_tokenizer
     from midus_hf.training.protection import check_certificate, compare_texts, read_certificate
 
     if request.prove:
         usable_device(request.device)
-    with refusing(f"model is {request.model!r}, which cannot be loaded", OSError, ValueError):
+    with as_value_error(f"model is {request.model!r}, which cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(request.folder, trust_remote_code=False)
         tokenizer = load_tokenizer(str(request.folder))
     tables = where_read.tables_in(request.folder, config, tokenizer)
@@ -217,7 +217,7 @@ def depth(request: Request) -> Answer:
     if request.layer is not None and request.head is not None:
         head_map = depth_read.depth_map(model, request.text_rows[0].rows[0][:-1], request.layer, request.head)
     with depth_read.record_depth(model) as readings:
-        losses = {text.name: read_rows(model, text, batch_size=request.batch_size).mean for text in request.text_rows}
+        losses = {text.name: row_losses(model, text, batch_size=request.batch_size).mean for text in request.text_rows}
     summary, about = _about(request, losses)
     return Answer(
         title="What heads read of the depth",

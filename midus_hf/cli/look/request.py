@@ -80,7 +80,7 @@ class Request:
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. What was not read is printed on standard error."""
-        from midus_hf.topics.corpus import read_corpus
+        from midus_hf.data.corpus import read_corpus
 
         paths: dict[str, str] = {}
         for text in self.text:

@@ -35,12 +35,12 @@ def chapters_flops(
     """
     hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens
     chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))
-    stretches = {"chunk": chunks, "token": tokens}.get(options.routing, 1)
-    choices, selected = batch * stretches, (options.shared_chapters + options.k) * options.chapter_tokens
-    read = choices * selected if stretches == 1 else min(choices * selected, options.memory_tokens)
+    segments = {"chunk": chunks, "token": tokens}.get(options.routing, 1)
+    choices, selected = batch * segments, (options.shared_chapters + options.k) * options.chapter_tokens
+    read = choices * selected if segments == 1 else min(choices * selected, options.memory_tokens)
     scores = heads * rows * selected
     pooling = 0 if options.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
-    weighting = read * hidden if stretches == 1 else 2 * scores
+    weighting = read * hidden if segments == 1 else 2 * scores
     return {
         "router": pooling
         + linear(choices, hidden, options.chapters)

@@ -106,7 +106,7 @@ class Chapters(MemoryModule):
         def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
             return chapter_attention(query, keys, values, chapters[numbers], scales[numbers])
 
-        output = routing.pooled.stretches.read(self._queries(normalised), attend)
+        output = routing.pooled.segments.read(self._queries(normalised), attend)
         return self.output_projection(output.flatten(-2))
 
     def route(
@@ -172,11 +172,11 @@ class Chapters(MemoryModule):
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys and values `[C', M, H, d]` of chapters, and which of these chapters each stretch reads, `[N, n]`.
+        """Return keys and values `[C', M, H, d]` of chapters, and which of these chapters each segment reads, `[N, n]`.
 
-        Each chapter that any stretch reads is projected once; the whole bank is projected if so many stretches read that nearly every
+        Each chapter that any segment reads is projected once; the whole bank is projected if so many segments read that nearly every
         chapter is chosen. In a compiled graph, shapes must not depend on the choice: shared chapters are projected once, and chosen
-        chapters once per stretch, or the whole bank if that is less.
+        chapters once per segment, or the whole bank if that is less.
         """
         bank, shape = self._bank(tables), (self.num_heads, self.head_dim)
         if self.decode_cache is not None:
@@ -273,9 +273,9 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tenso
     chapter would take the loss to 0, whatever the router chooses.
 
     Args:
-        logits: `[S, C]`, for each stretch of tokens that is routed as one, over the chapters that can be chosen.
-        chosen: `[S, k]`, int64, the chapters that each stretch reads.
-        counts: `[S]`, number of tokens in each stretch, without padding.
+        logits: `[S, C]`, for each segment of tokens that is routed as one, over the chapters that can be chosen.
+        chosen: `[S, k]`, int64, the chapters that each segment reads.
+        counts: `[S]`, number of tokens in each segment, without padding.
 
     Returns:
         A scalar, float32 at least.
@@ -292,8 +292,8 @@ def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
 
     Args:
-        logits: `[S, C]`, for each stretch of tokens that is routed as one.
-        counts: `[S]`, number of tokens in each stretch, without padding.
+        logits: `[S, C]`, for each segment of tokens that is routed as one.
+        counts: `[S]`, number of tokens in each segment, without padding.
 
     Returns:
         A scalar, float32 at least.

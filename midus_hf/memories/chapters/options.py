@@ -55,7 +55,7 @@ class ChaptersOptions(MemoryOptions):
     k: int = option(4, "chapters that the router chooses beside the shared ones")
     routing: RoutingKind = option(
         "chunk",
-        "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; token: every token "
+        "what is pooled to choose chapters. chunk: for each segment of chunk_size tokens, the tokens before it; token: every token "
         "chooses for itself; sequence: all tokens, later ones included, so not causal",
     )
     chunk_size: int = option(
@@ -98,7 +98,7 @@ class ChaptersOptions(MemoryOptions):
 
     @property
     def first_tokens(self) -> int:
-        """Number of tokens in the first stretch of a document, for routing by chunk."""
+        """Number of tokens in the first segment of a document, for routing by chunk."""
         return min(_FIRST_CHUNK, self.chunk_size)
 
     @property

@@ -18,20 +18,20 @@ class PooledStates(NamedTuple):
     """PooledStates states, by which chapters are chosen.
 
     Args:
-        states: `[N, D]`, float32 at least, one state for each stretch of tokens that is routed as one.
-        stretches: The tokens of each stretch.
-        counts: `[N]`, float32, number of tokens in each stretch, without padding.
+        states: `[N, D]`, float32 at least, one state for each segment of tokens that is routed as one.
+        segments: The tokens of each segment.
+        counts: `[N]`, float32, number of tokens in each segment, without padding.
         kept: Tensors of this pass that the next pass needs, by name.
     """
 
     states: torch.Tensor
-    stretches: Segments
+    segments: Segments
     counts: torch.Tensor
     kept: dict[str, torch.Tensor]
 
 
 class Routing(NamedTuple):
-    """Chapters that the stretches of tokens read.
+    """Chapters that the segments of tokens read.
 
     Args:
         logits: `[N, C]`, float32 at least, the router's logits.
@@ -89,7 +89,7 @@ class ChunkSizes(NamedTuple):
 
 
 def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
-    """Return the state of each token as a stretch by itself, with the arguments of `pool_chunks`."""
+    """Return the state of each token as a segment by itself, with the arguments of `pool_chunks`."""
     segment_of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
     counts = (
         states.new_ones(segment_of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
@@ -121,13 +121,13 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
     segment_of_token = torch.where(real, document, -1)
     if torch.compiler.is_compiling():
-        stretches = Segments(document)
+        segments = Segments(document)
     else:
         every = torch.arange(batch * tokens, device=states.device)
         at = torch.where(real & (position == 0), document, number).flatten()
         first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
-        stretches = padded(segment_of_token, first_tokens, tokens, shrinks=True)
-    return PooledStates(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
+        segments = padded(segment_of_token, first_tokens, tokens, shrinks=True)
+    return PooledStates(means, segments, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
 
 
 def pool_chunks(
@@ -139,10 +139,10 @@ def pool_chunks(
 ) -> PooledStates:
     """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
 
-    All first chunks read the same chapters, so they form one stretch, stretch 0, unless a pass has one token per row. The first token
+    All first chunks read the same chapters, so they form one segment, segment 0, unless a pass has one token per row. The first token
     of a document is left out of the means. Sums are float32 at least.
 
-    There is one stretch per later chunk. In a compiled graph, and for rows of one document, the number of stretches must not depend
+    There is one segment per later chunk. In a compiled graph, and for rows of one document, the number of segments must not depend
     on the contents of tensors, and is the largest possible number.
 
     Args:
@@ -207,9 +207,9 @@ def pool_chunks(
         .float()
     )
     if places.starts is not None and compiling:
-        stretches = Segments(chunk_of_token)
+        segments = Segments(chunk_of_token)
     else:
-        stretches = padded(
+        segments = padded(
             torch.where(real, chunk_of_token, -1),
             first_tokens,
             min(sizes.size, tokens),
@@ -217,7 +217,7 @@ def pool_chunks(
             alike_room=num_beginning,
             shrinks=places.starts is not None,
         )
-    pooled = PooledStates(means, stretches, counts, {})
+    pooled = PooledStates(means, segments, counts, {})
     if not keeps:
         return pooled
     index = torch.arange(tokens, device=device).expand(batch, tokens)
@@ -239,7 +239,7 @@ def pool_chunks(
 def _pool_step(
     states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor]
 ) -> PooledStates:
-    """Do the work of `pool_chunks` for one token per row, each a stretch, without sorting and without waiting for the device."""
+    """Do the work of `pool_chunks` for one token per row, each a segment, without sorting and without waiting for the device."""
     batch = len(states)
     real, state = _real(states, places)[:, 0], states[:, 0].to(wide_dtype(states))
     count, total, before = _kept_of(states, kept)
@@ -311,7 +311,7 @@ def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
 
 
 def _equal_segments(batch: int, tokens: int, device: torch.device) -> EqualSegments:
-    """Return stretches of one whole row each."""
+    """Return segments of one whole row each."""
     return EqualSegments(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 
 

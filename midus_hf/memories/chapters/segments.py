@@ -1,4 +1,4 @@
-"""Segments of tokens that read the same chapters, and attention over many stretches at once."""
+"""Segments of tokens that read the same chapters, and attention over many segments at once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,10 @@ import torch
 
 from midus_hf.ops.chapters.op import fewest_together
 
-# Numbers of stretches: a slice, or `[S]`, int64.
+# Numbers of segments: a slice, or `[S]`, int64.
 Numbers = slice | torch.Tensor
 
-# Function that reads for tokens `[S, L, ...]`, one row for each of the numbered stretches, and returns `[S, L, ...]`.
+# Function that reads for tokens `[S, L, ...]`, one row for each of the numbered segments, and returns `[S, L, ...]`.
 Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
 
 
@@ -19,13 +19,13 @@ class Segments:
     """Segments of a pass in any order, so that every token reads by itself.
 
     Args:
-        segment_of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
+        segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to, from 0 to N - 1.
     """
 
     segment_of_token: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        """Read for tokens `[B, T, ...]`, each in its stretch, and return `[B, T, ...]`."""
+        """Read for tokens `[B, T, ...]`, each in its segment, and return `[B, T, ...]`."""
         alone = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
         return read(alone, self.segment_of_token.flatten()).squeeze(1).unflatten(0, self.segment_of_token.shape)
 
@@ -35,14 +35,14 @@ class EqualSegments(Segments):
     """Segments of equal length that follow each other.
 
     Args:
-        length: Number of tokens per stretch.
+        length: Number of tokens per segment.
     """
 
     length: int
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        by_stretch = tokens.reshape(-1, self.length, *tokens.shape[2:])
-        output = read(by_stretch, slice(None))
+        by_segment = tokens.reshape(-1, self.length, *tokens.shape[2:])
+        output = read(by_segment, slice(None))
         return output.reshape(*tokens.shape[:2], *output.shape[2:])
 
 
@@ -51,7 +51,7 @@ class PaddedSegments(Segments):
     """Segments of different lengths, which are filled up to equal length.
 
     Args:
-        numbers: `[S]`, int64, number of the stretch of each row; several rows may have one stretch.
+        numbers: `[S]`, int64, number of the segment of each row; several rows may have one segment.
         room: L, number of tokens per row.
         places: `[B * T]`, int64, position of each token among the S * L; S * L for padding, which reads nothing.
     """
@@ -78,18 +78,18 @@ def padded(
     alike_room: int = 0,
     shrinks: bool = False,
 ) -> Segments:
-    """Lay stretches of consecutive tokens side by side, filled up to equal length.
+    """Lay segments of consecutive tokens side by side, filled up to equal length.
 
     Args:
-        segment_of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
-        first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
-        room: Largest number of tokens in a stretch.
-        alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
-        alike_room: Largest number of tokens in stretch 0, which gets as many rows as these tokens fill. Default: 0.
-        shrinks: Whether to shrink `room` to the longest stretch, which waits for the device. Default: false.
+        segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
+        first_tokens: `[N]`, int64, position of each segment's first token among the B * T tokens.
+        room: Largest number of tokens in a segment.
+        alike: `[B, T]`, bool, the tokens of segment 0, which need not be consecutive. Default: segment 0 is like all others.
+        alike_room: Largest number of tokens in segment 0, which gets as many rows as these tokens fill. Default: 0.
+        shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
 
     Returns:
-        The stretches; plain `Segments` if `room` is too small for filling up to pay.
+        The segments; plain `Segments` if `room` is too small for filling up to pay.
     """
     flat = segment_of_token.flatten()
     every = torch.arange(len(flat), device=flat.device)

@@ -67,12 +67,12 @@ class DepthAttentionOptions(MemoryOptions):
         """Return the slots of earlier layers that a layer reads, from the oldest to the newest."""
         return tuple(Slot(layer, source) for layer in range(index) for source in self.sources)
 
-    def takes(self, index: int) -> tuple[tuple[int, str], ...]:
+    def layer_inputs(self, index: int) -> tuple[tuple[int, str], ...]:
         return tuple(
             (slot.writer, f"{slot.source}_{part}") for slot in self.slots_read(index) for part in ("key", "value")
         )
 
-    def gives(self, index: int, count: int) -> tuple[str, ...]:
+    def layer_outputs(self, index: int, count: int) -> tuple[str, ...]:
         written = self.sources if index + 1 < count else ()
         return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
 

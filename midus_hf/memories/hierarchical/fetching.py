@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.model_banks import Banks
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint, upload_leaves_bank
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.memories.hosting.bank_folder import ReadsBeside, folder_of_checkpoint, upload_leaves_bank
 from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
-class FetchesBlocks(ReadsBeside):
+class BlockService(ReadsBeside):
     """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
 
     key = "fetched"

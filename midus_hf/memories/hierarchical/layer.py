@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from transformers.activations import ACT2FN
 
-from midus_hf.banks.fetched import FetchedLayer
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hierarchical.fetching import FetchesBlocks
+from midus_hf.memories.hierarchical.bank.fetched import FetchedLayer
+from midus_hf.memories.hierarchical.fetching import BlockService
 from midus_hf.memories.hierarchical.options import (
     HierarchicalOptions,
     HierFFNOptions,
@@ -27,7 +27,7 @@ from midus_hf.ops.block_linear.op import block_linear
 class FetchingMemory(MemoryModule):
     """A memory that has no parameters in the model and computes with the blocks that the texts of the pass fetched."""
 
-    services = (FetchesBlocks,)
+    services = (BlockService,)
     options: HierarchicalOptions
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
-from midus_hf.config.fetched_blocks import FetchedBlocks
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.memories.hierarchical.blocks import FetchedBlocks
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 

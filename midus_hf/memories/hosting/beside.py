@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.service import Service
 from midus_hf.memories.module import MemoryModule

@@ -101,7 +101,10 @@ def given_at(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
         return ()
     index = entry.layers.index(layer)
     skips = (CarriedKey(entry.name, layer),) if entry.into and entry.into[index] != layer else ()
-    return (*skips, *(CarriedKey(entry.name, layer, part) for part in entry.options.gives(index, len(entry.layers))))
+    return (
+        *skips,
+        *(CarriedKey(entry.name, layer, part) for part in entry.options.layer_outputs(index, len(entry.layers))),
+    )
 
 
 def taken_at(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
@@ -109,7 +112,7 @@ def taken_at(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
     skips = tuple(CarriedKey(entry.name, read) for read in skips_into(entry, layer) if read != layer)
     if layer not in entry.layers:
         return skips
-    taken = entry.options.takes(entry.layers.index(layer))
+    taken = entry.options.layer_inputs(entry.layers.index(layer))
     return (*skips, *(CarriedKey(entry.name, entry.layers[index], part) for index, part in taken))
 
 

@@ -65,7 +65,7 @@ def decoder_of(model: Any) -> Any:
     return decoder if hasattr(decoder, "layers") else decoder.model
 
 
-class TakesOver:
+class FamilyMixin:
     """Mixin in front of a family's class, whose modules the class takes over."""
 
     # The family's class.
@@ -73,11 +73,11 @@ class TakesOver:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not issubclass(cls.__bases__[-1], TakesOver):  # as classes are that FSDP makes of classes here
+        if not issubclass(cls.__bases__[-1], FamilyMixin):  # as classes are that FSDP makes of classes here
             cls.family_class = cls.__bases__[-1]
 
 
-class NamesParts(TakesOver):
+class LayerNames(FamilyMixin):
     """Mixin for a family's layers that holds the names of parts, and how to take a layer over. The defaults are Llama's names."""
 
     # Name of the feed-forward network, dense or of experts; None if the layers have none.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from midus_hf.files.outputs import whole_file
+from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.site import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
@@ -126,7 +126,7 @@ def read_glossary(folder: Path) -> list[Entry]:
 
 def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
     """Write entries beside a checkpoint."""
-    with whole_file(Path(folder, GLOSSARY_FILE)) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_write(Path(folder, GLOSSARY_FILE)) as partial, partial.open("w", encoding="utf-8") as file:
         for entry in entries:
             row = {"name": list(entry.names), "text": entry.text, **({"exact": True} if entry.exact else {})}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ import torch
 
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.beside import ReadsBeside, folder_of_checkpoint
+from midus_hf.memories.hosting.bank_folder import ReadsBeside, folder_of_checkpoint
 from midus_hf.memories.hosting.inputs import arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.services import States, Tokens

@@ -7,7 +7,7 @@ import torch
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import RetrievalOptions
-from midus_hf.memories.tables import read_rows
+from midus_hf.memories.tables import gather_rows
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
@@ -49,7 +49,7 @@ class RetrievalMemory(MemoryModule):
         """
         if self.options.value_bits is None:
             return self.value_bank.to(dtype), slots
-        return read_rows(self.value_bank_integers, self.value_bank_scales, self.options.value_bits, slots, dtype)
+        return gather_rows(self.value_bank_integers, self.value_bank_scales, self.options.value_bits, slots, dtype)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the query of each head.

@@ -11,7 +11,7 @@ from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.memories.tables import read_rows
+from midus_hf.memories.tables import gather_rows
 from midus_hf.memories.ultramem.options import UltraMemOptions
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
@@ -137,7 +137,7 @@ class UltraMem(MemoryModule):
         if self.options.value_bits is None:
             return stored[0], rows
         integers, scales = stored
-        return read_rows(integers, scales, self.options.value_bits, rows, scales.dtype)
+        return gather_rows(integers, scales, self.options.value_bits, rows, scales.dtype)
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Return the rows of a stored table that slots read."""

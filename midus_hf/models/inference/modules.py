@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
 from midus_hf.memories.hosting.heads import rotates
-from midus_hf.memories.hosting.parts import NamesParts
+from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
 from midus_hf.models.inference.architecture import (
     MIXERS,
@@ -163,7 +163,7 @@ def _layer_source(
     """Return the source of the classes that take over layers of one class; `hosts` has what all layers that host have."""
     names = {name: getattr(parts, name) for name in _NORMS}
     names |= {"feed_forward_name": parts.feed_forward, "mixer_names": mixers}
-    block: dict[str, Any] = {name: repr(value) for name, value in names.items() if value != getattr(NamesParts, name)}
+    block: dict[str, Any] = {name: repr(value) for name, value in names.items() if value != getattr(LayerNames, name)}
     host = block | hosts | ({} if parts.adds_mixer else {"adds_mixer": False})
     if parts.reads_norm and "attention_class" in hosts:
         block["block_attention"] = hosts["attention_class"]
@@ -201,22 +201,22 @@ def composite_source(model_type: str) -> str:
         raise UnknownArchitecture(
             f"{model_type!r} does not pass all keyword arguments on to its language model; expected a model that does."
         )
-    larger, config = type(model), type(model.config)
-    conversions = _conversions(f"Midus{larger.__name__}", model_type, larger.__name__)
+    composite, config = type(model), type(model.config)
+    conversions = _conversions(f"Midus{composite.__name__}", model_type, composite.__name__)
     arguments: dict[str, Any] = {
         parameter.name: parameter.default
-        for parameter in inspect.signature(larger.forward).parameters.values()
+        for parameter in inspect.signature(composite.forward).parameters.values()
         if parameter.name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
     arguments |= {name: None for name in _ARGUMENTS_OF_MEMORIES if name not in arguments}
-    return _LARGER_SOURCE.format(
+    return _COMPOSITE_SOURCE.format(
         model_type=model_type,
         config_module=config.__module__,
         config=config.__name__,
         # Not `Midus{config}`: the language model's config may have that name.
-        own_config=f"Midus{larger.__name__}Config",
-        modeling=larger.__module__,
-        larger=larger.__name__,
+        own_config=f"Midus{composite.__name__}Config",
+        modeling=composite.__module__,
+        composite=composite.__name__,
         language_module=language.__module__,
         language_config=language.config_class.__name__,
         language_model=language.model_class.__name__,
@@ -314,10 +314,10 @@ class Midus{family}{kind}Block(MemoryBlock, {layer}):
 # The older name of the cache, and arguments of memories, which the signature of a forward names.
 _ARGUMENTS_OF_MEMORIES = ("past_key_values", "output_router_logits", "token_mask", "memory_ids")
 
-_LARGER_SOURCE = '''"""{larger} with memory in its language model."""
+_COMPOSITE_SOURCE = '''"""{composite} with memory in its language model."""
 
 from {config_module} import {config}
-from {modeling} import {larger}
+from {modeling} import {composite}
 
 from {language_module} import {language_config}, {language_model}
 {shared}from midus_hf.models.composite_model import CompositeMemoryConfig, MemoryForConditionalGeneration
@@ -329,12 +329,12 @@ class {own_config}(CompositeMemoryConfig, {config}):
 
     model_type = "midus_{model_type}"
     language_config_class = {language_config}
-    composite_class_name = "Midus{larger}"
+    composite_class_name = "Midus{composite}"
 
 
 @register_composite_family
-class Midus{larger}(MemoryForConditionalGeneration, {larger}):
-    """`{larger}` whose language model is a `{language_model}`."""
+class Midus{composite}(MemoryForConditionalGeneration, {composite}):
+    """`{composite}` whose language model is a `{language_model}`."""
 
     config: {own_config}
     model_class = {language_model}

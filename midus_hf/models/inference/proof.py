@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.banks.fetched import FetchedBatch
-from midus_hf.banks.mapped_bank import initial_block
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank.mapped_bank import initial_block
 from midus_hf.memories.hosting.parts import CACHE, MissingPart
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
@@ -108,9 +108,9 @@ def prove(model_type: str, wiring: str) -> None:
     memory = f"a memory at {wiring}" if wiring == entry["site"] else f"a memory {wiring} at {entry['site']}"
     deeper = with_more_heads(model_type) if MEMORY_TYPES[entry["type"]].attends else {}
     try:
-        _prove_birth(_trial(tiny_model(model_type, **deeper), entry, torch.bfloat16))
+        _prove_identity(_trial(tiny_model(model_type, **deeper), entry, torch.bfloat16))
         trial = _trial(tiny_model(model_type, **deeper), entry, torch.float32)
-        _prove_birth(trial)
+        _prove_identity(trial)
         trial = _with_values(trial)
         _prove_values(trial, memory)
         _prove_steps(trial)
@@ -249,7 +249,7 @@ def _with_values(trial: _Trial) -> _Trial:
 
 
 @torch.no_grad()
-def _prove_birth(trial: _Trial) -> None:
+def _prove_identity(trial: _Trial) -> None:
     """Compare bits of a model whose memory adds nothing with its base: padded, cached and generated."""
     ids, mask = _batch()
     moment = f"at initialisation in {str(trial.base.dtype).removeprefix('torch.')}"

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from midus_hf.banks.fetched import FetchedBatch, FetchedLayer
 from midus_hf.memories.entries import MemoryEntry
+from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch, FetchedLayer
 from midus_hf.memories.hosting.parts import CACHE
 from midus_hf.memories.hosting.site import first_of, with_first
 from midus_hf.models.inference.architecture import (

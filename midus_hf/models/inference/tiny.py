@@ -130,7 +130,7 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         UnknownArchitecture: If transformers has no class for the type, or cannot build the model.
     """
     config_class = CONFIG_MAPPING[model_type]
-    larger = composite_class_of(config_class)
+    composite = composite_class_of(config_class)
     try:
         default = config_class()
         language_config = default.get_text_config(decoder=True)
@@ -141,11 +141,11 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         config = config_class(**small)
     except Exception as error:  # config classes raise whatever their checks raise
         raise UnknownArchitecture(f"{model_type!r} has no tiny config ({type(error).__name__}: {error}).") from None
-    return _drawn(larger, config, seed)
+    return _drawn(composite, config, seed)
 
 
 def composite_class_of(config_class: Any) -> Any:
-    """Return the class of the models that hold a language model within a larger one, for a class of configs.
+    """Return the class of the models that hold a language model within a composite one, for a class of configs.
 
     Raises:
         UnknownArchitecture: If transformers has none.

@@ -27,20 +27,20 @@ def chapter_attention(
 ) -> torch.Tensor:
     """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
-    All Q tokens of a stretch read the same n chapters: with Q = 1 each token has its own. There is no position and no
+    All Q tokens of a segment read the same n chapters: with Q = 1 each token has its own. There is no position and no
     mask: every memory token of a chosen chapter is read.
 
-    Scores are accumulated in float32 at least. For long stretches, the keys of each stretch are gathered, some
-    stretches at a time, and gathered again in the backward pass; torch's own attention computes this on every backend
-    but the reference. For short stretches, tokens are sorted by chapter instead: the keys of a chapter are multiplied
+    Scores are accumulated in float32 at least. For long segments, the keys of each segment are gathered, some
+    segments at a time, and gathered again in the backward pass; torch's own attention computes this on every backend
+    but the reference. For short segments, tokens are sorted by chapter instead: the keys of a chapter are multiplied
     with all of its tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the
     same order at every run.
 
     Args:
-        query: `[S, Q, H, d]`, floating point, Q tokens of each of S stretches.
+        query: `[S, Q, H, d]`, floating point, Q tokens of each of S segments.
         keys: `[C, M, H, d]`, M memory tokens per chapter, cast to the dtype of `query`.
         values: `[C, M, H, d]`, cast to the dtype of `query`.
-        chapters: Numbers of the chapters that each stretch reads, `[S, n]`, int64, from 0 to C - 1.
+        chapters: Numbers of the chapters that each segment reads, `[S, n]`, int64, from 0 to C - 1.
         scales: Factors of the keys and values of a chapter, `[S, n]`.
         backend: Body to run, as in `OpChoices`. Default: `"auto"`, which takes PyTorch for sizes that kernels refuse.
 
@@ -52,8 +52,8 @@ def chapter_attention(
             than 256 or there are more than 2^30 pairs of a token and a chapter, counted once per head.
     """
     _check_shapes(query, keys, values, chapters, scales)
-    stretches, length, heads, width = query.shape
-    sorts = length < _FEWEST_TOGETHER and stretches > 1
+    segments, length, heads, width = query.shape
+    sorts = length < _FEWEST_TOGETHER and segments > 1
     refusal = segment_refusal(heads, width, chapters.numel() * length) if sorts else None
     body = resolve(backend, query, refusal)
     if query.numel() == 0:
@@ -66,7 +66,7 @@ def chapter_attention(
             return _gathered(query, keys, values, chapters, scales)
         of_tokens = (tensor.repeat_interleave(length, dim=0) for tensor in (chapters, scales))  # [S * Q, n] each
         output = segment_attention(query.flatten(0, 1), keys, values, *of_tokens, backend=body)
-        return output.unflatten(0, (stretches, length))
+        return output.unflatten(0, (segments, length))
 
 
 def fewest_together() -> int:
@@ -77,9 +77,9 @@ def fewest_together() -> int:
 def _gathered(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `chapter_attention` of stretches by torch's own attention, some stretches at a time."""
-    per_stretch = chapters.shape[1] * keys[0].numel()
-    together = max(1, _MOST_GATHERED // per_stretch)
+    """Compute `chapter_attention` of segments by torch's own attention, some segments at a time."""
+    per_segment = chapters.shape[1] * keys[0].numel()
+    together = max(1, _MOST_GATHERED // per_segment)
     parts = list(zip(*(tensor.split(together) for tensor in (query, chapters, scales)), strict=True))
     outputs = []
     for part, chosen, scale in parts:
@@ -94,10 +94,10 @@ def _gathered(
 def _attend_at_once(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    num_stretches, num_chosen = chapters.shape
+    num_segments, num_chosen = chapters.shape
     scale = scales.to(query.dtype).unsqueeze(-1)
     chosen_keys, chosen_values = _rows(keys, chapters) * scale, _rows(values, chapters) * scale  # [S, n, M * H * d]
-    shape = (num_stretches, num_chosen * keys.shape[1], *keys.shape[2:])
+    shape = (num_segments, num_chosen * keys.shape[1], *keys.shape[2:])
     output = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         chosen_keys.view(shape).transpose(1, 2),
@@ -120,12 +120,12 @@ def _check_shapes(
         )
     if query.dim() != 4 or query.shape[2:] != keys.shape[2:]:
         raise ValueError(
-            f"query is {tuple(query.shape)}; expected [stretches, tokens, heads, width] with the keys' {keys.shape[2]} heads "
+            f"query is {tuple(query.shape)}; expected [segments, tokens, heads, width] with the keys' {keys.shape[2]} heads "
             f"and width {keys.shape[3]}."
         )
     if chapters.dim() != 2 or chapters.shape[0] != query.shape[0] or not chapters.shape[1]:
         raise ValueError(
-            f"chapters is {tuple(chapters.shape)}; expected [{query.shape[0]}, 1 or more chapters each], a row per stretch."
+            f"chapters is {tuple(chapters.shape)}; expected [{query.shape[0]}, 1 or more chapters each], a row per segment."
         )
     if scales.shape != chapters.shape:
         raise ValueError(f"scales is {tuple(scales.shape)}; expected the shape of chapters, {tuple(chapters.shape)}.")

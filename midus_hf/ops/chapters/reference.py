@@ -13,10 +13,10 @@ def chapter_attention(
     """Attend to the memory tokens of chosen chapters, all in one softmax.
 
     Args:
-        query: `[S, Q, H, d]`, floating point, Q tokens of each of S stretches.
+        query: `[S, Q, H, d]`, floating point, Q tokens of each of S segments.
         keys: `[C, M, H, d]`, M memory tokens per chapter, cast to the dtype of `query`.
         values: `[C, M, H, d]`, cast to the dtype of `query`.
-        chapters: Chapters that each stretch reads, `[S, n]`, int64.
+        chapters: Chapters that each segment reads, `[S, n]`, int64.
         scales: Factors of the keys and values of a chapter, `[S, n]`.
 
     Returns:
@@ -28,7 +28,7 @@ def chapter_attention(
     with without_autocast(query.device.type):
         keys, values = (
             tensor.to(query.dtype).to(score_dtype)[chapters] for tensor in (keys, values)
-        )  # [S, n, M, H, d]; widened before indexing, so that gradients of stretches with the same chapter are summed in float32
+        )  # [S, n, M, H, d]; widened before indexing, so that gradients of segments with the same chapter are summed in float32
         scale = scales.to(score_dtype)[:, :, None, None, None]
         keys, values = keys * scale, values * scale
         scores = torch.einsum("sqhd,snmhd->shqnm", query.to(score_dtype), keys) / math.sqrt(query.shape[-1])

@@ -9,7 +9,7 @@ from midus_hf.ops.chapters.triton import BLOCK_ROWS, triton_chapter_blocks, trit
 from midus_hf.ops.dispatch.calling import custom_op
 
 
-class Segments(NamedTuple):
+class SortedPairs(NamedTuple):
     """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter.
 
     Args:
@@ -66,7 +66,7 @@ def block_arguments(
     values: torch.Tensor,
     chapters: torch.Tensor,
     scales: torch.Tensor,
-    segments: Segments,
+    segments: SortedPairs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
     tokens = segments.pair_of_row // chapters.shape[1]
@@ -111,7 +111,7 @@ def block_attention(
     return outputs.transpose(1, 2).flatten(0, 1), log_sums.squeeze(-1).transpose(1, 2).flatten(0, 1)
 
 
-def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
+def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> SortedPairs:
     """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
 
     The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
@@ -139,7 +139,7 @@ def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
     row_of_pair[order] = sorted_rows
     block_numbers = torch.arange(num_blocks, device=chapters.device)
     chapter_of_block = torch.searchsorted(block_ends, block_numbers, right=True).clamp(max=num_chapters - 1)
-    return Segments(pair_of_row, chapter_of_block, block_ends, row_of_pair)
+    return SortedPairs(pair_of_row, chapter_of_block, block_ends, row_of_pair)
 
 
 chapter_blocks_op = custom_op("chapter_blocks")(triton_chapter_blocks)

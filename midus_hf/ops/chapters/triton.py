@@ -1,10 +1,10 @@
 """Kernels of attention of blocks of queries, each to the memory tokens of one chapter: the forward pass and the gradients.
 
-A program takes one block of rows and one query head, and reads the chapter's memory tokens a stretch at a time, with an
+A program takes one block of rows and one query head, and reads the chapter's memory tokens a tile at a time, with an
 online softmax. Shares of attention are computed again for the gradients. The gradient of a memory token is summed by
 one program over the blocks of its chapter, in their order, so that no two programs add to the same number.
 
-Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per stretch, `DP` the power
+Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per tile, `DP` the power
 of two at or above the width of a head, at least 16.
 """
 
@@ -30,9 +30,9 @@ _MOST_WIDTH = 256
 # Most pairs of a token and a chapter times query heads: they are numbered by 32-bit integers.
 _MOST_ROWS = 1 << 30
 
-# Most memory tokens per stretch, and most bytes of their keys.
-_MOST_STRETCH = 64
-_STRETCH_BYTES = 16 << 10
+# Most memory tokens per tile, and most bytes of their keys.
+_MOST_TILE = 64
+_TILE_BYTES = 16 << 10
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def store_head_rows(tile, rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexp
 
 
 @triton.jit
-def stretch_of_memory(chapter, start, head, heads, MEMORY: tl.constexpr, BM: tl.constexpr):
+def tile_of_memory(chapter, start, head, heads, MEMORY: tl.constexpr, BM: tl.constexpr):
     """Return the rows [BM] of memory tokens from `start` on in a table [C, M, H, d], and a mask of the existing ones."""
     memory = start + tl.arange(0, BM)
     return (chapter * MEMORY + memory) * heads + head, memory < MEMORY
@@ -75,7 +75,7 @@ def chapter_forward_kernel(
     total = tl.zeros([BP], tl.float32)
     read = tl.zeros([BP, DP], tl.float32)
     for start in range(0, MEMORY, BM):
-        memory, there = stretch_of_memory(chapter, start, head, heads, MEMORY, BM)
+        memory, there = tile_of_memory(chapter, start, head, heads, MEMORY, BM)
         key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
         scores = product(query, tl.trans(key), PRECISION) * factor[:, None]  # [BP, BM]
         scores = tl.where(there[None, :], scores, float("-inf"))
@@ -105,7 +105,7 @@ def chapter_row_gradient_kernel(
     into_row = tl.zeros([BP, DP], tl.float32)
     into_factor = tl.zeros([BP], tl.float32)
     for start in range(0, MEMORY, BM):
-        memory, there = stretch_of_memory(chapter, start, head, heads, MEMORY, BM)
+        memory, there = tile_of_memory(chapter, start, head, heads, MEMORY, BM)
         key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
         products = product(query, tl.trans(key), PRECISION)  # [BP, BM]
         shares = tl.where(there[None, :], tl.exp(products * factor[:, None] - log_sum[:, None]), 0.0)
@@ -126,7 +126,7 @@ def chapter_table_gradient_kernel(
     chapter, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(block_ends + chapter - 1, mask=chapter > 0, other=0)
     end = tl.load(block_ends + chapter)
-    memory, there = stretch_of_memory(chapter.to(tl.int64), tl.program_id(1) * BM, head, heads, MEMORY, BM)
+    memory, there = tile_of_memory(chapter.to(tl.int64), tl.program_id(1) * BM, head, heads, MEMORY, BM)
     key, value = head_rows(keys, memory, there, WIDTH, DP), head_rows(values, memory, there, WIDTH, DP)
     into_key = tl.zeros([BM, DP], tl.float32)
     into_value = tl.zeros([BM, DP], tl.float32)
@@ -213,13 +213,13 @@ def _tile(keys: torch.Tensor) -> Tile:
     """Return the constants of all kernels: more warps for wide rows, since registers hold two sums of rows and their terms."""
     (_, memory_tokens, _, width), element = keys.shape, keys.element_size()
     dims = max(16, power_of_two(width))
-    stretch = min(_MOST_STRETCH, power_of_two(memory_tokens), _STRETCH_BYTES // (dims * element))
+    tile = min(_MOST_TILE, power_of_two(memory_tokens), _TILE_BYTES // (dims * element))
     return {
         "MEMORY": memory_tokens,
         "WIDTH": width,
         "PRECISION": product_precision(keys),
         "BP": BLOCK_ROWS,
-        "BM": max(16, stretch),
+        "BM": max(16, tile),
         "DP": dims,
         "num_warps": 8 if dims * element > 128 else 4,
     }

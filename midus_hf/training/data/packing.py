@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from midus_hf.banks.block_reader import check_paths
-from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.topics.corpus import DocumentPaths, read_paths
+from midus_hf.data.corpus import DocumentPaths, read_paths
+from midus_hf.memories.hierarchical.bank.block_reader import check_paths
+from midus_hf.memories.hierarchical.blocks import BankLayout
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.outputs import NEW_ROWS
 from midus_hf.memories.entries import ATTACHED, TABLES
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import bits_option
@@ -267,7 +267,7 @@ def _record(config: PreTrainedConfig) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
+def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
     """Cast every parameter to the dtype in which it is held while training; return the previous dtypes for `restore_dtypes`.
 
     Without `bf16`, everything is held in float32. With `bf16`, where autocast computes in bfloat16, parameters that
@@ -284,7 +284,7 @@ def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
-    """Cast everything back to the dtype that it had before `hold_for_training`. For frozen tensors this is exact."""
+    """Cast everything back to the dtype that it had before `cast_for_training`. For frozen tensors this is exact."""
     for name, tensor in _held(model):
         tensor.data = tensor.data.to(dtypes[name])
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
-from midus_hf.banks.model_banks import Banks
 from midus_hf.config.declared_tensors import Role
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.new_rows import with_trained_rows

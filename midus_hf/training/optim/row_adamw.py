@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from midus_hf.banks.trained_bank import adamw_update
+from midus_hf.memories.hierarchical.bank.trained_bank import adamw_update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Factor by which the room for moments grows when it is used up, so that growth copies each row only a few times.

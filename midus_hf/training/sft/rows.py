@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.topics.corpus import read_rows, say
+from midus_hf.config.wording import print_note
+from midus_hf.data.corpus import read_rows
 from midus_hf.training.early_checks import format_of
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
         template = re.sub(r"\{#.*?#\}", "", tokenizer.get_chat_template(), flags=re.DOTALL)
     rows, keys = _converted(rows.select_columns(kept), columns, template, source)
     if unread + keys:
-        say(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
+        print_note(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
     return rows
 
 
@@ -76,7 +77,7 @@ def _converted(
     """Return rows of a format's columns as TRL reads them, and the keys of messages that nothing reads; texts have no template."""
     from datasets import Features, Value
 
-    from midus_hf.topics.readers import JsonText
+    from midus_hf.data.readers import JsonText
 
     unread: set[str] = set()
     # A table has every key in each row of a column of objects, null where the row has none. So chats are stored as JSON.

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from midus_hf.config.wording import print_note
+from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_ids, open_ended
-from midus_hf.topics.corpus import say
-from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import RunTexts, TrainingRun, TrainResult
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats
@@ -88,7 +88,7 @@ class SftRun(TrainingRun):
         left_out = (len(prepared) if arguments.packing else len(chats)) - len(sequences)
         if left_out:
             unit = "packed sequences" if arguments.packing else "rows"
-            say(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
+            print_note(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
         tokens = sum(map(len, sequences["input_ids"]))
         labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
         self.texts = self.texts._replace(reads=f"dataset_name: {len(sequences):,} sequences")
@@ -131,7 +131,7 @@ def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answe
     last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
     added = tokenizer.added_tokens_decoder
     if last not in tokenizer.all_special_ids and not (last in added and added[last].special):
-        say("the chat template ends answers with no special token, so the model will not learn to stop")
+        print_note("the chat template ends answers with no special token, so the model will not learn to stop")
         return
     settings = model.generation_config
     stops = settings.eos_token_id

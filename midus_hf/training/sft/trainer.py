@@ -8,16 +8,15 @@ from jinja2 import TemplateError
 from transformers import Trainer
 from trl import SFTTrainer
 
-from midus_hf.config.wording import first_line
-from midus_hf.topics.corpus import say
-from midus_hf.training.data.packing import IGNORED_LABEL
-from midus_hf.training.trainer import TrainsMemory
+from midus_hf.config.wording import first_line, print_note
+from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.training.trainer import MemoryTrainerMixin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SftTrainer(TrainsMemory, SFTTrainer):
+class SftTrainer(MemoryTrainerMixin, SFTTrainer):
     """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -74,7 +73,7 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
         kept = f"keep their {'first' if arguments.truncation_mode == 'keep_start' else 'last'} tokens"
         if arguments.packing and arguments.packing_strategy != "bfd":
             kept = "go on in another sequence, which does not see their beginning"
-        say(f"{long:,} of {len(encoded):,} rows are longer than max_length, {limit:,} tokens, and {kept}")
+        print_note(f"{long:,} of {len(encoded):,} rows are longer than max_length, {limit:,} tokens, and {kept}")
     for number, row in enumerate(encoded, start=1):
         answers = row.get("messages") or row["completion"]
         if isinstance(answers, str):

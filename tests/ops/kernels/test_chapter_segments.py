@@ -35,8 +35,8 @@ def test_odd_arguments_give_what_the_reference_gives(what):
 
 def test_short_stretches_are_read_by_kernels_token_by_token():
     tokens = opened(12)
-    stretches = {name: tokens[name][:6] for name in ("chapters", "scales")}
-    assert_equals_reference(OP, tokens | stretches, "triton")
+    tiles = {name: tokens[name][:6] for name in ("chapters", "scales")}
+    assert_equals_reference(OP, tokens | tiles, "triton")
 
 
 class _Recorded:

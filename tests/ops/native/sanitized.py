@@ -1,4 +1,4 @@
-"""Calls every function of libraries that sanitizers watch, at sizes that do not fill vectors, blocks or stretches.
+"""Calls every function of libraries that sanitizers watch, at sizes that do not fill vectors, blocks or segments.
 
 Run as `python sanitized.py LIBRARY` with the address sanitizer's own library preloaded; the first fault ends the process.
 Tensors are exactly as long as what they hold, so that C meets the sanitizer's guard bytes where it reads or writes beyond them.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from midus_hf.cli.train import main
 from midus_hf.training import saving
 from midus_hf.training.run import TrainingRun, train
-from midus_hf.training.saving import SavedInPart
+from midus_hf.training.saving import PartialSaveError
 from midus_hf.training.trainer import NotFiniteError
 
 FULL_DISK = OSError(28, "No space left on device")
@@ -65,7 +65,7 @@ def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(
 def test_a_model_that_cannot_be_moved_stays_where_it_was_written(config_for, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_move_into_place", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(
-        SavedInPart,
+        PartialSaveError,
         match=r"the trained model is in .*\.partial_model, and could not be moved to .*out: .*output error",
     ):
         train(config_for(max_steps=1))
@@ -76,7 +76,7 @@ def test_a_model_that_cannot_be_uploaded_is_saved(config_for, tmp_path, monkeypa
     monkeypatch.setattr(
         "transformers.Trainer.init_hf_repo", lambda self, token=None: setattr(self, "hub_model_id", "me/x")
     )
-    with pytest.raises(SavedInPart, match=r"could not be uploaded: .*offline.*Upload it by: hf upload me/x"):
+    with pytest.raises(PartialSaveError, match=r"could not be uploaded: .*offline.*Upload it by: hf upload me/x"):
         train(config_for(max_steps=1, push_to_hub=True, hub_model_id="me/x"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -92,7 +92,8 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
 
     monkeypatch.setattr(run.trainer, "save_model", fail)
     with pytest.raises(
-        SavedInPart, match=r"could not be saved in .*out: .*No space left.*resume_from_checkpoint true .*checkpoint-2"
+        PartialSaveError,
+        match=r"could not be saved in .*out: .*No space left.*resume_from_checkpoint true .*checkpoint-2",
     ):
         run.execute()
     assert not (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / ".partial_model").exists()

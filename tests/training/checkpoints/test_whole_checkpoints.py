@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import refused, tiny_config
 
-from midus_hf.files.outputs import alone_in
+from midus_hf.files.outputs import exclusive
 from midus_hf.training import checkpoints
 from midus_hf.training.callbacks import RunInterrupted
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import TrainingRun, train
-from midus_hf.training.saving import SavedInPart
+from midus_hf.training.saving import PartialSaveError
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_a_run_in_words_and_leaves_no_part_of_a_checkpoint(case
     facts = rf"{where} could not be written: No space left on device \({needed}{where} has 0\.0 MB free.*\)\. "
     if case != "log":
         facts = facts.replace(f"{needed}{where}", f"{needed}{output}")
-    with pytest.raises(SavedInPart, match=facts + goes_on):
+    with pytest.raises(PartialSaveError, match=facts + goes_on):
         train(resumed(logging_steps=1))
     assert not (output / "checkpoint-6").exists()
 
@@ -279,14 +279,14 @@ def test_a_place_that_is_none_for_a_run_is_refused_and_left_alone(changes, messa
 def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
     busy = ValueError("busy")
     with (
-        alone_in(tmp_path / "out", busy),
+        exclusive(tmp_path / "out", busy),
         refused(r"output_dir '.*out' is being written by another run\. Wait for it, or choose another folder\."),
     ):
         TrainingRun(config_for(max_steps=1, resume_from_checkpoint="auto"))
     assert not list((tmp_path / "out").iterdir())
     run = TrainingRun(config_for(max_steps=1))
-    with refused("busy"), alone_in(tmp_path / "out", busy):
+    with refused("busy"), exclusive(tmp_path / "out", busy):
         pass
     run.execute()
-    with alone_in(tmp_path / "out", busy):
+    with exclusive(tmp_path / "out", busy):
         pass

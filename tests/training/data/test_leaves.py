@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
+from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.training.data.packing import checked_paths, leaf_sequences  # noqa: E402
+from midus_hf.data.packing import checked_paths, leaf_sequences  # noqa: E402
 
 EOS, T = 2, 5
 # The path of each text, and how many words it has; EOS makes one token more.

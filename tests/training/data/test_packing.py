@@ -9,8 +9,8 @@ from training.tiny_run import EOS_ID, document, refused, tiny_tokenizer
 hypothesis = pytest.importorskip("hypothesis")
 datasets = pytest.importorskip("datasets")
 
-from midus_hf.training.data import packing  # noqa: E402
-from midus_hf.training.data.packing import Packer, collate, packed_sequences  # noqa: E402
+from midus_hf.data import packing  # noqa: E402
+from midus_hf.data.packing import Packer, collate, packed_sequences  # noqa: E402
 
 given, st = hypothesis.given, hypothesis.strategies
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.memories.module import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.optim.freezing import hold_for_training, restore_dtypes, set_trainable
+from midus_hf.training.optim.freezing import cast_for_training, restore_dtypes, set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.trainer import MemoryTrainer
@@ -186,7 +186,7 @@ def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(f
     memory = model.model.layers[1].memory
     memory.requires_grad_()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dtypes = hold_for_training(model, bf16)
+    dtypes = cast_for_training(model, bf16)
     assert memory.query_mean.dtype == memory.query_variance.dtype == memory.value_bank.dtype == torch.float32
     frozen = model.model.layers[0].self_attn.q_proj.weight
     assert frozen.dtype == (torch.bfloat16 if bf16 else torch.float32)

@@ -12,9 +12,9 @@ from topics.trees import random_tree
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.banks.model_banks import check_tree
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
+from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.blocks import train_blocks
 from midus_hf.training.run import train

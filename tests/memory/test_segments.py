@@ -19,7 +19,7 @@ TOKENS = 14
 
 @pytest.fixture(params=[1, 1000], ids=["gathered", "sorted"])
 def fewest_together(request, monkeypatch):
-    """Let keys be gathered for stretches of any length, or of none."""
+    """Let keys be gathered for segments of any length, or of none."""
     monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", request.param)
 
 
@@ -64,7 +64,7 @@ PADDED = [(3, [5]), (0, [TOKENS]), (TOKENS, []), (TOKENS - 1, [1]), (0, [2])]
 @example(options={"chunk_size": 3}, rows=PADDED)
 @example(options={"routing": "sequence"}, rows=PADDED)
 @example(options={"routing": "token"}, rows=PADDED)
-def test_stretches_of_any_rows_are_those_of_loops(options, rows):
+def test_segments_of_any_rows_are_those_of_loops(options, rows):
     places, documents = packed(rows)
     memory, hidden_states = layer(**options), states(len(rows), TOKENS)
     output = memory(hidden_states, tokens=places)
@@ -131,7 +131,7 @@ def test_room_for_chunks_follows_documents_and_not_tokens():
     assert sizes.most(512, 4, continues=False, holds_documents=True) == 4 * 56
 
 
-def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
+def test_a_pass_routes_its_segments_and_not_its_tokens(monkeypatch):
     """512 tokens of chunks of 64: eight that are guided, and one for all beginnings, however rows are laid out."""
     memory = layer(chunk_size=64)
     hidden_states = states(2, 512).detach()
@@ -147,11 +147,11 @@ def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
     for name, (places, kind, number) in cases.items():
         routing = memory.route(hidden_states, places)
         assert len(routing.logits) == len(routing.pooled.counts) == number, name
-        assert type(routing.pooled.stretches) is kind
+        assert type(routing.pooled.segments) is kind
         assert routing.pooled.counts.sum() == (824 if name == "left" else 1024)
     for routing, kind, number in (("sequence", EqualSegments, 2), ("token", EqualSegments, 1024)):
         result = layer(routing=routing).route(hidden_states)
-        assert (type(result.pooled.stretches), len(result.logits)) == (kind, number)
+        assert (type(result.pooled.segments), len(result.logits)) == (kind, number)
     packed_documents = layer(routing="sequence").route(hidden_states, cases["packed"][0])
     assert len(packed_documents.logits) == 6
 
@@ -174,7 +174,7 @@ def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
 
 
 @pytest.mark.parametrize("fewest_together", [1], indirect=True)
-def test_padding_reads_nothing_where_stretches_are_filled_up(fewest_together):
+def test_padding_reads_nothing_where_segments_are_filled_up(fewest_together):
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()
