@@ -143,15 +143,15 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         )
         _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _say(
-        "\nexact: until it is trained, the model computes what the base computes; exact*: but for some texts; changed*: with --set "
-        "identity=auto, too.\n'upscale methods NAME' says for which texts, and a method's options, their defaults and the paper."
+        "\nexact: until it is trained, the model computes what the base computes; exact*: but for some texts or tokens; changed*: "
+        "with --set identity=auto, too.\n'upscale methods NAME' says for which, and a method's options, their defaults and the paper."
     )
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
-        new = "the new layers" if method["adds_layers"] else "the new memory"
+        new = "the new layers" if method["adds_layers"] else "what is new"
         rows = [
             ("identity", _starts_as(method)),
             ("trains", "everything" if method["trainable"] == "all" else new),
@@ -183,7 +183,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     rows: list[tuple[str, str]] = []
     counts, stripped = inspection["parameters"], inspection.get("stripped")
     if stripped is not None:
-        removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
+        layers, memories = (stripped.get(f"removed_{name}") or () for name in ("layers", "memories"))
+        removed = _removed(layers, memories, stripped.get("removed_tokens") or 0)
         source = f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
         rows += [("stripped from", source), ("", f"its weights {_confirmation(stripped, 'were')}")]
     if "method" not in inspection:
@@ -233,7 +234,7 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 
 def print_stripped(result: dict[str, Any]) -> None:
     """Print what `strip` took out, and whether the weights left equal the base's."""
-    removed = _removed(result["removed_layer_indices"], result["removed_memories"])
+    removed = _removed(result["removed_layer_indices"], result["removed_memories"], result["removed_tokens"])
     model = f"{result['model_type']} with {result['num_layers']} layers"
     _say(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
 
@@ -250,13 +251,14 @@ def print_adapter(result: dict[str, Any]) -> None:
     _say(f"{result['output']}: {result['peft_type']} adapter on {result['modules']} modules, in {layers}.")
 
 
-def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
-    """Return as text what `strip` took out: inserted layers, and memories that were attached to layers of the base."""
+def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str:
+    """Return as text what `strip` took out: inserted layers, memories that were attached to layers of the base, and tokens."""
     parts = [
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))
         if names
     ]
+    parts += [f"{tokens:,} tokens"] if tokens else []
     return " and ".join(parts)
 
 

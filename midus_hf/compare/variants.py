@@ -93,6 +93,11 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
     except ValueError as error:
         raise ValueError(f"variants.{name}.upscale: {error}") from error
+    if not get_method(keys["method"]).keeps_tokens:
+        raise ValueError(
+            f"variants.{name}.upscale has the method {keys['method']!r}, which cuts texts into other tokens, so that losses per "
+            "token are of other things; expected a method that keeps the tokenizer. Give its result as the base of the comparison."
+        )
     rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
     return Variant(name, keys, train, rates, sizes.new, sizes.trainable)
 

@@ -27,6 +27,8 @@ from midus_hf.files.json_text import parse_json
 
 # Entry of a config that describes how the model was made, and of a record that says that the new parts were removed.
 CONFIG_KEY, STRIPPED_KEY = "upscale", "stripped"
+# Key of the entry: the first id of new tokens, and the one behind the last.
+NEW_ROWS = "new_rows"
 # Key of the language model's config within the config of a composite model.
 LANGUAGE_KEY = "text_config"
 

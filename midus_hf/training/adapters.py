@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.config.options import read_options
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
-from midus_hf.training.optim.freezing import has_adapters, new_modules, task_head
+from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows, task_head
 
 # PEFT's type of a task, by the end of the name of the model's class.
 _TASKS = {
@@ -42,8 +42,8 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     """
     if has_adapters(model):
         raise ValueError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
-    new = new_modules(model)
-    if not new:
+    new, rows = new_modules(model), rows_for_peft(model)
+    if not new and not rows:
         raise ValueError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
             "would train whole; upscale the model first, or make a peft.LoraConfig."
@@ -54,8 +54,25 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     head = [name for name, module in model.named_children() if module in task_head(model)]
     if head and options["target_modules"] == "all-linear":
         options.setdefault("exclude_modules", head)
-    options["modules_to_save"] = [*new, *(options.get("modules_to_save") or [])]
+    options["modules_to_save"] = [*new, *(options.get("modules_to_save") or [])] or None
+    if rows:
+        options.setdefault("trainable_token_indices", rows)
     return LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+
+
+def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
+    """Return the ids of new tokens by the names of the modules that have their rows, as PEFT's `trainable_token_indices`.
+
+    PEFT trains these rows beside the module's others. A head that is tied follows the embedding.
+    """
+    rows, modules = new_rows(model.config), [model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not modules[0].weight:
+        modules.append(head)
+    names = [
+        name.rpartition(".")[2] for name, module in model.named_modules() if any(module is each for each in modules)
+    ]
+    return {name: list(rows) for name in names} if rows else {}
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
@@ -75,6 +92,8 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     config, trains_new = read_adapters(options)
     new = list(new_modules(model)) if trains_new else []
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
+    rows = rows_for_peft(model) if trains_new else {}
+    config.trainable_token_indices = config.trainable_token_indices or rows or None
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
         # PEFT refuses modules whose weights kernels of Mamba read by themselves, by the names of types, which ours are not.
@@ -103,7 +122,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
     return adapted, (
-        f"Training adapters on {'the base, and what is new in the model whole' if new else 'all layers'}: "
+        f"Training adapters on {'the base, and what is new in the model whole' if new or rows else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )

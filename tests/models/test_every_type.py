@@ -14,12 +14,12 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from midus_hf.config.backbone import PROVEN
+from midus_hf.config.backbone import PROJECTION_NAMES, PROVEN
 from midus_hf.memories.depth_attention import site as depth_site
 from midus_hf.memories.depth_attention.site import DepthHeads
 from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
-from midus_hf.memories.hosting import heads, parts, sites
+from midus_hf.memories.hosting import heads, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import MissingPart
@@ -245,7 +245,7 @@ def without_the_last_projection(hook_projections):
     def fewer(self, part):
         hook_projections(self, part)
         *_, last = self.layer.classes[next(iter(self.layer.sites))].projections
-        del self._hooks[f"{part}.{parts.PROJECTION_NAMES[last]}"]
+        del self._hooks[f"{part}.{PROJECTION_NAMES[last]}"]
 
     return fewer
 
@@ -271,9 +271,9 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-qk", parts.PROJECTION_NAMES, "key", lambda _: "v_proj"),
-    ("qwen3", "hier-lora-vo", parts.PROJECTION_NAMES, "value", lambda _: "k_proj"),
-    ("qwen3", "hier-lora-ffn", parts.PROJECTION_NAMES, "up", lambda _: "gate_proj"),
+    ("qwen3", "hier-lora-qk", PROJECTION_NAMES, "key", lambda _: "v_proj"),
+    ("qwen3", "hier-lora-vo", PROJECTION_NAMES, "value", lambda _: "k_proj"),
+    ("qwen3", "hier-lora-ffn", PROJECTION_NAMES, "up", lambda _: "gate_proj"),
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),

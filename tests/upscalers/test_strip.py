@@ -98,12 +98,22 @@ def test_a_record_that_was_tampered_with_decides_nothing_and_one_that_is_not_jso
         strip(model, tmp_path / "again")
 
 
-NOT_OF_THE_MODEL = r"config\.json has a plan or new_memories \(in upscale\) that are not those of a model of 6 layers"
+NOT_OF_THE_MODEL = (
+    r"config\.json has a plan, new_memories or new_rows \(in upscale\) that are not those of a model of 6 layers"
+)
 NEW_BEFORE, NEW_AFTER = {"previous": None, "next": 0, "sources": [0]}, {"previous": 2, "next": 3, "sources": [3]}
 TAMPERED = [
     *(({"plan": plan}, NOT_OF_THE_MODEL) for plan in (None, [{"bas": 0}], [{"base": 0}, {"base": 1}])),
     *(({"base_config": config}, NOT_OF_THE_MODEL) for config in ([], {"num_hidden_layers": 2**40})),
     *(({"new_memories": names}, NOT_OF_THE_MODEL) for names in ([["x"]], ["x"])),
+    *(({"new_rows": rows}, NOT_OF_THE_MODEL) for rows in ("x", [500, 501], [1, 9, 2], {"x": 1})),
+    *(
+        (
+            {"new_rows": [120, 121], "replaced_rows": {"lm_head.weight": rows}},
+            "config.json has replaced_rows .* not what",
+        )
+        for rows in ("x", ["F32", "x"], ["F32", "eJwDAAAAAAE="])
+    ),
     ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
     (
         {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},

@@ -36,11 +36,15 @@ class New:
 
 @dataclass(frozen=True)
 class Plan:
-    """The origin of every layer of the upscaled model, and the names of the memories that the upscaling attaches to layers."""
+    """The origin of every layer of the upscaled model, and what is new beside layers.
+
+    `new_memories` are the names of the memories that are attached to layers, `new_rows` the ids of new tokens.
+    """
 
     layers: tuple[Base | New, ...]
     num_base_layers: int
     new_memories: tuple[str, ...] = ()
+    new_rows: range = range(0)
 
     @property
     def num_layers(self) -> int:
@@ -101,16 +105,20 @@ class Plan:
 
     @classmethod
     def from_list(
-        cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
+        cls,
+        layers: Iterable[Mapping[str, Any]],
+        num_base_layers: int,
+        new_memories: Iterable[str] = (),
+        new_rows: range = range(0),
     ) -> "Plan":
-        """Read the list that `to_list` returned; the names of attached memories are passed separately."""
+        """Read the list that `to_list` returned; what is new beside layers is passed separately."""
         read: list[Base | New] = []
         for layer in layers:
             values: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()
             }
             read.append(Base(layer["base"]) if "base" in layer else New(**values))
-        return cls(tuple(read), num_base_layers, tuple(new_memories))
+        return cls(tuple(read), num_base_layers, tuple(new_memories), new_rows)
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:

@@ -6,7 +6,7 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
+from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, NEW_ROWS, has_config_entry, language_entry
 from midus_hf.files.secrets import for_record
 from midus_hf.memories.entries import BASE_DIGEST
 from upscalers.architecture.family import Config
@@ -29,6 +29,8 @@ def config_entry(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, re
         "method": method.name,
         "new_layers": plan.new_indices,
         **({"new_memories": list(plan.new_memories)} if plan.new_memories else {}),
+        **({NEW_ROWS: [plan.new_rows.start, plan.new_rows.stop]} if plan.new_rows else {}),
+        **method.recorded(base, plan),
         "trainable": method.trainable,
         **({"causal": False} if reads_ahead else {}),
         "plan": plan.to_list(),
@@ -54,6 +56,8 @@ def resized_vocabulary(config: Config) -> tuple[int, int] | None:
     language = language_entry(config)
     base = language[CONFIG_KEY].get("base_config")  # `read_plan` refuses one that is malformed
     before, size = base.get("vocab_size") if isinstance(base, dict) else None, language.get("vocab_size")
+    if language[CONFIG_KEY].get(NEW_ROWS):
+        return None  # behind the base's rows, which are told apart
     return None if before is None or size is None or before == size else (before, size)
 
 
@@ -112,19 +116,21 @@ def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
     """Return the plan in a config's entry; one that is malformed or of another model is refused."""
     try:
         memories = tuple(entry.get("new_memories", ()))
-        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories)
+        rows = range(*entry.get(NEW_ROWS, (0,)))
+        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories, rows)
         is_sound = (
             0 < plan.num_base_layers <= MOST_LAYERS
             and plan.num_layers == model.num_layers
             and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
             and all(layer in range(plan.num_base_layers) for layer in plan.sources)
             and model.layout.memories.attached.keys() >= {*memories}
+            and (not rows or (0 < rows.start <= entry["base_config"]["vocab_size"] and rows.step == 1))
         )
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False
     if not is_sound:
         raise RequestError(
-            f"config.json has a plan or new_memories (in upscale) that are not those of a model of {model.num_layers} layers; "
-            "expected what upscale wrote. Restore the config that it wrote."
+            f"config.json has a plan, new_memories or new_rows (in upscale) that are not those of a model of {model.num_layers} "
+            "layers; expected what upscale wrote. Restore the config that it wrote."
         )
     return plan

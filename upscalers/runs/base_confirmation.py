@@ -11,6 +11,7 @@ from upscalers.plan.plan import Plan
 from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
+from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
@@ -65,7 +66,7 @@ def keeps_base(model: str | Path) -> bool | None:
         plan = read_plan(entry, opened)
         if DIGEST_KEY not in entry:
             return None
-        opened = with_blocks_of_base(opened, plan)
+        opened = with_rows_of_base(with_blocks_of_base(opened, plan), plan, entry)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
             return compare_with_base(digests.finish(), entry, read_record(source.folder) or {})["base_confirmed"]

@@ -8,9 +8,11 @@ from typing import Any
 from midus_hf.files.checkpoint_files import CODE
 from midus_hf.files.outputs import STRIPPED_KEY, has_config_entry
 from midus_hf.memories.bank import banks_of
-from upscalers.checkpoint.base_checkpoint import open_base, read_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
+from upscalers.plan.plan import Plan
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
+from upscalers.tensors.vocabulary_rows import rows_by_token
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "memory": opened.config.get("memory") or [],
             "parameters": {
                 "total": sum(counts.values()),
-                "new": sum(count for name, count in counts.items() if plan.owns(name)),
+                "new": sum(count for name, count in counts.items() if plan.owns(name)) + _in_new_rows(opened, plan),
                 **({"fetched": fetched, "bank": bank} if bank else {}),
             },
             "layers": layers,
@@ -78,6 +80,12 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
             **stripped,
         }
+
+
+def _in_new_rows(model: BaseCheckpoint, plan: Plan) -> int:
+    """Return the number of parameters in rows of new tokens."""
+    names = [name for name in rows_by_token(model) if name not in model.uncounted_names] if plan.new_rows else []
+    return sum(len(plan.new_rows) * math.prod(model.tensors[name].shape[1:]) for name in names)
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Integers, Recipe
 from upscalers.tensors.solver import solved_parts
+from upscalers.tensors.vocabulary_rows import NewRows
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
@@ -59,7 +60,7 @@ class Job:
         carried = {name: stored if name in base.parts else self.cast(stored) for name, stored in stored_dtypes.items()}
         made_outer, made_layers, in_parts = [], [], set()
         for name, recipe in outer.items():
-            if isinstance(recipe, Copy | LayerBlocks):
+            if isinstance(recipe, Copy | LayerBlocks | NewRows):
                 new_dtype = carried[recipe.source]
             else:
                 new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
@@ -123,8 +124,12 @@ class Job:
             if tensor.name in buffers:
                 continue
             size = math.prod(tensor.recipe.shape)
-            total += 0 if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted else size
-            new += size if self.plan.owns(tensor.name) else 0
+            if isinstance(tensor.recipe, Copy | NewRows) and tensor.recipe.source in uncounted:
+                continue
+            total += size
+            if isinstance(tensor.recipe, NewRows):
+                size = size // tensor.recipe.shape[0] * len(tensor.recipe.pieces)
+            new += size if self.plan.owns(tensor.name) or isinstance(tensor.recipe, NewRows) else 0
         trainable = new if self.method.trainable == "new" else total
         banks = self.new_banks.values()
         fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
@@ -147,5 +152,7 @@ def _new_modules(
         for name, recipe in recipes.items()
         if isinstance(plan.layers[index], Base) and not isinstance(recipe, Copy)
     ]
-    made += [name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy)]
+    made += [
+        name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy | NewRows)
+    ]
     return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]

@@ -13,7 +13,7 @@ from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, remove_tokens
 from upscalers.record.provenance import (
     COMPOSITE_KEY,
     DIGEST_KEY,
@@ -28,6 +28,7 @@ from upscalers.request.progress import Progress
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
+from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, split_shards
 
 
@@ -46,9 +47,9 @@ def strip(
         progress: Display that shows every step. Default: none.
 
     Returns:
-        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
-        "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the base's, byte
-        for byte; None if its config holds no digest of the base. `differing_tensors` is the number of
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "removed_tokens",
+        "base_confirmed", "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the
+        base's, byte for byte; None if its config holds no digest of the base. `differing_tensors` is the number of
         tensors that differ; None if unknown.
 
     Raises:
@@ -62,7 +63,7 @@ def strip(
         resized = resized_vocabulary(config)
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
-        opened = with_blocks_of_base(opened, plan)
+        opened = with_rows_of_base(with_blocks_of_base(opened, plan), plan, entry)
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
@@ -85,6 +86,10 @@ def strip(
                 progress.note(
                     "the tokenizer's files are not the base's own: they stay as transformers had loaded them, and read text alike."
                 )
+            if plan.new_rows and not remove_tokens(folder.partial, plan.new_rows, record):
+                progress.note(
+                    "tokenizer.json is written anew without the new tokens: it reads text as the base's, whose bytes may differ."
+                )
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
             if comparison["base_confirmed"] is False:
@@ -97,6 +102,7 @@ def strip(
                 )
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
+            removal |= {"removed_tokens": len(plan.new_rows)} if plan.new_rows else {}
             version = importlib.metadata.version("midus-hf")
             write_record(folder.partial, {"midus_hf": version, STRIPPED_KEY: {**removal, **comparison}})
             progress.advance()
@@ -107,6 +113,7 @@ def strip(
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
         "removed_memories": list(plan.new_memories),
+        "removed_tokens": len(plan.new_rows),
         **comparison,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,

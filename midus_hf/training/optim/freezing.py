@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.files.outputs import NEW_ROWS
 from midus_hf.memories.entries import ATTACHED, TABLES
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
@@ -17,6 +18,7 @@ from midus_hf.memories.retrieval.options import bits_option
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.early_checks import nothing_new
+from midus_hf.training.optim.new_rows import frozen_in_rows, train_rows, train_whole, with_trained_rows
 
 _ROLES = get_args(TrainedRole)
 Resolved = Literal["new", "all"] | list[int] | list[TrainedRole]
@@ -36,6 +38,7 @@ class TrainableReport:
         blocks: Number of parameters in the banks beside the checkpoint, whose blocks train when texts fetch them.
             Default: 0.
         fetched: Number of parameters of the blocks that a text fetches. Default: 0.
+        tokens: Number of new tokens whose rows train, in the embedding and the head. Default: 0.
     """
 
     trainable: Resolved
@@ -46,6 +49,7 @@ class TrainableReport:
     frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     blocks: int = 0
     fetched: int = 0
+    tokens: int = 0
 
     def __str__(self) -> str:
         choice = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
@@ -57,6 +61,7 @@ class TrainableReport:
         if self.blocks and not self.parameters:
             return f"{start}{blocks}; the {total} beside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
+        layers = f"the rows of {self.tokens:,} new tokens" if self.tokens else layers
         share = f"{self.parameters:,} of {total} ({self.parameters / self.total_parameters:.2%})"
         return f"{start}{share}, in {layers}{f'; {blocks}' if self.blocks else ''}"
 
@@ -74,13 +79,14 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
                 f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
-        if not new_layers(config) and not record.get("new_memories"):
+        rows_alone = bool(new_rows(config)) and resolved == "new"
+        if not new_layers(config) and not record.get("new_memories") and not rows_alone:
             raise ValueError(
                 f"what trains is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
         types = {entry.get("name", entry["type"]): entry["type"] for entry in _memory_entries(config)}
-        if not new_layers(config) and {types.get(name) for name in record["new_memories"]} == {"packs"}:
+        if not new_layers(config) and {types.get(name) for name in record.get("new_memories", ())} == {"packs"}:
             raise ValueError(
                 "what trains is what was added, and packs train nothing: they are texts. Name what trains: trainable: all, or "
                 "adapters, such as adapters: {r: 16}."
@@ -111,6 +117,11 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     return layers
 
 
+def new_rows(config: PreTrainedConfig) -> range:
+    """Return the ids of the tokens that the last upscaling added, as `upscale` recorded them; empty if it added none."""
+    return range(*_record(config).get(NEW_ROWS, (0,)))
+
+
 def new_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the layers and memories that were added to the base, and tables that layers share, by name; may be empty."""
     stack = decoder_of(model).layers
@@ -137,7 +148,9 @@ def set_trainable(
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
-    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. With
+    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. Of new
+    tokens (method `vocabulary`), their rows of the embedding and the head train: the gradients of other rows are zero, and an
+    optimizer that decays no weights, or is built on `parameter_groups`, keeps their bits. With
     a list of indices, these layers train whole; with a list of roles, only the tensors of these roles in the added
     memories do. A head that is no language model's, such as a classifier's, is new to the base, and always trains.
     `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
@@ -160,13 +173,14 @@ def set_trainable(
             "instead: get_peft_model(model, lora_config(model))."
         )
     _refuse_quantised(model)
-    resolved = resolve_trainable(model.config, trainable)
+    resolved, rows = resolve_trainable(model.config, trainable), range(0)
     layers: nn.ModuleList = decoder_of(model).layers
     trained: list[nn.Module | nn.Parameter] = list(task_head(model))
     if resolved == "all":
         trained.append(model)
     elif resolved == "new":
         trained += new_modules(model).values()
+        rows = new_rows(model.config)
     elif isinstance(resolved[0], int):
         trained += [layers[index] for index in cast(list[int], resolved)]
     else:
@@ -177,9 +191,12 @@ def set_trainable(
                 "that they have, or trainable: new."
             )
         trained += tensors
+    train_whole(model)
     model.requires_grad_(False)
     for module in trained:
         module.requires_grad_(True)
+    if rows:
+        train_rows(model, rows)
     for role in frozen:
         tensors = [tensor for tensor in _tensors_of([model], [role]) if tensor.requires_grad]
         if not tensors:
@@ -201,11 +218,12 @@ def set_trainable(
         trainable=resolved,
         layers=[index for index, layer in enumerate(layers) if _num_training(layer)],
         num_layers=len(layers),
-        parameters=_num_training(model),
+        parameters=_num_training(model) - sum(frozen_in_rows(each, of) for each, of in with_trained_rows(model)),
         total_parameters=sum(map(whole_numel, model.parameters())),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in layouts),
         fetched=sum(layout.fetched for layout in layouts),
+        tokens=len(rows),
     )
 
 

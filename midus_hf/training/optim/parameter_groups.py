@@ -13,6 +13,7 @@ from midus_hf.config.declared_tensors import Role
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.host import MemoryModel
+from midus_hf.training.optim.new_rows import with_trained_rows
 from midus_hf.training.optim.rates import Rates
 
 # Share of the steps in which the schedule `4x-to-1x` falls (UltraMemV2, appendix E.6).
@@ -27,8 +28,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
     Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
     keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
-    decay, but not norms or biases. The memory modules themselves say which parameters are keys and values, so a wrapper
-    that renames parameters changes no group.
+    decay, but not norms or biases, nor matrices of which rows of new tokens alone train. The memory modules
+    themselves say which parameters are keys and values, so a wrapper that renames parameters changes no group.
 
     Args:
         model: A model with `requires_grad` set.
@@ -51,6 +52,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         if isinstance(module, DeclaredModule)
         for name, tensor in module.declared.items()
     }
+    # Rows of the base are not to decay, and have no gradient.
+    of_rows = {id(parameter) for parameter, _ in with_trained_rows(model)}
     rate = rates.learning_rate
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
@@ -75,7 +78,11 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
             members["keys"].append(parameter)
         else:
             # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 cuts matrices to vectors.
-            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm"
+            is_matrix = (
+                len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+                and role != "norm"
+                and id(parameter) not in of_rows
+            )
             kind = "decay" if is_matrix else "no_decay"
             if role is not None and rates.memory_learning_rate is not None:
                 kind = "memory" if kind == "decay" else "memory_no_decay"
