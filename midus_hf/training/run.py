@@ -25,6 +25,7 @@ from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummar
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
 from midus_hf.training.optim.freezing import cast_for_training, set_trainable, whole_numel
+from midus_hf.training.optim.new_rows import frozen_in_rows, with_trained_rows
 from midus_hf.training.output import open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
@@ -253,6 +254,7 @@ def _how_to_go_on(trainer: Any, output: Path) -> str:
 def _totals(trainer: Any) -> dict[str, int]:
     """Return the number of trained parameters, and what PyTorch has allocated on a GPU at most, else the process's memory."""
     trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
+    trained -= sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(trainer.model))
     trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
