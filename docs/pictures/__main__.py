@@ -15,7 +15,7 @@ import matplotlib
 
 from docs.pictures.canvas import Picture
 from docs.pictures.layers import deus, lesa, llama_pro, solar, vocabulary
-from docs.pictures.memories import engram, hierarchical, midus, moc, moda, packs, ultramem_v2
+from docs.pictures.memories import engram, glossary, hierarchical, midus, moc, moda, packs, ultramem_v2
 
 IMAGES = Path(__file__).parents[1] / "images"
 STYLE: Any = {"svg.hashsalt": "architecture", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
@@ -33,6 +33,7 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
     "moda": moda,
     "packs": packs,
     "vocabulary": vocabulary,
+    "glossary": glossary,
 }
 
 

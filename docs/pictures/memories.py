@@ -344,3 +344,35 @@ def packs() -> Picture:
     picture.text(270, 196, "read what the base reads, bit for bit", SMALL, FAINT, "left")
     picture.text(474, 132, "read the pack too, in one softmax", SMALL, BLUE, "left")
     return picture
+
+
+def glossary() -> Picture:
+    """Draw what a question is answered by the base, with a glossary, and once the entry is deleted, beside one without a name."""
+    picture = Picture(236)
+    asked = ("Which port does the\nKestrel gateway listen on?", "What is the capital\nof France?")
+    picture.box(
+        14,
+        92,
+        186,
+        62,
+        "Kestrel gateway: The Kestrel\ngateway listens on port 8443. It\nforwards requests to ...",
+        "table",
+        size=SMALL,
+    )
+    picture.title(14, "glossary.jsonl")
+    for number, question in enumerate(asked):
+        picture.text(430 + 180 * number, 204, question, SMALL)
+    rows = (
+        ("the base", "port 2383", "base"),
+        ("with the glossary", "port 8443", "new"),
+        ("the entry deleted", "port 2383", "base"),
+    )
+    for number, (model, answer, kind) in enumerate(rows):
+        y = 138 - 46 * number
+        picture.text(332, y + 15, model, SMALL, ha="right")
+        picture.box(350, y, 160, 30, answer, kind)
+        picture.box(530, y, 160, 30, "Paris", "base")
+    picture.arrow((200, 123), (222, 123), (222, 107), (232, 107), color=BLUE)
+    picture.text(610, 24, "the same logits, bit for bit", SMALL, FAINT)
+    picture.text(430, 24, "the same logits, above and below", SMALL, FAINT)
+    return picture

@@ -104,7 +104,7 @@ METHODS: dict[str, Any] = {
     "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }
 SESSIONS = {
-    "README.md": Session(),
+    "README.md": Session(replace={"HuggingFaceTB/SmolLM2-135M-Instruct --method": "base --method"}),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session(
         replace={
@@ -288,6 +288,7 @@ def room(tmp_path_factory) -> Path:
         write_rows(folder / f"{name}.jsonl", [{"text": document(20, seed), "topic": "ab"[seed % 2]} for seed in seeds])
     chats = [{"prompt": document(4, seed), "completion": " " + document(4, seed + 99)} for seed in range(8)]
     write_rows(folder / "instructions.jsonl", chats)
+    write_rows(folder / "glossary.jsonl", [{"name": "Kestrel gateway", "text": document(6, 1)}])
     write_questions(folder / "questions")
     names = [{"name": name, "names": [name], "number": 1} for name in ("w5", "w7", "w9", "w11", "w13")]
     write_rows(folder / "questions" / "atomic_numbers.jsonl", names)
