@@ -20,7 +20,6 @@ from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_termin
 from midus_hf.model_names import answer_of_hub
 from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.blocks import use_tree
 from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
@@ -30,7 +29,7 @@ from midus_hf.training.output import open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
 from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
-from midus_hf.training.texts import RunTexts, read_texts
+from midus_hf.training.texts import RunTexts, read_texts, use_tree
 from midus_hf.training.trainer import MemoryTrainer
 
 

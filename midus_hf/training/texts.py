@@ -9,11 +9,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_corpus
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hierarchical.training import growth_of, model_banks
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.blocks import growth_of
 
 
 class RunTexts(NamedTuple):
@@ -74,3 +75,31 @@ def read_held_out(
             print_note(f"{key}: {packed.phrase(length)}")
         held_out[name] = packed.sequences
     return held_out
+
+
+def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
+    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it."""
+    fingerprint, folder, shape = corpus_tree, None, None
+    if tree is not None:
+        from midus_hf.topics.tree import ClusterTree, folder_of_tree
+
+        loaded = ClusterTree.load(tree)
+        if corpus_tree not in (None, loaded.fingerprint):
+            raise ValueError(
+                f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
+                f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
+            )
+        fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
+        folder = folder_of_tree(Path(tree).expanduser())
+    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
+    for banks in model_banks(model):
+        for name, layout in banks.layouts.items() if banks.are_open else ():
+            own = (layout.num_levels, layout.blocks.branching)
+            if shape not in (None, own):
+                raise ValueError(
+                    f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
+                    f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
+                )
+        if banks.are_open:
+            check_tree(banks, fingerprint, "the corpus", remedy, **growth_of(folder))
+            banks.tree = (fingerprint, folder)

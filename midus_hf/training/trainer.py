@@ -14,8 +14,8 @@ from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
+from midus_hf.memories.hierarchical.training import Blocks, model_banks
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.blocks import Blocks
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
@@ -26,7 +26,7 @@ from midus_hf.training.checkpoints import (
     saved_tensors,
 )
 from midus_hf.training.optim.freezing import has_adapters
-from midus_hf.training.optim.parameter_groups import banks_of, group_schedules, parameter_groups
+from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
 from midus_hf.training.parallel import (
@@ -87,7 +87,7 @@ class MemoryTrainerMixin(AnyTrainer):
         prepare_sharing(self)
         model: Any = self.model
         self.blocks: Blocks | None = None  # None for a model without banks
-        if banks_of(model):
+        if model_banks(model):
             self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:

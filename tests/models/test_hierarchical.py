@@ -21,9 +21,9 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.memories.hierarchical.bank.level_file import BankError
+from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.memories.hosting.bank_folder import BankService, folder_of_checkpoint
 from midus_hf.memories.hosting.heads import AttentionHost, unrotated
-from midus_hf.training.blocks import train_blocks
 
 
 def compare(family, kind, folder, **base):

@@ -12,7 +12,7 @@ from pairs import by_default
 from tiny import prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 
-from midus_hf.training.blocks import train_blocks
+from midus_hf.memories.hierarchical.training import train_blocks
 
 each_case = pytest.mark.parametrize("case", chosen())
 # How far sums in another order may be apart, by norms.

@@ -23,9 +23,8 @@ from training.tiny_run import (
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from midus_hf.memories.hierarchical.training import draw_generic, model_banks, train_blocks
 from midus_hf.training import MemoryTrainer, set_trainable
-from midus_hf.training.blocks import draw_generic, train_blocks
-from midus_hf.training.optim.parameter_groups import banks_of
 from midus_hf.training.run import run_training
 from upscalers.runs.upscale import upscale
 
@@ -170,7 +169,7 @@ def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
     set_trainable(model, "new")
     adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     copied = 0
-    for trained in (bank for banks in banks_of(model) if banks.trainable for bank in train_blocks(banks).values()):
+    for trained in (bank for banks in model_banks(model) if banks.trainable for bank in train_blocks(banks).values()):
         for level, fields in trained.layout.records.items():
             record = trained.bank.block(level, 0)
             parts = record.split([field.numel for field in fields])

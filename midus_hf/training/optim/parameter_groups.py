@@ -10,17 +10,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from midus_hf.config.declared_tensors import Role
-from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
 from midus_hf.memories.tables import DeclaredModule
-from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.new_rows import with_trained_rows
 from midus_hf.training.optim.rates import Rates
 
 # Share of the steps in which the schedule `4x-to-1x` falls (UltraMemV2, appendix E.6).
 _FALLING_SHARE = 0.25
-
-# Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
-BLOCKS_GROUP = "blocks"
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
@@ -90,7 +86,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     groups = [
         {"params": members[name], "name": name, "lr": lr, "weight_decay": weight_decay, "schedule": schedule}
         for name, (lr, weight_decay, schedule) in settings.items()
-        if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in banks_of(model)))
+        if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in model_banks(model)))
     ]
     if not groups:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
@@ -143,9 +139,3 @@ def group_schedules(
         "4x-to-1x": lambda step: factor(step) * (4 - 3 * min(step / falling_steps, 1)),
     }
     return LambdaLR(optimizer, [factors[schedule] for schedule in schedules])
-
-
-def banks_of(model: torch.nn.Module) -> list[Banks]:
-    """Return the banks of a model, wrapped by PEFT or not, whose blocks train where they are `trainable`."""
-    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
-    return [module.own_banks for module in modules if module.own_banks]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.training.blocks import train_blocks
 from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import file_digests, load
 from upscalers.edits.banks import delete

@@ -11,10 +11,12 @@ import torch
 from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES
 from midus_hf.files.json_text import parse_json
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
-from midus_hf.memories.hierarchical.bank.model_banks import Banks, check_tree
+from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.memories.hierarchical.fetching import IDS
-from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
+
+# Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
+BLOCKS_GROUP = "blocks"
 
 
 class Blocks:
@@ -29,7 +31,7 @@ class Blocks:
     def __init__(self, trainer: Any, generic_share: float = 0.0):
         self._trainer, self.generic_share = trainer, generic_share
         self._pass = (-1, 0)  # the step, and the number of the pass within it
-        banks = [bank for bank in banks_of(trainer.model) if bank.trainable]
+        banks = [bank for bank in model_banks(trainer.model) if bank.trainable]
         if banks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
             raise ValueError(
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
@@ -126,29 +128,6 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     return torch.tensor(drawn, dtype=torch.bool)
 
 
-def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it."""
-    fingerprint, folder, shape = corpus_tree, None, None
-    if tree is not None:
-        from midus_hf.topics.tree import ClusterTree, folder_of_tree
-
-        loaded = ClusterTree.load(tree)
-        if corpus_tree not in (None, loaded.fingerprint):
-            raise ValueError(
-                f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
-                f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
-            )
-        fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
-        folder = folder_of_tree(Path(tree).expanduser())
-    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
-    for banks in banks_of(model):
-        for name, layout in banks.layouts.items() if banks.are_open else ():
-            own = (layout.num_levels, layout.blocks.branching)
-            if shape not in (None, own):
-                raise ValueError(
-                    f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
-                    f"of {own[0]} levels of {own[1]}; expected one tree. Build one of this shape."
-                )
-        if banks.are_open:
-            check_tree(banks, fingerprint, "the corpus", remedy, **growth_of(folder))
-            banks.tree = (fingerprint, folder)
+def model_banks(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, wrapped by PEFT or not, whose blocks train where they are `trainable`."""
+    return [banks for module in model.modules() if (banks := getattr(module, "own_banks", None))]
