@@ -20,7 +20,7 @@ from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):
-    """A progress bar of the current stage on standard error, if that is a terminal; `command` stands in front of warnings."""
+    """A progress bar of the current stage on standard error, if that is a terminal; warnings begin with `command`."""
 
     def __init__(self, command: str = "upscale") -> None:
         self._command = command
@@ -65,7 +65,7 @@ class Console(Progress):
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:
-    """Print rows of plain text, in which brackets are no markup."""
+    """Print rows of plain text, in which brackets are not markup."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in header:
         table.add_column(Text(column), overflow="fold")
@@ -122,7 +122,7 @@ def _except(report: UpscaleReport) -> str:
 
 
 def _print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
+    """Print the measurements of solvers, one row per kind of tensor: mean, lowest and highest value over the new layers."""
     if measurements:
         header, *rows = summary_table(measurements)
         _print_table(header, rows)
@@ -213,7 +213,7 @@ def _bank(bank: int, fetched: int | None) -> str:
 
 
 def _carried_code(code: dict[str, Any]) -> str:
-    """Return as text whether the code that a checkpoint carries is the code that its version generates."""
+    """Return as text whether the code in a checkpoint is what its version of the package generates."""
     if code["as_generated"]:
         return f"{code['file']}, as midus-hf {code['version']} generates it"
     if code["version"] not in (None, __version__):
@@ -232,7 +232,7 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 
 
 def print_stripped(result: dict[str, Any]) -> None:
-    """Print what `strip` took out, and whether the weights left equal the base's."""
+    """Print what `strip` removed, and whether the remaining weights equal the base's."""
     removed = _removed(result["removed_layer_indices"], result["removed_memories"])
     model = f"{result['model_type']} with {result['num_layers']} layers"
     _say(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
@@ -251,7 +251,7 @@ def print_adapter(result: dict[str, Any]) -> None:
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
-    """Return as text what `strip` took out: inserted layers, and memories that were attached to layers of the base."""
+    """Return as text what `strip` removed: inserted layers, and memories that were attached to layers of the base."""
     parts = [
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))

@@ -18,7 +18,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_account(repo_id: str) -> None:
-    """Ask the hub who the account is, before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
+    """Check the hub login before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -47,7 +47,7 @@ def prepare_repository(repo_id: str, private: bool) -> str:
 
 
 def _refusal(repo_id: str, error: Exception) -> RequestError:
-    """Return what a person should know and do about an error of the hub's client."""
+    """Return a message with the cause and remedy of an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)

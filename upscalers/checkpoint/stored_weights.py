@@ -13,7 +13,7 @@ _NOT_WEIGHTS = "training_args.bin"
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    """Return the position of each tensor of a checkpoint, by its stored name; None without weights that it needs not have."""
+    """Return the position of each tensor of a checkpoint, by its stored name; None if there are no weights and none are needed."""
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Base classes and helpers of dense methods, whose new layers are whole decoder blocks of the family's own kind."""
+"""Base classes and helpers of dense methods, whose new layers are ordinary decoder layers of the family."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
-# Methods whose new layers are made from one layer each, whatever the layer has.
+# Methods whose new layers are each made from one layer, of any kind.
 COPYING = "llama-pro or solar"
-# Roles of what writes to the residual stream.
+# Roles of tensors that write to the residual stream.
 _WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
-# Roles of what writes to the residual stream in some layers alone, by the role that is filled in these layers too.
+# Roles of tensors that write to the residual stream only in some layers, by the role that is filled in these layers too.
 _ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_output_norm"}
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
@@ -38,7 +38,7 @@ class FusionOptions:
 
 
 class DenseMethod(Method):
-    """Method that inserts blocks of the family's own classes, so that the result is saved as the native architecture."""
+    """Method that inserts blocks of the family's classes, so that the result is saved as the native architecture."""
 
     def __init__(self, options: Any):
         super().__init__(options)
@@ -89,7 +89,7 @@ class DenseMethod(Method):
         """Return the roles whose tensors are filled to make a block the identity.
 
         Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
-        sqrt(eps). In families with norms behind the projections, the gains of these norms are zeroed instead, which
+        sqrt(eps). In families with norms after the projections, the gains of these norms are zeroed instead, which
         keeps the first training step small.
         """
         if self.identity_init == "none":
@@ -145,7 +145,7 @@ class FusionMethod(DenseMethod):
         """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
 
         Raises:
-            RequestError: If layers have other tensors than one another, or experts, or lack projections that the method needs or
+            RequestError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
                 that the identity fills.
         """
         first, *others = (base.layout.backbone_layers[source] for source in sources)
@@ -232,7 +232,7 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
 
 
 def mean(base: BaseCheckpoint, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
-    """Return the recipe for the mean of a tensor of several base layers; a buffer, which is no parameter, is the first layer's.
+    """Return the recipe for the mean of a tensor of several base layers; a buffer is copied from the first layer.
 
     Args:
         base: The base checkpoint.

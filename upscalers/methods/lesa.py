@@ -1,4 +1,4 @@
-"""LESA: new layers predicted from their neighbours by networks that are trained on the base's own layers."""
+"""LESA: new layers predicted from their neighbours by networks that are trained on the layers of the base."""
 
 import math
 import time

@@ -119,7 +119,7 @@ class OptDeus(MatrixMethod):
 
 
 class BlockFusion(Solver):
-    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows, and b bytes per number."""
+    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows and b bytes per number."""
 
     def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
@@ -224,7 +224,7 @@ class BlockFusion(Solver):
             yield bias.key, ((carried + other) / 2).cpu()
 
     def _mlp_norm(self, residual: "Transport", scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the norm in front of the feed-forward network."""
+        """Yield the norm before the feed-forward network."""
         # The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         name = self._norms.get("mlp_norm")
         if name is not None:

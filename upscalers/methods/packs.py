@@ -1,4 +1,4 @@
-"""Packs: what a text says, opened by the names in it, from a glossary of names and texts."""
+"""Packs: a glossary of names and texts, whose entries tokens attend to once a name occurs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
 _COMMON_WORDS = 1000
-# Rotations whose angles depend on the length of the pass.
+# Rotary embeddings whose angles depend on the length of the pass.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -110,7 +110,7 @@ class Packs(AttachedMemoryMethod):
         return self._glossary
 
     def _protected(self, base: BaseCheckpoint) -> int:
-        """Return the number of protected texts, which hold no name."""
+        """Return the number of protected texts; refuse those that contain a name."""
         from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.packs.glossary import found_in
 
@@ -142,7 +142,7 @@ class Packs(AttachedMemoryMethod):
 
 
 def _rotations(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of rotary embeddings of a config, of which some families have one for each kind of layer."""
+    """Yield the settings of rotary embeddings of a config; some families have several, one for each kind of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
         if isinstance(value, dict):
@@ -174,7 +174,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[in
 
     Args:
         glossary: The entries.
-        where: Where they stand, for messages.
+        where: Where they come from, for messages.
         common_names: Whether a name may be a frequent word or a single character.
 
     Raises:

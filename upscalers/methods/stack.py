@@ -28,7 +28,7 @@ class StackOptions:
 
 @register_method("stack")
 class Stack(DenseMethod):
-    """Ranges of the base's layers, where a layer that stands in several is copied."""
+    """Ranges of the base's layers, where a layer that is in several of them is copied."""
 
     summary = "ranges of the base's layers on top of one another, with copies of layers that stand in several"
     paper: ClassVar[Paper | None] = None

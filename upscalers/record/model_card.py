@@ -45,7 +45,7 @@ def model_card(
     """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
-    # Once the model is trained, the card says the same, which holds of what it was.
+    # The card is kept when the model is trained, so the text must stay true.
     start = "It is meant to be trained: before that it is not promised to compute what the base computes"
     if method.identity:
         start = "Before any training it computes exactly what the base computes"
@@ -135,7 +135,7 @@ _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it."""
+    """Return licence, languages and base model from the base's model card, as `ModelCardData` takes them."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
     path = base.folder / CARD_FILE
@@ -160,7 +160,7 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML at the top of a card, with what is `carried` of the base's; a base on the hub is named as the base model."""
+    """Return the YAML at the top of a card, with entries `carried` over from the base's; a base on the hub is the `base_model`."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")

@@ -1,4 +1,4 @@
-"""Extraction of the language model out of a composite model, as a separate checkpoint."""
+"""Extraction of the language model of a composite model, as a separate checkpoint."""
 
 import time
 from pathlib import Path

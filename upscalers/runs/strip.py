@@ -36,8 +36,8 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    What training changed in base layers stays changed, what `--dtype` cast stays cast, and a vocabulary that was resized keeps its
-    size. The digest of the base in the config reveals it, and the result reports it. A small `upscale.json` says what was stripped.
+    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary are not undone. They are detected by the
+    digest of the base in the config, and reported. A small `upscale.json` records what was stripped.
 
     Args:
         model: An upscaled checkpoint, trained or not.

@@ -1,4 +1,4 @@
-"""Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
+"""Comparison of two whole models: whether the upscaled model computes the same as the base, layer by layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 16
 
 
 class _Mismatch(NamedTuple):
-    """The first hidden state that differs: in front of layer `number`, or behind the last, and by how much at most."""
+    """The first hidden state that differs: before layer `number`, or after the last, and the largest difference."""
 
     number: int
     difference: float
@@ -77,7 +77,7 @@ def compare_models(
 def _run_base(
     base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a batch of tokens, the base's logits, and, if kept, the hidden states in front of layers and behind the last."""
+    """Return a batch of tokens, the base's logits, and, if kept, the hidden states before each layer and after the last."""
     hidden_states: list[torch.Tensor] = []
 
     def remember(number: int, hidden: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def _run_result(
     keeps_streams: bool,
     progress: Progress,
 ) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
-    """Return the upscaled model's logits, the first difference from expected hidden states, and, if they are kept, its own."""
+    """Return the upscaled model's logits, the first difference from expected hidden states, and, if kept, its hidden states."""
     streams: list[torch.Tensor] = []
     mismatches: list[_Mismatch] = []
     counterparts = _counterparts(plan)
@@ -138,7 +138,7 @@ def _run_result(
 def _not_identical(
     base_logits: torch.Tensor, new_logits: torch.Tensor, mismatch: _Mismatch | None, plan: Plan
 ) -> VerificationError:
-    """Return the error that says by how much results differ, and where they first do."""
+    """Return the error with the size and the place of the first difference."""
     if mismatch is not None and _are_same(base_logits, new_logits):
         compared, difference = "hidden states", mismatch.difference
     else:
@@ -172,7 +172,7 @@ def _compare_layers(
     plan: Plan,
     progress: Progress,
 ) -> None:
-    """Check that layers of the base compute in the result what they compute in the base, for the same input."""
+    """Check that layers of the base compute the same in the result as in the base, for the same input."""
 
     def compare(number: int, hidden: torch.Tensor) -> None:
         if number == 0:
@@ -199,7 +199,7 @@ def _running(
 
 
 def _counterparts(plan: Plan) -> list[int]:
-    """Return how many base layers the residual stream has passed in front of each layer, and behind the last."""
+    """Return how many base layers the residual stream has passed before each layer, and after the last."""
     passed = [0]
     for layer in plan.layers:
         passed.append(layer.index + 1 if isinstance(layer, Base) else passed[-1])
