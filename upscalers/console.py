@@ -94,7 +94,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["bank"] = _bank(counts.bank, counts.fetched)
     if report.renumbers_layers:
         rows["adapters"] = (
-            "a LoRA that was made for the base does not fit: layers have other numbers. 'upscale adapter' writes one that fits"
+            "a LoRA that was made for the base does not fit: layers are renumbered. 'upscale adapter' rewrites it for this model"
         )
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
@@ -143,8 +143,8 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         )
         _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _say(
-        "\nexact: until it is trained, the model computes what the base computes; exact*: but for some texts; changed*: with --set "
-        "identity=auto, too.\n'upscale methods NAME' says for which texts, and a method's options, their defaults and the paper."
+        "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts; changed*: exact with "
+        "--set identity=auto.\n'upscale methods NAME' prints these texts, and a method's options, their defaults and the paper."
     )
 
 
@@ -192,7 +192,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         return
     rows += [("base", str(inspection["base"])), ("model type", inspection["model_type"])]
     if not inspection["causal"]:
-        rows.append(("not causal", "what a token gets depends on later tokens"))
+        rows.append(("not causal", "the output of a token depends on later tokens"))
     rows.append(("options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items())))
     rows.append(("seed", str(inspection["seed"])))
     rows += [("edited", described(edit)) for edit in inspection.get("edits", [])]

@@ -297,7 +297,7 @@ TOLD_WITHOUT_TORCH = {
     "cluster assign --tree absent --corpus text.txt --output paths.jsonl": "tree is 'absent', which does not exist; expected",
     "cluster assign --tree MODEL --corpus text.txt --output paths.txt": "output is 'paths.txt'; expected a file ending in .jsonl.",
     "cluster assign --tree MODEL --corpus absent.txt --output paths.jsonl": "corpus is 'absent.txt', which does not exist;",
-    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is no folder and no hub id; expected one of",
+    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is neither a folder nor a hub id; expected",
     "edit add MODEL --corpus absent.jsonl --output out": "corpus is 'absent.jsonl', which does not exist; expected a file, a folder",
     "cluster report --tree absent": "tree is 'absent', which does not exist; expected a tree of topics.",
 }  # fmt: skip

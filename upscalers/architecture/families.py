@@ -34,7 +34,7 @@ def family_of(config: Config) -> Family:
 
     if native_type not in CONFIG_MAPPING or CONFIG_MAPPING[native_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(
-            f"model_type {native_type!r} is no causal language model of transformers {__version__}; expected one. Install a newer "
+            f"model_type {native_type!r} is not a causal language model of transformers {__version__}; expected one. Install a newer "
             "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
             "model."
         )
@@ -66,7 +66,7 @@ def check_readable(config: Config) -> None:
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
         raise RequestError(
-            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
 

@@ -268,7 +268,7 @@ def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], so
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):
-                return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, {pair[0]!r}"
+                return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, has {pair[0]!r}"
     return None
 
 

@@ -161,7 +161,7 @@ def read_config(path: Path) -> Config:
 def _held_instead(folder: Path) -> str:
     """Return what a folder without `config.json` contains and what was expected, as the end of a message."""
     if (folder / ADAPTER_CONFIG).is_file():
-        return f", but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter {folder}."
+        return f", but a PEFT adapter; expected a model. Give the adapter's base, and --adapter {folder}."
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         return f", but {gguf_refusal(ggufs[0])}"
@@ -229,8 +229,8 @@ def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
 def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
-            "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
-            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
+            "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
+            "expected only a model. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
 
 
@@ -254,9 +254,9 @@ def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
         raise RequestError(
-            f"the checkpoint has {task_head}, the head of a classifier, reward model or finder of answers, which the result would "
+            f"the checkpoint has {task_head}, the head of a classifier, reward or question-answering model, which the result would "
             "lack; expected a language model. Upscale the language model, and load the result with "
-            "AutoModelForSequenceClassification or its kin."
+            "AutoModelForSequenceClassification or a similar class."
         )
 
 
@@ -277,7 +277,7 @@ def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, S
     if missing:
         check_lists(config)
         raise RequestError(
-            f"the base lacks {len(missing)} tensors that its config asks for, {first_few(missing)}. Download or save it again, or "
+            f"the base lacks {len(missing)} tensors that its config requires, {first_few(missing)}. Download or save it again, or "
             f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
         )
 

@@ -82,8 +82,8 @@ class CompositeModel:
             host_type(model_type)
         except ValueError as error:
             raise RequestError(
-                f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds layers of "
-                "the family's own kind, or take the language model out first (upscale extract)."
+                f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds ordinary "
+                "layers of the family, or extract the language model first (upscale extract)."
             ) from None
 
     def wrapped(self, config: Config) -> Config:
@@ -144,7 +144,7 @@ def _built(native: str) -> CompositeModel:
     def refused(reason: str, expected: str) -> RequestError:
         return RequestError(
             f"model_type {model_type!r} {reason} (transformers {__version__}); expected {expected}. Install a newer transformers if "
-            "the model is newer, or save the language model as a checkpoint of its own first."
+            "the model is newer, or save the language model as a separate checkpoint first."
         )
 
     if model_type not in CONFIG_MAPPING:
@@ -169,7 +169,7 @@ def _built(native: str) -> CompositeModel:
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     if len(paths) != 1 or len(heads) != 1 or type(getattr(alone, _STACK.rstrip("."), None)) is not stack_class:
-        reason = f"holds its language model otherwise than {causal_lm.__name__}"
+        reason = f"contains its language model in a different form than {causal_lm.__name__}"
         raise refused(reason, f"one stack of class {stack_class.__name__} and one head")
     held = model.state_dict(keep_vars=True)
     embedding = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())

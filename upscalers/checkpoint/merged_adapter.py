@@ -54,7 +54,7 @@ class Adapter:
             (folder / ADAPTER_WEIGHTS).open("rb").close()
         except (OSError, ValueError) as error:
             raise RequestError(
-                f"adapter {name!r} has no sound {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
+                f"adapter {name!r} has no valid {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
                 "that PEFT saved. Give its folder."
             ) from None
         adapter = cls(name, folder, config if isinstance(config, dict) else {})

@@ -81,7 +81,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             pass
     except SafetensorError as error:
         raise RequestError(
-            f"{file.name} is not a sound safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
+            f"{file.name} is not a valid safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
         ) from None
     with file.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))

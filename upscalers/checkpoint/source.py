@@ -60,7 +60,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
         return base, None
     if not revision or Path(name).expanduser().exists():
         raise RequestError(
-            f"{base!r} has no revision behind '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
+            f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
 
@@ -86,7 +86,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise RequestError(f"{name!r} is no folder and no hub id; expected one of them.")
+        raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
 
 
 def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
@@ -97,7 +97,7 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
         return path
     repository, revision = name_and_revision(name)
     if path.exists() or not _HUB_ID.match(repository):
-        raise RequestError(f"adapter {name!r} is no folder and no hub id; expected one of them.")
+        raise RequestError(f"adapter {name!r} is neither a folder nor a hub id; expected one of them.")
     return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
 
 

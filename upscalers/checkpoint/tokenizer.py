@@ -79,7 +79,7 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
         raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
         is_code = isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
-        reason = "it is code of its publisher, which is never run" if is_code else first_line(error).rstrip(".")
+        reason = "it is custom code, which is never run" if is_code else first_line(error).rstrip(".")
         progress.warn(f"the base's tokenizer does not work here ({reason}); its files are copied unchanged.")
         return {}
     record: dict[str, Any] = {}
@@ -95,12 +95,12 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
         base.save_pretrained(folder)
         record, new = {REWRITTEN_KEY: True}, load(folder)
         progress.note(
-            "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files otherwise."
+            "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files differently."
         )
     if _reading(new) != expected:
         raise VerificationError(
-            f"the result's tokenizer ({type(new).__name__}) reads a text otherwise than the base's ({type(base).__name__}); expected "
-            "the same ids."
+            f"the result's tokenizer ({type(new).__name__}) tokenizes a text differently than the base's ({type(base).__name__}); "
+            "expected the same ids."
         )
     return record
 

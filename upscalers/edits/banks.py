@@ -251,7 +251,7 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
     """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
-        raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
+        raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
         level, number = parse_node(name, layout)
@@ -272,7 +272,7 @@ def parse_node(name: str, layout: BankLayout) -> Node:
     count = layout.blocks.nodes(level)
     number = GENERIC if match[2] == "generic" else int(match[2])
     if number >= count:
-        raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+        raise RequestError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
     return level, number
 
 

@@ -68,7 +68,7 @@ def edit_checkpoint(
             plan = read_plan(opened.config[CONFIG_KEY], opened)
             if not all(plan.owns(name) for name in decided.tensors):
                 progress.warn(
-                    "some of what is edited belongs to the base of this upscaling: what strip gives back will have the edit too."
+                    "some of the edited tensors belong to the base of this upscaling: the base that strip restores has the edit too."
                 )
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}

@@ -21,7 +21,7 @@ _ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_o
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
     "what makes a new block the identity: zero_out_proj zeroes the two projections that write to the residual stream, "
-    "zero_out_norm the gains of the norms behind them; auto takes the second where the family has such norms"
+    "zero_out_norm the gains of the norms after them; auto uses the second if the family has such norms"
 )
 
 
@@ -32,8 +32,8 @@ class FusionOptions:
     identity: IdentityInit = option("none", IDENTITY_HELP)
     neighbours: Literal["adjacent", "same_type"] = option(
         "adjacent",
-        "adjacent fuses the base layers on both sides; same_type looks further back where the one before attends "
-        "otherwise (sliding or full) than the one after",
+        "adjacent fuses the base layers on both sides; same_type looks further back if the attention of the one before "
+        "(sliding or full) is not that of the one after",
     )
 
 
@@ -49,7 +49,7 @@ class DenseMethod(Method):
     def check(self, base: BaseCheckpoint) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
             raise RequestError(
-                f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
+                f"identity is 'zero_out_norm', but {base.family.model_type} has no norm after its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
 

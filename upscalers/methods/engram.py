@@ -54,13 +54,13 @@ class Engram(AttachedMemoryMethod):
             "names",
             bool,
             option(
-                False, "whether each text is a name: only its last tokens have rows, whatever sign stands in front"
+                False, "whether each text is a name: only its last tokens have rows, whatever character comes before it"
             ),
         ),
         (
             "compress",
             bool,
-            option(True, "whether tokens alike but for case, accents and kinds of white space count as one"),
+            option(True, "whether tokens that differ only in case, accents and kinds of white space count as one"),
         ),
     ]
 
@@ -107,7 +107,7 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
         if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
-                f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it "
+                f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
                 "there, or choose --set table=hashed."
             )
         super().check(base)

@@ -33,7 +33,7 @@ class HierFFN(FetchedMemoryMethod):
 class HierKV(FetchedMemoryMethod):
     """Fetched keys and values that every token attends to in addition to the sequence."""
 
-    summary = f"keys and values beside those of the sequence, {_FETCHED}"
+    summary = f"keys and values in addition to those of the sequence, {_FETCHED}"
     memory_options = HierKVOptions
 
 

@@ -31,7 +31,7 @@ class HostedMemoryMethod(Method):
         name = bits_option(self.options)
         if name is not None and getattr(self.options, name) is not None:
             raise RequestError(
-                f"{name} is {getattr(self.options, name)}, but new values have yet to learn, which integers cannot; expected null. "
+                f"{name} is {getattr(self.options, name)}, but new values have to be trained, and integers cannot be; expected null. "
                 "Train the model, then round its values with midus edit quantise."
             )
 
@@ -57,7 +57,7 @@ class HostedMemoryMethod(Method):
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
         taking = [name for name, method in hosting.items() if not _failed_proof(model_type, *method.positions()[0])]
         raise RequestError(
-            f"model_type {model_type!r} takes no memory of type {memory_type!r} at the site {site!r} (its proof on a tiny model: "
+            f"model_type {model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny model: "
             f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
 
@@ -66,7 +66,7 @@ class HostedMemoryMethod(Method):
             return []
         return [
             f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
-            "bits at initialisation, bits equal to a base that states what the memory computes, gradients, cached steps."
+            "bits at initialisation, bits equal to a base that computes the same as the memory, gradients, cached steps."
         ]
 
     @abstractmethod
@@ -131,10 +131,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
         places: list[tuple[str, Any, Any]] = [
             ("layers", Any, option(cls.default_layers, "which layers have it", forms)),
-            ("site", str, option(cls.sites[0], f"where it sits in them: {', '.join(cls.sites)}")),
+            ("site", str, option(cls.sites[0], f"where in the layer it is attached: {', '.join(cls.sites)}")),
         ]
         if "skip" in cls.sites:
-            span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
+            span = option(_SPAN, "of site skip: how many layers after the one that it reads it adds its output")
             places.append(("span", int, span))
         places += cls.own_options
         taken = {name for name, *_ in places} & {named.name for named in fields(memory)}
@@ -165,7 +165,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(
-                    f"{name} is {value!r}, but {self.name} attaches memory to layers that there are; expected none. Pass "
+                    f"{name} is {value!r}, but {self.name} attaches memory to existing layers; expected none. Pass "
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))

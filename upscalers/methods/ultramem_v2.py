@@ -11,7 +11,7 @@ from upscalers.request.errors import RequestError
 class UltraMemV2(AttachedMemoryMethod):
     """Memories in parallel to every feed-forward network that retrieve slots of a large table."""
 
-    summary = "a large value table beside every feed-forward network, retrieved by Tucker-decomposed keys (identity at start)"
+    summary = "a large value table in parallel to every feed-forward network, read by Tucker-decomposed keys (identity at start)"
     paper = ULTRAMEM_V2
     identity = True
     memory_options = UltraMemOptions

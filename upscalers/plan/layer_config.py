@@ -52,9 +52,9 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
     if not num_moved:
         return None
     return (
-        f"{num_moved} of {len(listed)} layers attend otherwise than {base.family.model_type} implies by their "
-        "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
-        "function. Write the types into their file, as docs/serve.md says."
+        f"{num_moved} of {len(listed)} layers have another attention type than {base.family.model_type} implies by their "
+        "index. transformers reads layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different "
+        "function. Write the types into their file (see docs/serve.md)."
     )
 
 

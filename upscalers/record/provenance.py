@@ -94,7 +94,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
+        raise RequestError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
     return record if isinstance(record, dict) else None
 
 

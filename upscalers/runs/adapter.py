@@ -94,7 +94,7 @@ def _read_adapter_config(folder: Path) -> Config:
         if (config.get(key) or None) != expected:
             raise RequestError(
                 f"{path} has {key} = {config.get(key)!r}; expected {expected!r}, as LoRA, rsLoRA and DoRA have. Merge the adapter "
-                "into the base with PEFT (merge_and_unload), and upscale what comes out."
+                "into the base with PEFT (merge_and_unload), and upscale the result."
             )
     return config
 
@@ -120,7 +120,7 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
     if layer >= plan.num_base_layers:
         raise RequestError(
             f"the adapter in {folder} was made for another base, perhaps {config.get('base_model_name_or_path')!r}: {name} is of "
-            f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or what was made from its base."
+            f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or a model made from its base."
         )
     return f"{match['before']}{plan.kept_indices[layer]}{name[match.end() :]}"
 

@@ -100,11 +100,11 @@ class Job:
             change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources)
             if change is None:
                 return
-            difference = f"layers of {base.family.model_type!r} compute otherwise at another index or among more layers: {change}"
+            difference = f"layers of {base.family.model_type!r} compute differently at another index or among more layers: {change}"
         leading, remedy = base.layout.num_leading_layers, "Choose a method that adds no layer."
         if leading < base.num_layers and method.adds_layers:
             remedy = (
-                f"Choose a --placement of new layers in front of base layer {leading}, which gives its keys and values to later "
+                f"Choose a --placement of new layers before base layer {leading}, which gives its keys and values to later "
                 "layers, or a method that adds no layer."
             )
         raise RequestError(f"{difference}. {remedy}")

@@ -37,7 +37,7 @@ class CheckpointFolder(OutputFolder):
         free = self.free_bytes()
         if free < num_bytes:
             raise RequestError(
-                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Make room or "
+                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Free some space or "
                 "choose another disk."
             )
 

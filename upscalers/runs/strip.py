@@ -83,7 +83,7 @@ def strip(
                     (folder.partial / name).unlink(missing_ok=True)
             if record.get(REWRITTEN_KEY):
                 progress.note(
-                    "the tokenizer's files are not the base's own: they stay as transformers had loaded them, and read text alike."
+                    "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
             hashes = digests.finish()
             comparison = compare_with_base(hashes, entry, record)
@@ -92,8 +92,8 @@ def strip(
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
                 size = "of another size, " if resized else ""
                 progress.warn(
-                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. Where the base "
-                    "itself is needed, take the base's own checkpoint."
+                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. If you need the base "
+                    "itself, use the base's checkpoint."
                 )
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}

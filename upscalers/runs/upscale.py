@@ -110,7 +110,7 @@ def upscale(
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
             progress.warn(
-                f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
+                f"the base holds {len(unknown)} tensors that its architecture does not have; they are copied."
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
@@ -194,7 +194,7 @@ def _say_what_is_made(job: Job, progress: Progress) -> None:
     if base.composite is not None:
         progress.note(
             f"the base is a {base.composite.config['model_type']} model. Its language model ({base.config['model_type']}) is "
-            f"upscaled; {len(base.surroundings)} other tensors are carried along byte for byte."
+            f"upscaled; {len(base.surroundings)} other tensors are copied byte for byte."
         )
     for remark in job.method.remarks(base):
         progress.note(remark)
@@ -210,8 +210,8 @@ def _warn_of_full_banks(job: Job, folder: CheckpointFolder, progress: Progress) 
         if taken > folder.free_bytes():
             progress.warn(
                 f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
-                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes none. Lower branching, or "
-                "the sizes of deep levels, if texts are to fetch more of it than there is room for."
+                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes no space. Lower branching, or "
+                "the sizes of deep levels, if texts will fetch more of it than fits on the disk."
             )
 
 

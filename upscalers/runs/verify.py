@@ -65,7 +65,7 @@ def compare_models(
         for replay in replays:
             _compare_layers(again, tokens, replay, new_streams, plan, progress)
     if broken.all():
-        progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
+        progress.warn("every logit of the base is NaN or infinite, so nothing was compared.")
         return Identity(None, None), None
     stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
     sides = f"base and result in {stored}"
@@ -93,8 +93,8 @@ def _run_base(
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:
         raise RequestError(
-            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
-            "it only does not fit in memory, pass --no-verify."
+            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; if "
+            "it just does not fit in memory, pass --no-verify."
         ) from None
 
 
@@ -129,7 +129,7 @@ def _run_result(
         raise
     except Exception as error:
         raise VerificationError(
-            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
+            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). If it just does not fit in "
             "memory, pass --no-verify."
         ) from None
     return logits, next(iter(mismatches), None), streams
@@ -143,7 +143,7 @@ def _not_identical(
         compared, difference = "hidden states", mismatch.difference
     else:
         compared, difference = "logits", _largest_difference(base_logits, new_logits)
-    position = "behind the last layer" if mismatch is None else "in the embedding"
+    position = "after the last layer" if mismatch is None else "in the embedding"
     if mismatch is not None and mismatch.number:
         position = f"in layer {mismatch.number - 1} ({plan.describe(mismatch.number - 1)})"
     return VerificationError(
@@ -181,7 +181,7 @@ def _compare_layers(
         index = replay.get(number - 1)
         if index is not None and not _are_same(streams[index + 1], hidden):
             raise VerificationError(
-                f"layer {index} ({plan.describe(index)}) computes otherwise than base layer {number - 1}, by up to "
+                f"layer {index} ({plan.describe(index)}) computes differently than base layer {number - 1}, by up to "
                 f"{_largest_difference(streams[index + 1], hidden):g}; expected the same bits for the same input. The layers of this "
                 "type cannot move; choose a method that adds no layer."
             )

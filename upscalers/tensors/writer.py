@@ -34,7 +34,7 @@ _SCRATCH = ".scratch"
 _HELD = ("holds NaN or infinite values", "Repair the base, or pass --no-verify to go on.")
 _READ = ("holds NaN or infinite values, and new weights are computed from it", "Repair the base.")
 _MADE = (
-    "came out as NaN or infinite, though what it is made from is finite",
+    "came out as NaN or infinite, although its sources are finite",
     "Lower the factors or the learning rate for it.",
 )
 

@@ -325,7 +325,7 @@ REFUSED = [
     ("one", [], "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both."),
     ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
     ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
-    ("one", ["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
+    ("one", ["--node", "1:3"], "node '1:3' does not exist; expected 0 to 2, or generic."),
     ("one", ["--node", "1:0", "--memory", "moc"], NO_MEMORY),
     ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
     ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
@@ -339,7 +339,7 @@ def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, wor
 
 
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
-    with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
+    with pytest.raises(RequestError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")
     assert done.status == 2 and "has no memory that fetches blocks" in done.err
