@@ -48,7 +48,7 @@ class Phases:
         earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
         if earlier is not None and earlier["settings"] == settings and not earlier["finished"]:
             self._record = earlier
-            print(f"{folder} holds an earlier run, which this one goes on from; remove the folder to begin anew.")
+            print(f"{folder} holds an earlier run, which this one continues; remove the folder to start over.")
         else:
             if folder == default:
                 if folder.exists():
@@ -119,7 +119,7 @@ class Phases:
             phase["seconds"] = before + time.monotonic() - started
             self._write()
         if stopped:
-            print(f"\ndemo: interrupted while {what}; the same command goes on from here.", file=sys.stderr)
+            print(f"\ndemo: interrupted while {what}; the same command continues from here.", file=sys.stderr)
             sys.exit(128 + stopped)
         if status:
             sys.exit(
@@ -173,7 +173,7 @@ class TrainingProgress(Progress):
         self._doing = "reading texts and model"
 
     def take(self, line: str) -> bool:
-        if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
+        if resumed := re.match(r"resuming from .*checkpoint-(\d+)$", line):
             self._first = self._done = int(resumed[1])
         if not line.startswith("{'"):
             if self._done == self._first:  # texts and model are read now
@@ -209,7 +209,7 @@ def run_demo(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("\ndemo: interrupted; the same command goes on from here.", file=sys.stderr)
+        print("\ndemo: interrupted; the same command continues from here.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""Training of blocks that texts fetch from a bank: blocks are no parameters of the model, and are updated when fetched."""
+"""Training of blocks that texts fetch from a bank: blocks are not parameters of the model, and are updated when fetched."""
 
 import inspect
 from functools import partial
@@ -20,7 +20,7 @@ from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_of
 class Blocks:
     """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
 
-    If several processes train, each averages the gradients over all processes before a step, so that blocks which only
+    If several processes train, each averages the gradients over all processes before a step, so that blocks that only
     some processes fetched stay equal in all. A share of the sequences, `generic_share`, fetches the blocks of the generic memory
     instead of those of its path (hierarchical memories, section 4), by the seed and the index of a sequence among all of the run:
     the choice differs between epochs, and is the same when a run is resumed.
@@ -41,8 +41,8 @@ class Blocks:
             if given or trainer.optimizer is not None:
                 raise ValueError(
                     "blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which "
-                    f"{given or 'a Trainer with an optimizer of its own'} does not give; expected an optimizer such as optim: "
-                    "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers alone."
+                    f"{given or 'a Trainer with another optimizer'} does not have; expected an optimizer such as optim: "
+                    "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains only layers."
                 )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in train_blocks(bank).values()]
         self._are_averaged = False
@@ -56,7 +56,7 @@ class Blocks:
             if self.banks:
                 raise ValueError(
                     "blocks of a memory bank train, and this trainer generates its texts, for which it fetches none; expected a "
-                    "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains layers alone."
+                    "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
                 )
         elif IDS in inputs:
             args, step, paths = self._trainer.args, self._trainer.state.global_step, inputs[IDS]
@@ -108,7 +108,7 @@ def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
             bank.grow(tree=tree, **growth_of(folder))
             bank = banks.opened[name] = TrainedBank(bank)
         bank.tree = bank.bank.tree
-        # Paths of a tree that the bank's tree was grown from leave the bank its own tree.
+        # For paths of an earlier tree, from which the bank's tree was grown, the bank keeps its tree.
         bank.tree_folder = folder if bank.tree == tree else None
     return banks.opened
 
@@ -127,7 +127,7 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it."""
+    """Check that a model's banks belong to the tree of a run, a folder or the corpus's tree, and save trained banks with it."""
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree, folder_of_tree
@@ -140,7 +140,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
             )
         fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
         folder = folder_of_tree(Path(tree).expanduser())
-    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
+    remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
     for banks in banks_of(model):
         for name, layout in banks.layouts.items() if banks.are_open else ():
             own = (layout.num_levels, layout.blocks.branching)

@@ -1,8 +1,9 @@
-"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts beside them.
+"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts.
 
-A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text of which no n-gram has a row
-keeps, from layer to layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
-taken out of the table; afterwards the texts are computed with the memory and without, compared, and a certificate is written.
+A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text none of whose n-grams has a
+row
+keeps, in every layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
+removed from the table; afterwards the texts are computed with and without the memory, compared, and a certificate is written.
 """
 
 import contextlib
@@ -36,17 +37,17 @@ from midus_hf.models.layer import without_memories
 from midus_hf.saved_models import open_ended
 
 _TOKENS_PER_PASS = 1024
-# N-grams taken out of a table that a line shows.
+# Number of removed n-grams that are shown.
 _SHOWN = 4
 _HEADING = "## Protected texts\n"
-# Keys of a config that change when a model is only saved again.
+# Keys of a config that change even when a model is only saved again.
 _OF_SAVING = ("transformers_version", "_name_or_path")
 
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
 class Protection:
-    """Texts that are protected in a run, whose n-grams are taken out of the tables of the model here, before it trains."""
+    """Texts that are protected in a run; their n-grams are removed from the tables of the model before training."""
 
     def __init__(self, model: Any, tokenizer: Any, sources: Sequence[str], text_column: str):
         read = [list(read_corpus(each, text_column=text_column, key="protect")[text_column]) for each in sources]
@@ -60,7 +61,7 @@ class Protection:
             left = _take_out(model, table, ngrams)
             if not left:
                 raise ValueError(
-                    f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
+                    f"none of the {known:,} n-grams of memory {table.memory!r} is left, since protected texts contain all of them; "
                     "expected n-grams to learn with. Protect less, or upscale with another corpus."
                 )
             self.counts[table.memory] = {"known": known, "left": left}
@@ -77,7 +78,7 @@ class Protection:
         )
 
     def check_checkpoint(self, model: Any, checkpoint: Path) -> None:
-        """Refuse a checkpoint whose tables are not those that these texts gave."""
+        """Refuse a checkpoint whose tables were made with other protected texts."""
         path = checkpoint / TRAINED_FILE
         if not path.is_file():
             return
@@ -99,7 +100,7 @@ class Protection:
             tokens, differing = compare_texts(model, self._tokenizer, documents, list(self.counts))
             if differing:
                 raise RuntimeError(
-                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have other logits with the "
+                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have different logits with the "
                     f"memories than without them; no certificate is written. {_FAULT}"
                 )
             digest = texts_digest(documents)
@@ -127,7 +128,7 @@ class Protection:
 
 
 def _labels(sources: Sequence[str]) -> list[str]:
-    """Return the last part of each path or id, with a number behind it where several have the same."""
+    """Return the last part of each path or id, followed by a number if several have the same."""
     names = [Path(source).name for source in sources]
     return [
         f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
@@ -136,7 +137,7 @@ def _labels(sources: Sequence[str]) -> list[str]:
 
 
 def _text_of(key: int, tokenizer: Any) -> str:
-    """Return the text of an n-gram of a table, by the first of the tokens that count as one."""
+    """Return the text of an n-gram of a table, with the first of the tokens that count as the same."""
     ids: list[int] = []
     while key:
         key, number = divmod(key, MOST_TOKENS)
@@ -216,7 +217,7 @@ def _tables_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _trained_tables(model: Any) -> list[NgramTable]:
-    """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
+    """Return the tables of the trained memories, or refuse a model in which anything but exact tables is trained."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     tables = [] if memories is None else exact_tables(memories, _tables_of(model))
@@ -229,19 +230,19 @@ def _trained_tables(model: Any) -> list[NgramTable]:
         options = entry.options
         if not entry.is_attached or any(_is_of(each, entry.name) for each in others):
             what = f"{entry.name if entry.is_attached else 'an inserted layer'} ({options.type})"
-            reason = "which chooses rows by hidden states, and few texts read nearly all of them"
+            reason = "which chooses rows by hidden states, so that a few texts read nearly all of them"
             if isinstance(options, NgramOptions):
                 reason = (
                     f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
                 )
     raise ValueError(
-        f"protect is given, and {what} trains, {reason}; expected memories of known n-grams alone. Set trainable: new, and use a "
+        f"protect is given, and {what} trains, {reason}; expected only memories of known n-grams. Set trainable: new, and use a "
         "model that was upscaled with --method engram --set table=exact."
     )
 
 
 def _take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
-    """Take n-grams out of a memory's table, with their rows in all layers, and return how many are left."""
+    """Remove n-grams from a memory's table, with their rows in all layers, and return how many are left."""
     stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken)
     left = int(stays.sum())
     with torch.no_grad():
@@ -264,7 +265,7 @@ def _is_of(name: str, memory: str) -> bool:
 
 
 def texts_digest(documents: Sequence[str]) -> str:
-    """Return the SHA-256 of documents, in their order, each with its length in front."""
+    """Return the SHA-256 of documents, in order, each prefixed by its length."""
     digest = hashlib.sha256()
     for document in documents:
         content = document.encode("utf-8", errors="surrogatepass")
@@ -273,7 +274,7 @@ def texts_digest(documents: Sequence[str]) -> str:
 
 
 def _digests(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the SHA-256 of each memory's table in a saved model; and of what else certified texts depend on, by their keys."""
+    """Return the SHA-256 of each memory's table in a saved model, and of the other files that certified texts depend on, by key."""
     of_tables = {name: f"{TABLES}.{name}." for name in memories}
     of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -288,7 +289,7 @@ def _digests(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple
 
 
 def _tensors_digest(folder: Path, parts: Sequence[str], is_read: bool) -> str:
-    """Return the SHA-256 of the tensors whose names have one of some parts, or none of them."""
+    """Return the SHA-256 of the tensors whose names contain one of some parts, or none of them."""
     digest = hashlib.sha256()
     for name, tensor in sorted_tensors(folder, lambda name: any(part in name for part in parts) is is_read):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -309,7 +310,7 @@ def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tup
 
 
 _CERTIFIED = {
-    "base_sha256": "a tensor beside the memory",
+    "base_sha256": "a tensor outside the memory",
     "config_sha256": "the config",
     "tokenizer_sha256": "the tokenizer",
 }
@@ -325,7 +326,7 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
         _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
         _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
     except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
+        raise ValueError(f"{path} is not a certificate of midus train; remove it, or train with protect again.") from None
     return certificate
 
 

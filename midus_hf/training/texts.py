@@ -1,4 +1,4 @@
-"""What a run trains on and measures: the corpus and held-out texts as packed sequences."""
+"""Training and held-out data of a run: the corpus and held-out texts as packed sequences."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from midus_hf.training.blocks import growth_of
 
 
 class RunTexts(NamedTuple):
-    """Rows that are trained on, sequences of held-out texts by name, a phrase on what is read, and the paths' tree, if any."""
+    """Training rows, sequences of held-out texts by name, a phrase on what is read, and the tree of the paths, if any."""
 
     train: Any
     held_out: dict[str, Any]
@@ -26,7 +26,7 @@ class RunTexts(NamedTuple):
 
     @property
     def eval_dataset(self) -> Any:
-        """The held-out texts as a Trainer takes them: by name, a text without a name alone, or None."""
+        """The held-out texts as a Trainer takes them: by name, or a single text without a name, or None."""
         return self.held_out.get("", self.held_out) or None
 
 
@@ -60,7 +60,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 def read_held_out(
     arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
 ) -> dict[str, Any]:
-    """Return the sequences of held-out texts by name, as a function packs them, and say what of them is not measured."""
+    """Return the sequences of held-out texts by name, packed by a function, and print what is not measured."""
     held_out = {}
     for name, path in arguments.eval_texts.items():
         key = f"eval_text {name}".rstrip()

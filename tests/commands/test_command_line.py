@@ -170,7 +170,7 @@ def work():
 
 sys.exit(run_command(app, [], name="work"))
 """
-FULL = "work: done, but not all that it prints could be written: No space left on device\n"
+FULL = "work: done, but not all output could be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_the_tables_have_every_command():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, as_command):
-    wrong = "'--no-such-option' is no key" if command in WITH_KEYS else "No such option: --no-such-opt"
+    wrong = "'--no-such-option' is not a key" if command in WITH_KEYS else "No such option: --no-such-opt"
     for words, message in (
         (["--no-such-option"], wrong),
         (MISSING_FILE[command], "absent"),

@@ -1,4 +1,4 @@
-"""What a glossary gives back: values that its texts state, whether they come back, and which writings of names are found."""
+"""What the model reproduces of a glossary: values that its texts state, and which spellings of names are found."""
 
 import csv
 import json

@@ -193,7 +193,7 @@ def test_a_model_of_integers_is_neither_rounded_again_nor_trained(case, kind, op
         RequestError, match=f"'{kind}' has {option} = 8 already; expected values that were not rounded"
     ):
         quantise(EditRequest(tmp_path / "integers", tmp_path / "twice"), 4)
-    with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, and integers do not train"):
+    with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, which cannot be trained"):
         set_trainable(model, "new")
 
 

@@ -75,7 +75,7 @@ class DenseMethod(Method):
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
             others_that_do = COPYING if set(missing) - _WRITING_ROLES else "solar"
             raise RequestError(
-                f"{layer} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
+                f"{layer} would be made from base layer {sources[0]}, which has no separate {missing[0]} that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
                 f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
                 "memory."

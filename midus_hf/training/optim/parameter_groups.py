@@ -15,7 +15,7 @@ from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.rates import Rates
 
-# Share of the steps in which the schedule `4x-to-1x` falls (UltraMemV2, appendix E.6).
+# Share of the steps in which the schedule `4x-to-1x` decreases (UltraMemV2, appendix E.6).
 _FALLING_SHARE = 0.25
 
 # Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
@@ -23,12 +23,12 @@ BLOCKS_GROUP = "blocks"
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
-    """Split the parameters that train into groups for an optimizer.
+    """Split the trained parameters into groups for an optimizer.
 
     Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
     keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
-    decay, but not norms or biases. The memory modules themselves say which parameters are keys and values, so a wrapper
-    that renames parameters changes no group.
+    decay, but not norms or biases. The memory modules declare which parameters are keys and values, so a wrapper
+    that renames parameters does not change the groups.
 
     Args:
         model: A model with `requires_grad` set.
@@ -37,13 +37,13 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`. The groups are, in this order, `decay`,
         `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values`. Groups
-        without parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the
+        without parameters are left out. Blocks of a bank are not parameters: if they are trained, a last group `blocks` has the
         rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `schedule` is
         `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of
         the first group.
 
     Raises:
-        ValueError: If nothing trains.
+        ValueError: If nothing is trained.
     """
     role_of: dict[int, Role] = {
         id(module.declared_tensor(name)): tensor.role
@@ -74,7 +74,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         elif role == "key" and rates.memory_keys == "constant":
             members["keys"].append(parameter)
         else:
-            # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 cuts matrices to vectors.
+            # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 flattens matrices to vectors.
             is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm"
             kind = "decay" if is_matrix else "no_decay"
             if role is not None and rates.memory_learning_rate is not None:
@@ -98,10 +98,10 @@ def group_schedules(
     warmup_steps: float = 0.1,
     lr_scheduler_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Return a scheduler under which each group takes its own: the run's schedule, a constant rate, or `"4x-to-1x"`.
+    """Return a scheduler with one schedule per group: the run's schedule, a constant rate, or `"4x-to-1x"`.
 
-    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first quarter of the steps.
-    `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
+    `"4x-to-1x"` is the schedule times a factor that decreases linearly from 4 to 1 in the first quarter of the steps.
+    `"reduce_lr_on_plateau"` does not change groups with a constant rate.
 
     Args:
         optimizer: An optimizer built on `parameter_groups`.
