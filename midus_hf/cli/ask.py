@@ -27,8 +27,7 @@ def midus_ask(
     """Ask a model, and print its answer as it is written: the likeliest token each time.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error. Names of entries in the
-    question
-    are also put before it, so that their packs are open when it is read.
+    question are also put before it, so that their packs are open when it is read.
     """
     check_model_name("model", model)
     check_dtype(dtype)

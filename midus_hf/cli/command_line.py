@@ -202,7 +202,9 @@ def _termination_interrupts() -> Iterator[list[int]]:
     """Let SIGTERM raise `KeyboardInterrupt`, unless the process ignores SIGTERM. Yield a list of the signals that arrive."""
     terminations: list[int] = []
     process = os.getpid()
-    is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only in the main thread
+    is_main_thread = (
+        threading.current_thread() is threading.main_thread()
+    )  # Python handles signals only in the main thread
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         yield terminations
         return

@@ -30,7 +30,9 @@ def midus_compare(
     devices: Annotated[
         str | None, cli_option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
     ] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Check the request; list the runs that are done and to be done.")] = False,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Check the request; list the runs that are done and to be done.")
+    ] = False,
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of the finished runs.")] = False,
     json_: Json = False,
 ) -> None:

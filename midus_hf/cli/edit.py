@@ -103,9 +103,7 @@ def delete(
     from upscalers.request.errors import RequestError
 
     if bool(node) == bool(name) or (name and subtree):
-        raise RequestError(
-            "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)."
-        )
+        raise RequestError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
     if name:
         from upscalers.edits.packs import delete_entries
 

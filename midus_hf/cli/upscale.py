@@ -171,7 +171,9 @@ def strip(
 
 @app.command()
 def extract(
-    model: Annotated[str, argument("A checkpoint that contains a language model, such as one that reads images.", "DIR")],
+    model: Annotated[
+        str, argument("A checkpoint that contains a language model, such as one that reads images.", "DIR")
+    ],
     output: Output,
     overwrite: Overwrite = False,
     json_: Json = False,

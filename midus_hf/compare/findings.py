@@ -105,8 +105,7 @@ class Findings:
     """Findings of a comparison, from which reports are written.
 
     `base_losses` are the losses of the base, as runs measure them. `variants` are sorted by their loss of the domain; without domain
-    texts
-    they are in the order of the comparison, and variants without a chosen rate are left out. `failures` has reasons by run,
+    texts they are in the order of the comparison, and variants without a chosen rate are left out. `failures` has reasons by run,
     and `missing` is the number of runs that are not done, including null controls if their variant has a rate.
     """
 

@@ -101,9 +101,8 @@ class Result:
     model was verified to compute the same as the base, bit for bit; None if nothing was upscaled or verified. `is_causal` says
     whether every token is computed without later tokens, `is_certified` whether the trained model came with a certificate of
     protected texts. `tokens` and `seconds` count only training. `peak_memory_bytes` is the memory that PyTorch allocated on a GPU,
-    else the
-    resident memory of the process, up to the end of training. `request` has all keys that the result depends on, and `origin` has
-    digests of `data` and `base`, the `code` and the `machine`.
+    else the resident memory of the process, up to the end of training. `request` has all keys that the result depends on, and
+    `origin` has digests of `data` and `base`, the `code` and the `machine`.
     """
 
     variant: str

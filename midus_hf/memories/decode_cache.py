@@ -49,8 +49,7 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
     Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
     be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
     closes it before it loads others. Threads within the context at the same time share the kept tensors. Passes with gradients do not
-    use
-    kept tensors, nor do memories whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from
+    use kept tensors, nor do memories whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from
     other tensors).
 
     Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than

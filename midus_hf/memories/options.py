@@ -28,9 +28,8 @@ class MemoryOptions:
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
     `midus_hf.config.options.option` and have defaults. The methods `check`, `check_fit`, `check_layers` and
     `check_beside` reject invalid values, unsupported models, layers and other memories. Costs are functions in a module `costs` in
-    the
-    same folder, registered for the class by the decorators `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods that
-    take `index` and `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
+    the same folder, registered for the class by the decorators `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods
+    that take `index` and `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]

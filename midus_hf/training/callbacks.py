@@ -69,8 +69,7 @@ class GracefulStop(TrainerCallback):
     All processes end training in the same step, since `largest` returns the maximum over processes. A signal
     during the last step, or after it, has no effect; a second one acts at once. Signals are handled only in the main
     thread, as Python requires. The callback also logs in steps and at ends of epochs that are saved or measured, and in the last
-    step: a
-    logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
+    step: a logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
     """
 
     def __init__(self, largest: Callable[[int], int]):

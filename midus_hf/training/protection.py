@@ -1,8 +1,7 @@
 """Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts.
 
 A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text none of whose n-grams has a
-row
-keeps, in every layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
+row keeps, in every layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
 removed from the table; afterwards the texts are computed with and without the memory, compared, and a certificate is written.
 """
 
@@ -326,7 +325,9 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
         _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
         _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
     except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{path} is not a certificate of midus train; remove it, or train with protect again.") from None
+        raise ValueError(
+            f"{path} is not a certificate of midus train; remove it, or train with protect again."
+        ) from None
     return certificate
 
 

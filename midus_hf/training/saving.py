@@ -78,7 +78,9 @@ def save_model(
         if is_main:
             shutil.rmtree(partial_model, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
-        model.generation_config = GenerationConfig()  # transformers refuses to save a model with contradictory settings
+        model.generation_config = (
+            GenerationConfig()
+        )  # transformers refuses to save a model with contradictory settings
         try:
             trainer.save_model(str(partial_model))
         finally:

@@ -94,7 +94,9 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.training.protection._take_out", lambda model, table, taken: 1)
-    with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0, have different logits"):
+    with pytest.raises(
+        RuntimeError, match="2 of the texts of protected, the first of them text 0, have different logits"
+    ):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()

@@ -149,7 +149,9 @@ def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypa
         return loaded
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", other_ids)
-    with pytest.raises(VerificationError, match=r"tokenizes a text differently than the base's .*expected the same ids"):
+    with pytest.raises(
+        VerificationError, match=r"tokenizes a text differently than the base's .*expected the same ids"
+    ):
         unverified(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

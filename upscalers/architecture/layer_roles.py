@@ -1,8 +1,7 @@
 """Roles of a decoder layer's tensors, read from the layer that transformers builds on the meta device.
 
 Projections are identified by their names and shapes, and norms around them from the recorded pass of the type. Whether a norm
-multiplies
-by its weight or by 1 + weight is determined from its outputs.
+multiplies by its weight or by 1 + weight is determined from its outputs.
 """
 
 import copy

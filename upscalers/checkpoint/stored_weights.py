@@ -48,7 +48,9 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file in the same folder.")
+            raise RequestError(
+                f"{index_path.name} names the shard {name!r}; expected a .safetensors file in the same folder."
+            )
         if not (folder / name).is_file() and not needs_weights:
             return None
         headers[name] = read_header(folder / name) if (folder / name).is_file() else {}

@@ -54,7 +54,8 @@ class Engram(AttachedMemoryMethod):
             "names",
             bool,
             option(
-                False, "whether each text is a name: only its last tokens have rows, whatever character comes before it"
+                False,
+                "whether each text is a name: only its last tokens have rows, whatever character comes before it",
             ),
         ),
         (

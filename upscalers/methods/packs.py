@@ -39,7 +39,11 @@ class Packs(AttachedMemoryMethod):
     own_options = [
         ("corpus", str | None, option(None, 'rows {"name": ..., "text": ...}: a file, folder or Hub dataset')),
         ("common_names", bool, option(False, "whether a name may be a frequent word, which almost every text has")),
-        ("protect", str | None, option(None, "texts that must not contain a name, and so keep their logits bit for bit")),
+        (
+            "protect",
+            str | None,
+            option(None, "texts that must not contain a name, and so keep their logits bit for bit"),
+        ),
     ]
 
     def __init__(self, options: Any):

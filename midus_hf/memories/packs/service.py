@@ -39,8 +39,7 @@ class OpensPacks(BankService, States):
 
     A state in the cache keeps the openings of each sequence, once per model, for the first layer that has the memory, and with them
     the packs that were made for them: like the keys and values of the cache, they were computed by the weights that read the tokens.
-    A
-    pass without a cache computes the packs that it reads.
+    A pass without a cache computes the packs that it reads.
     """
 
     key = "packs"
