@@ -135,9 +135,9 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
             {"resume_from_checkpoint": "checkpoint-4"},
             r"resume_from_checkpoint is '.*checkpoint-4', which is not a whole checkpoint \(it was not completely written\); "
             r"expected a folder checkpoint-N with all files that a run wrote\. Choose another one, or set "
-            r"resume_from_checkpoint: true for the latest that is whole\.",
+            r"resume_from_checkpoint: true for the latest whole one\.",
         ),
-        ({"resume_from_checkpoint": "checkpoint-9"}, r"no whole checkpoint \(it does not exist\)"),
+        ({"resume_from_checkpoint": "checkpoint-9"}, r"not a whole checkpoint \(it does not exist\)"),
         (
             {"resume_from_checkpoint": False},
             r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or",
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output,
         lambda noted: noted or SIGTERM * (noted is not False and run.trainer.state.global_step == 3),
     )
     with pytest.raises(
-        RunInterrupted, match=r"checkpoint-3 has what trained alone, by save_only_model, and no run can"
+        RunInterrupted, match=r"checkpoint-3 has only the trained parameters, by save_only_model, and no run can"
     ):
         run.execute()
     for resume in (True, "auto", str(output.parent / "alone" / "checkpoint-2")):

@@ -232,7 +232,7 @@ _KEEPS = {
     "above": (
         {"trainable": "all"}, ["--node", "2:7", "--node", "2:generic"],
         "also trained on its texts, and kept: blocks above it, 1:2; to delete: pass them to --node as well",
-        "also trained on its texts, and kept: other weights, which the run trained; nothing proves that they forgot",
+        "also trained on its texts, and kept: other weights, which the run trained; there is no proof that they forgot",
     ),
     "adapters": (
         {"adapters": {"r": 2}}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
