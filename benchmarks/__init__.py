@@ -1,1 +1,1 @@
-"""Benchmarks of speed, memory and accuracy. Results are rows of tracked CSV files, and all tables are made from these files."""
+"""Benchmarks of speed, memory and accuracy. Results are rows of tracked CSV files, from which all tables are made."""

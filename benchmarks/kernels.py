@@ -88,12 +88,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 # Bytes that one program may use on the GPUs that kernels are compiled for, by target.
 MOST_SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 
-# Tokens of a lookup, as many as in benchmarks on a GPU.
+# Tokens of a lookup, as in benchmarks on a GPU.
 TOKENS = 32768
 
 
 def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor with a shape but without data, which suffices since launches are caught."""
+    """Return a tensor with a shape but without data, which is enough since launches are caught."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -180,7 +180,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources that a compiled kernel needs. What no tool counts, as on AMD, is None.
+    """Resources that a compiled kernel needs. Numbers that no tool counts, as on AMD, are None.
 
     `spilled_bytes` are bytes of a thread's stack. `wide_loads` load 16 bytes per thread, or copy them to shared memory,
     `narrow_loads` 2 bytes.
@@ -212,7 +212,7 @@ def caught_launches() -> Iterator[list[Launch]]:
 
 
 def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
-    """Return signature, constants and attributes as triton's own launcher derives them from arguments."""
+    """Return signature, constants and attributes as triton's launcher derives them from arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list] = {}
@@ -238,7 +238,7 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
 
 
 def launches(wanted: Container[str]) -> list[Launch]:
-    """Return every launch of some cases; launches that compile to the same code come once."""
+    """Return all launches of some cases, without launches that compile to the same code."""
     by_code: dict[tuple, Launch] = {}
     for case, ask in cases():
         if case not in wanted:

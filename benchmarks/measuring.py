@@ -1,4 +1,4 @@
-"""Measure time and memory of a call, and store a row of what was measured, where, and on which commit.
+"""Measure time and memory of a call, and store a row with the results, the machine and the commit.
 
 `torch.utils.benchmark` times calls: wall time, on a GPU until the device is done, after a warm-up.
 """
@@ -28,7 +28,7 @@ MACHINE = f"{platform.machine()} {os.cpu_count()} cores"
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """Return a command line that has the option `--no-append`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-append", action="store_true", help="print the rows, and leave the CSV as it is")
+    parser.add_argument("--no-append", action="store_true", help="print the rows, and do not change the CSV")
     return parser
 
 
@@ -61,7 +61,7 @@ def numbers(text: str) -> list[int]:
 
 
 def timed(call: Callable[[], object], seconds: float) -> Measurement:
-    """Time a call over and over for at least `seconds`, once at least, with as many threads as PyTorch now uses."""
+    """Time a call repeatedly for at least `seconds`, at least once, with the number of threads that PyTorch uses now."""
     call()
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds)

@@ -3,8 +3,8 @@
     python -m benchmarks.models                                                      # the sizes of SmolLM2-135M-Instruct
     python -m benchmarks.models --base llama-3.1-8b --methods base,llama-pro,opt-deus,midus-hml
 
-A step trains what the method trains, with AdamW whose moments have the dtype of the weights. Memory is the peak of what
-tensors hold, weights included. Defaults follow the paper's efficiency experiments on a GPU and are smaller on a CPU.
+A step trains the parameters that the method trains, with AdamW whose moments have the dtype of the weights. Memory is the peak of
+tensors, including weights. Defaults follow the paper's efficiency experiments on a GPU and are smaller on a CPU.
 Rows are appended to `results/model.csv`.
 """
 
@@ -58,7 +58,7 @@ class Variant:
         placement: Where new layers go; empty for the base, and for a method that has no placement.
         config: The config, as in `config.json`.
         plan: The plan, which knows the tensors that the base does not have.
-        trained: Whether all parameters train, or new ones alone.
+        trained: Whether all parameters are trained, or only new ones.
     """
 
     method: str
@@ -81,7 +81,7 @@ def read_base(base: str) -> tuple[str, dict[str, Any]]:
 
 
 def variant_of(config: dict[str, Any], name: str, placement: str | None) -> Variant:
-    """Return the model that a method makes of a base's config, with its default placement unless one is named."""
+    """Return the model that a method makes from a base's config, with its default placement unless one is given."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         base = open_base(Path(folder), needs_weights=False)
@@ -120,7 +120,7 @@ def new_parameters(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Pa
 
 
 def set_trained(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
-    """Give gradients to the parameters that the method trains, and to no others; return these parameters."""
+    """Enable gradients for the parameters that the method trains, and only for these; return them."""
     model.requires_grad_(variant.trained == "all")
     for parameter in new_parameters(model, variant):
         parameter.requires_grad_(True)
@@ -147,7 +147,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the measured time covers, generated or else read, of all sequences."""
+        """Number of tokens in the measured time, generated or read, over all sequences."""
         return self.batch * (self.new_tokens or self.length)
 
 

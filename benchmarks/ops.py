@@ -1,10 +1,10 @@
-"""Compare the bodies of each op: first with float64, output and all gradients; then their time and memory.
+"""Compare the implementations (bodies) of each op: first with float64, output and all gradients; then their time and memory.
 
     python -m benchmarks.ops                                    # all ops, on a GPU where there is one
     python -m benchmarks.ops --ops headwise_memory --bodies auto,reference --dtype bfloat16 --tokens 1
 
 Bodies are the backends of `op_choices`, and `compiled`: the reference under `torch.compile`. A body that differs from
-float64 by more than its dtype's rounding is told and gets no time, and the command ends with status 1. Rows are
+float64 by more than its dtype's rounding is reported and not timed, and the command ends with status 1. Rows are
 appended to `results/ops.csv`.
 """
 
@@ -172,7 +172,7 @@ def largest_error(op: Op, shape: Shape, call: Callable[[Inputs], torch.Tensor], 
 
 
 def rows(arguments: argparse.Namespace, wrong: list[str]) -> Iterator[Row]:
-    """Yield a row per op, shape, number of tokens, body and mode; names of what is wrong are appended to `wrong`."""
+    """Yield a row per op, shape, number of tokens, body and mode; names of wrong results are appended to `wrong`."""
     dtype = getattr(torch, arguments.dtype)
     for name in arguments.ops:
         for shape_name in arguments.shapes:

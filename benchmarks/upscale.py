@@ -1,4 +1,4 @@
-"""Measure the speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
+"""Measure the speed and memory of `upscale`, compared with a plain copy of the output and with mergekit.
 
     python -m benchmarks.upscale                                  # a synthetic 4 GB checkpoint, midus-hml
     python -m benchmarks.upscale --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
@@ -11,7 +11,7 @@ recipes equal to llama-pro (slices of one layer with zeroed projections) and to 
 tensors also gives one row per kind of matrix, in `solvers.csv`.
 
 Dry runs of each method on a Llama, of one method on each other family, and a refused request are rows of `plans.csv`: their seconds,
-those of a processor beside the last commit's there on such a machine, how many functions of this project ran, and whether torch
+their processor time next to the last commit's on such a machine, how many functions of this project ran, and whether torch
 was imported.
 """
 
@@ -52,7 +52,7 @@ PLANNED = {
 NEEDED = {"engram": ("--set", "compress=false")}
 REFUSED = "a refused placement"
 
-# Runs `upscale` with words, and says on standard error how many functions of this project were called, and whether torch is imported.
+# Runs `upscale` with words, and prints on standard error how many functions of this project were called, and if torch is imported.
 COUNTED = """
 import sys
 called = set()
@@ -173,7 +173,7 @@ def bench(
 
 
 def planned_requests(folder: Path) -> dict[str, list[str]]:
-    """Write a config of each family to a folder, and return the words of requests that plan or are refused, by what they are."""
+    """Write a config of each family to a folder, and return the words of requests that plan or are refused, by name."""
     for family in PROVEN:
         (folder / family).mkdir()
         (folder / family / "config.json").write_text(json.dumps({"model_type": family, **PLANNED}))
@@ -196,7 +196,7 @@ def planned_requests(folder: Path) -> dict[str, list[str]]:
 
 
 def plan_rows(rounds: int, results: Path = PLAN_RESULTS) -> list[Row]:
-    """Return a row for each dry run and the refused request, with what the last other commit took on such a machine."""
+    """Return a row for each dry run and the refused request, with the time of the last other commit on such a machine."""
     now, last = commit(), {}
     if results.exists():
         with results.open(newline="") as stream:
@@ -265,13 +265,13 @@ def main() -> None:
     )
     parser.add_argument("--mergekit", help="path of mergekit-yaml in a separate environment")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plans", action="store_true", help="time dry runs and a refused request, and nothing else")
+    parser.add_argument("--plans", action="store_true", help="time only dry runs and a refused request")
     parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")
     arguments = parser.parse_args()
     if arguments.only_make:
         make_checkpoint(Path(arguments.only_make), arguments.gigabytes)
         return
-    if arguments.mergekit and not os.access(arguments.mergekit, os.X_OK):  # before minutes of work, not behind them
+    if arguments.mergekit and not os.access(arguments.mergekit, os.X_OK):  # before minutes of work, not after them
         parser.error(f"--mergekit is {arguments.mergekit!r}, which cannot be run; expected the path of mergekit-yaml.")
     planned = plan_rows(arguments.rounds)
     if not arguments.no_append:

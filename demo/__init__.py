@@ -1,4 +1,4 @@
-"""The main job on a real checkpoint: upscale, train, evaluate, strip, report. Not part of the distribution."""
+"""The whole workflow on a real checkpoint: upscale, train, evaluate, strip, report. Not part of the distribution."""
 
 import sys
 from pathlib import Path

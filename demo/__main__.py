@@ -1,6 +1,6 @@
-"""`python -m demo`: give SmolLM2-135M-Instruct head-wise memory, teach it presidential addresses, show changes, take the base out.
+"""`python -m demo`: add head-wise memory to SmolLM2-135M-Instruct, train on presidential addresses, show changes, recover the base.
 
-Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+Every phase is a command that a user would type. An interrupted run continues after the last finished phase, and in training from its
 last checkpoint.
 """
 
@@ -28,7 +28,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 
 OUTPUT = Path("outputs/demo")
-# What the run measures before its first step and after its last: text like the corpus, and text that tells what is forgotten.
+# Texts that the run evaluates before its first step and after its last: text like the corpus, and text that shows forgetting.
 TEXTS = {"addresses": "held-out addresses, to be learned", "articles": "encyclopedia articles, to be kept"}
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 MODELS = ("base", "upscaled", "trained")

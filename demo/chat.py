@@ -1,6 +1,6 @@
 """`python -m demo.chat`: fine-tune SmolLM2-135M-Instruct with head-wise memory on questions and answers, and ask it before and after.
 
-Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+Every phase is a command that a user would type. An interrupted run continues after the last finished phase, and in training from its
 last checkpoint.
 """
 

@@ -1,6 +1,6 @@
 """`python -m demo.checkpoint`: make a small trained checkpoint, SmolLM2-135M-Instruct with a memory per head, for the Hub.
 
-Every phase is a command that a person would type. An interrupted run goes on from the last phase that ended, and in training from its
+Every phase is a command that a user would type. An interrupted run continues after the last finished phase, and in training from its
 last checkpoint.
 """
 
@@ -21,7 +21,7 @@ from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/checkpoint")
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Loads the checkpoint as its users will: by the modules that lie in it, without this package.
+# Loads the checkpoint as its users will: with the module in its folder, without this package.
 LOADS = """
 import sys
 sys.modules["midus_hf"] = None

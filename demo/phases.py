@@ -1,4 +1,4 @@
-"""Phases of a demonstration: commands that tell how far they are, and whose results stay for the next call."""
+"""Phases of a demonstration: commands that show their progress, and whose results are kept for the next call."""
 
 import ast
 import contextlib
@@ -20,27 +20,27 @@ from typing import Any
 from midus_hf.files.outputs import atomic_write
 from midus_hf.training.checkpoints import latest_whole
 
-# Lies in the folder of a demonstration, and says which phases have ended.
+# File in the folder of a demonstration with the finished phases.
 RECORD = "phases.json"
-# A phase that prints nothing for so many seconds says how far it is.
+# A phase that prints nothing for this many seconds shows its progress.
 SECONDS = 30.0
-# What the terminal or a person sends to end a demonstration; a command gets SIGTERM where it does not handle the signal itself.
+# Signals that end a demonstration; a command gets SIGTERM if it does not handle the signal itself.
 _SIGNALS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 class Phases:
-    """The phases of a demonstration, in order, and the record of what earlier calls did of them.
+    """The phases of a demonstration, in order, and the record of those that earlier calls finished.
 
-    A call goes on from the phases that have ended, if the earlier call had the same settings and did not reach the end.
+    A call continues after the finished phases, if the earlier call had the same settings and did not reach the end.
 
     Args:
-        folder: Folder of the demonstration's files. If it is the default folder, what another run left there is removed.
+        folder: Folder of the demonstration's files. If it is the default folder, files of another run are removed.
         default: The default folder.
         count: Number of phases.
         settings: What the results depend on, as JSON holds it.
 
     Raises:
-        SystemExit: If another folder than the default holds files that a call with these settings cannot go on from.
+        SystemExit: If another folder than the default contains files from which a call with these settings cannot continue.
     """
 
     def __init__(self, folder: Path, default: Path, count: int, settings: dict[str, Any]):
@@ -48,7 +48,7 @@ class Phases:
         earlier = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else None
         if earlier is not None and earlier["settings"] == settings and not earlier["finished"]:
             self._record = earlier
-            print(f"{folder} holds an earlier run, which this one goes on from; remove the folder to begin anew.")
+            print(f"{folder} holds an earlier run, which this one continues; remove the folder to start over.")
         else:
             if folder == default:
                 if folder.exists():
@@ -74,7 +74,7 @@ class Phases:
         return {name: phase["seconds"] for name, phase in self._record["phases"].items()}
 
     def announce(self, what: str, about: float) -> None:
-        """Print the line with which a phase begins; `about` is its time in seconds on two cores."""
+        """Print the first line of a phase; `about` is its time in seconds on two cores."""
         self._number += 1
         print(f"\n[{self._number}/{self._count}] {what}, about {duration(about)}", flush=True)
 
@@ -95,9 +95,9 @@ class Phases:
             what: What the phase does.
             about: Its time in seconds, as in `announce`.
             words: The command.
-            makes: Folder that the command makes; what an earlier call left there unfinished is removed.
-            output: File that gets what the command prints, instead of the screen.
-            steps: Number of steps, of a command that trains into `makes` and goes on from the checkpoint there; its log is
+            makes: Folder that the command makes; unfinished results of an earlier call are removed.
+            output: File for the output of the command, instead of the screen.
+            steps: Number of steps, for a command that trains into `makes` and continues from the checkpoint there; its log is
                 shown as a line of progress.
         """
         line = list(map(str, words))
@@ -119,7 +119,7 @@ class Phases:
             phase["seconds"] = before + time.monotonic() - started
             self._write()
         if stopped:
-            print(f"\ndemo: interrupted while {what}; the same command goes on from here.", file=sys.stderr)
+            print(f"\ndemo: interrupted while {what}; the same command continues from here.", file=sys.stderr)
             sys.exit(128 + stopped)
         if status:
             sys.exit(
@@ -132,7 +132,7 @@ class Phases:
         self._write()
 
     def finish(self) -> None:
-        """Note that all is done, so that the next call begins anew."""
+        """Record that everything is done, so that the next call starts over."""
         self._record["finished"] = True
         self._write()
 
@@ -142,7 +142,7 @@ class Phases:
 
 
 class Progress:
-    """Progress of a command that does not tell how far it is: the time that it has taken."""
+    """Progress of a command that does not report any: the time that it has taken."""
 
     def __init__(self, about: float):
         self._about, self.started = about, time.monotonic()
@@ -158,11 +158,11 @@ class Progress:
 
 
 class TrainingProgress(Progress):
-    """Progress of a command that trains, from what the Trainer prints: a dict after each step, and others for what is measured.
+    """Progress of a command that trains, from the output of the Trainer: a dict after each step, and others for evaluations.
 
     Args:
         steps: Number of steps at the end.
-        measures_first: Whether held-out texts are measured before the first step. Default: false.
+        measures_first: Whether held-out texts are evaluated before the first step. Default: false.
     """
 
     def __init__(self, steps: int, measures_first: bool = False):
@@ -173,7 +173,7 @@ class TrainingProgress(Progress):
         self._doing = "reading texts and model"
 
     def take(self, line: str) -> bool:
-        if resumed := re.match(r"going on from .*checkpoint-(\d+)$", line):
+        if resumed := re.match(r"resuming from .*checkpoint-(\d+)$", line):
             self._first = self._done = int(resumed[1])
         if not line.startswith("{'"):
             if self._done == self._first:  # texts and model are read now
@@ -185,7 +185,7 @@ class TrainingProgress(Progress):
             self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
             self._stepped = time.monotonic()
         elif self._done == self._first:
-            self._began = time.monotonic()  # what is measured before the first step says nothing of the rest
+            self._began = time.monotonic()  # the evaluation before the first step does not predict the remaining time
         return False
 
     def __str__(self) -> str:
@@ -205,18 +205,18 @@ class TrainingProgress(Progress):
 
 
 def run_demo(main: Callable[[], None]) -> None:
-    """Run a demonstration, which Ctrl-C ends in one line between its commands too."""
+    """Run a demonstration, which Ctrl-C ends with one line, between its commands too."""
     try:
         main()
     except KeyboardInterrupt:
-        print("\ndemo: interrupted; the same command goes on from here.", file=sys.stderr)
+        print("\ndemo: interrupted; the same command continues from here.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 
 def schedule(steps: int, times: int | None, output: Path) -> list[str]:
-    """Return the keys of a run for its steps, its checkpoints, and what is measured at the start and so many times.
+    """Return the keys of a run for its steps, its checkpoints, and evaluations at the start and a number of times.
 
-    A run that goes on from a checkpoint in `output` has measured its start.
+    A run that continues from a checkpoint in `output` has been evaluated at its start.
     """
     keys = [
         f"--max_steps={steps}",
@@ -238,9 +238,9 @@ def duration(seconds: float) -> str:
 
 
 def _show(line: list[str], progress: Progress, is_shown: bool) -> tuple[int, str, int]:
-    """Run a command, show what it prints and how far it is, and return its status, what it printed, and the signal that ended it.
+    """Run a command, show its output and progress, and return its status, its output, and the signal that ended it.
 
-    The command has a process group of its own and gets each signal once, from here.
+    The command has a separate process group and gets each signal once, from here.
     """
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, text=True, process_group=0, env={**os.environ, "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""Tables of the demo, and a report of one page with the curves of losses."""
+"""Tables of the demo, and a one-page report with the loss curves."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ def write_report(
 
     Args:
         folder: Folder of the report.
-        models: What `midus eval` reports of each model, by its name.
-        samples: What each model writes behind the prompt, and how fast.
+        models: Report of `midus eval` for each model, by its name.
+        samples: Text that each model writes after the prompt, and its speed.
         prompt: The prompt.
         log: State of the Trainer, with its log.
-        texts: What each text that the run measured is, by its name among `eval_text`.
+        texts: Description of each text that the run evaluated, by its name among `eval_text`.
         upscale_record: Content of `upscale.json`.
-        weights: Number, bytes and digest of the base's tensors, and of those that `upscale strip` gave back.
+        weights: Number, bytes and digest of the base's tensors, and of those that `upscale strip` restored.
         commands: The commands that were run.
         seconds: How long each phase took, also in calls that were interrupted, by name; `training` is one of them.
-        machine: What they ran on, in words.
+        machine: Description of the machine.
     """
     if models["base"]["perplexity"] != models["upscaled"]["perplexity"]:
         raise ValueError(

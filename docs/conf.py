@@ -38,8 +38,8 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 default_role = "code"  # docstrings write code in single backticks
 
-# Every reference must resolve, except to what has no page: types of other projects (the site is built without a network, so nothing
-# tells where their pages are), types of this project that annotations name but people do not import, and errors in lists of "Raises".
+# Every reference must resolve, except to things without a page: types of other projects (the site is built without a network), types
+# of this project that occur in annotations but are not imported by users, and errors in lists of "Raises".
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(accelerate|collections|datasets|numpy|os|pathlib|peft|torch|transformers|trl|types|typing)\..*"),

@@ -1,9 +1,9 @@
-"""Train a model by a function of one's own, and measure it as `experiments.stages` measures: here plain SGD on the embeddings alone.
+"""Train a model with a custom function, and evaluate it like `experiments.stages`: here plain SGD on only the embeddings.
 
     STAGES=$(python -m material stages)
     python -m experiments.own_training SMOLLM2 $STAGES/addresses --output DIR --rate 0.1 --steps 12 --sequence-length 128
 
-Replace `train_embeddings` by another way to train; `midus eval BASE DIR --text FILE` measures the model, too.
+Replace `train_embeddings` by your own training; `midus eval BASE DIR --text FILE` evaluates the model, too.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Learn several texts one after the other, and measure after each stage what was learned, and what of earlier ones it cost.
+"""Train on several texts one after the other, and measure after each stage what was learned and what was forgotten.
 
     STAGES=$(python -m material stages)
     python -m experiments.stages SMOLLM2 $STAGES/addresses $STAGES/factbook $STAGES/glosses $STAGES/elements --output DIR \
@@ -8,7 +8,7 @@ The folder of a stage has `corpus.jsonl`, `validation.jsonl` and `text.jsonl`; w
 model learns all stages, and adapters are merged after each. Other ways:
 
     --replay 0.2                 a share of a stage's tokens comes from the corpora of earlier stages, evenly
-    --routed MINILM              each stage trains a model of its own from the base; the nearest stage's measures a document
+    --routed MINILM              each stage trains a separate model from the base; a document is measured with the nearest stage's
     --upscale '{method: engram, options: {table: exact, corpus: "{corpus}"}}' --protect-earlier
                                  the model is upscaled before each stage, with the stage's `{corpus}`; earlier ones are `protect`
 
@@ -40,7 +40,7 @@ from midus_hf.topics.tree import ClusterTree
 from midus_hf.training import TrainArguments, run_training
 from upscalers import upscale
 
-# Documents of a corpus, spread evenly over it, whose embeddings make the centroid of its stage.
+# Number of documents, evenly spread over a corpus, whose mean embedding is the centroid of its stage.
 MOST_DOCUMENTS = 1000
 
 # Negative log-likelihood in nats, and number of predicted tokens, of each document of a text.
@@ -53,7 +53,7 @@ def texts_of(path: Path | str) -> list[str]:
 
 
 def measure(model: str, texts: Mapping[str, Sequence[str]], sequence_length: int) -> dict[str, Losses]:
-    """Return the losses of each document of texts by name, in windows as long as sequences of training."""
+    """Return the losses of each document of texts by name, in windows of the length of training sequences."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
     tokenizer, measured = AutoTokenizer.from_pretrained(model), {}
@@ -89,7 +89,7 @@ def write_replayed(
         for text, ids in in_random_order(documents, tokenizer, random.Random(f"{seed}/{number}")):
             if left <= 1:
                 break
-            if len(ids) + 1 > left:  # a document counts with the token that training puts behind it
+            if len(ids) + 1 > left:  # a document counts with the token that training appends to it
                 text, ids = tokenizer.decode(ids[: left - 1], skip_special_tokens=True), ids[: left - 1]
             rows.append(text)
             left -= len(ids) + 1
@@ -107,7 +107,7 @@ def in_random_order(documents: Sequence[str], tokenizer: Any, order: random.Rand
 class Router:
     """Finds the stage whose corpus is nearest to a document, by the embedding of its first tokens.
 
-    A document that is less like the nearest stage than 95 of 100 stretches of validation texts are like theirs has none, -1.
+    A document that is less similar to the nearest stage than 95 % of pieces of validation texts are to theirs has none, -1.
     """
 
     def __init__(self, embedder: TextEmbedder, corpora: Sequence[Sequence[str]], validation: Sequence[Sequence[str]]):
@@ -138,7 +138,7 @@ class Router:
 def check_paths(
     parser: argparse.ArgumentParser, base: str, stages: Sequence[Path], files: Sequence[str], output: Path
 ) -> None:
-    """End the program with a line where the base is no model, a file of a stage is absent, or the output is there."""
+    """End the program with a message if the base is not a model, a file of a stage is absent, or the output exists."""
     try:
         check_model_name("base", base)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The cache folder, filled so that a folder in it is always complete, whoever is killed or races."""
+"""The cache folder, whose folders are always complete, even if processes are killed or run at the same time."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
     """Return the folder `name` of the cache, built first if it is not there.
 
     One process builds and the others wait. The folder is built under another name and renamed when it is complete;
-    what a killed process left behind is removed by the next.
+    remains of a killed process are removed by the next.
 
     Args:
         name: Name of the folder. It states everything that its contents depend on, versions included.

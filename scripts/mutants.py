@@ -4,7 +4,7 @@
     make mutants MUTANTS="midus_hf/ops/product_key/selection.py --sample 50"
 
 The mutations are cosmic-ray's. They are made in a copy of the repository, and judged by the tests nearest to the file. A
-mutant that survives is a place to look at: a test may be missing, or the change may change nothing.
+surviving mutant is worth a look: a test may be missing, or the change may have no effect.
 """
 
 import argparse

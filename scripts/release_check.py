@@ -3,7 +3,8 @@
 Every environment installs the wheel or the sdist with the versions of `constraints.txt`, or sees the packages of `--oldest`, and
 runs the same steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare
 the base's bytes; where the extras are installed, train and evaluate as well. A wheel that was built without a C compiler is tried
-too: its native code is built at first use, or PyTorch computes instead. If all passed, the files lie in `dist/`, with a list of what
+too: its native code is built at first use, or PyTorch computes instead. If all passed, the files are in `dist/`, with a list of the
+packages that
 the wheel was tried with (SBOM, CycloneDX), and the commands that sign and publish them are printed.
 """
 
@@ -92,7 +93,7 @@ def build(folder: Path, with_compiler: bool) -> Path:
 
 
 def environment(folder: Path, with_compiler: bool) -> dict[str, str]:
-    """Return environment variables; without a compiler, the search path holds nothing but a Python and the shell's tools."""
+    """Return environment variables; without a compiler, the search path has only Python and the shell's tools."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_USER"))}
     if with_compiler:
         return variables
@@ -132,7 +133,7 @@ def try_package(
         )
     work = folder / "work"
     work.mkdir()
-    # A cache of its own, so that native code which an earlier environment compiled is not there.
+    # A separate cache, so that native code from an earlier environment is not used.
     variables = {**environment(folder, with_compiler), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([own, "-c", STEPS, *([extras] if extras else [])], check=True, cwd=work, env=variables)
 

@@ -24,7 +24,7 @@ class ScriptArguments:
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model to train."})
     train_files: str = field(metadata={"help": "Text files to train on, as a pattern."})
     sequence_length: int = field(default=1024, metadata={"help": "Tokens per sequence."})
-    trainable: str = field(default="new", metadata={"help": "new: train the added layers alone; all: everything."})
+    trainable: str = field(default="new", metadata={"help": "new: train only the added layers; all: everything."})
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     parser.set_defaults(bf16=computes_bfloat16())
     script, arguments = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path, trust_remote_code=False)
-    # Masters in float32: bfloat16 weights would round most updates of a small learning rate away.
+    # Weights in float32: in bfloat16 most updates with a small learning rate would be lost to rounding.
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32", trust_remote_code=False)
     print(set_trainable(model, script.trainable))
 

@@ -3,7 +3,7 @@
     python scripts/train_sft.py --model_name_or_path trained --train_file chats.jsonl --output_dir tuned \
         --learning_rate 1e-5 --per_device_train_batch_size 4 --num_train_epochs 1 --max_length 1024 --bf16
 
-`MemoryTrainerMixin` in front of a trainer class gives memory keys and values a separate learning rate without weight decay.
+`MemoryTrainerMixin` before a trainer class gives memory keys and values a separate learning rate without weight decay.
 All arguments of TRL's `SFTConfig` are arguments of the script.
 """
 
@@ -23,7 +23,7 @@ class ScriptArguments:
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model to train."})
     train_file: str = field(metadata={"help": "JSON lines with messages, or with prompt and completion."})
     trainable: str = field(
-        default="all", metadata={"help": "all: train everything, as MIDUS does; new: the added layers alone."}
+        default="all", metadata={"help": "all: train everything, as in MIDUS; new: only the added layers."}
     )
 
 

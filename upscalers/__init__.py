@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MethodError", "PushError", "RequestError", "UpscaleReport", "VerificationError", "strip", "upscale"]
 
-# Imported at the first use, so that `upscale --help` reads no module of the methods.
+# Imported on first use, so that `upscale --help` does not import the methods.
 _MODULES = {
     "MethodError": "upscalers.request.errors",
     "PushError": "upscalers.record.report",

@@ -20,7 +20,7 @@ from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):
-    """A progress bar of the current stage on standard error, if that is a terminal; `command` stands in front of warnings."""
+    """A progress bar of the current stage on standard error, if that is a terminal; warnings begin with `command`."""
 
     def __init__(self, command: str = "upscale") -> None:
         self._command = command
@@ -65,7 +65,7 @@ class Console(Progress):
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:
-    """Print rows of plain text, in which brackets are no markup."""
+    """Print rows of plain text, in which brackets are not markup."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in header:
         table.add_column(Text(column), overflow="fold")
@@ -94,7 +94,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["bank"] = _bank(counts.bank, counts.fetched)
     if report.renumbers_layers:
         rows["adapters"] = (
-            "a LoRA that was made for the base does not fit: layers have other numbers. 'upscale adapter' writes one that fits"
+            "a LoRA that was made for the base does not fit: layers are renumbered. 'upscale adapter' rewrites it for this model"
         )
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
@@ -122,7 +122,7 @@ def _except(report: UpscaleReport) -> str:
 
 
 def _print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
+    """Print the measurements of solvers, one row per kind of tensor: mean, lowest and highest value over the new layers."""
     if measurements:
         header, *rows = summary_table(measurements)
         _print_table(header, rows)
@@ -143,8 +143,8 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         )
         _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _say(
-        "\nexact: until it is trained, the model computes what the base computes; exact*: but for some texts or tokens; changed*: "
-        "with --set identity=auto, too.\n'upscale methods NAME' says for which, and a method's options, their defaults and the paper."
+        "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts or tokens; changed*: "
+        "exact with --set identity=auto.\n'upscale methods NAME' says for which, and a method's options, their defaults and the paper."
     )
 
 
@@ -193,7 +193,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         return
     rows += [("base", str(inspection["base"])), ("model type", inspection["model_type"])]
     if not inspection["causal"]:
-        rows.append(("not causal", "what a token gets depends on later tokens"))
+        rows.append(("not causal", "the output of a token depends on later tokens"))
     rows.append(("options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items())))
     rows.append(("seed", str(inspection["seed"])))
     rows += [("edited", described(edit)) for edit in inspection.get("edits", [])]
@@ -214,7 +214,7 @@ def _bank(bank: int, fetched: int | None) -> str:
 
 
 def _carried_code(code: dict[str, Any]) -> str:
-    """Return as text whether the code that a checkpoint carries is the code that its version generates."""
+    """Return as text whether the code in a checkpoint is what its version of the package generates."""
     if code["as_generated"]:
         return f"{code['file']}, as midus-hf {code['version']} generates it"
     if code["version"] not in (None, __version__):

@@ -1,1 +1,1 @@
-"""Upscaled models in vLLM: greedy tokens compared with Transformers, and tokens per second beside the base and LLaMA-Pro."""
+"""Upscaled models in vLLM: greedy tokens compared with Transformers, and tokens per second compared with the base and LLaMA-Pro."""

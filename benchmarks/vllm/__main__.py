@@ -4,8 +4,8 @@
     python -m benchmarks.vllm --python .venv-vllm/bin/python --work outputs/vllm --families qwen3 --methods moc,solar
 
 Bases are SmolLM2-135M-Instruct (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
-everything new computes something, answers prompts of mixed lengths, which vLLM batches. vLLM runs methods with memory by its
-Transformers backend with the code that the checkpoint carries, and other models by its own classes. A token counts as
+no new tensor is zero, answers prompts of mixed lengths, which vLLM batches. vLLM runs methods with memory with its
+Transformers backend and the code in the checkpoint, and other models with its native classes. A token counts as
 `equal` if Transformers chooses the token after the same tokens, as `tie` if its logit is less than 1e-4 below the largest, and
 as `different` otherwise. `changed` counts the tokens that the base would not choose. Rates are compared with the base's, and
 with LLaMA-Pro's, both by the same engine in the same run; `eager` is without vLLM's compilation.
@@ -90,7 +90,7 @@ def _rows(arguments: Any) -> Iterator[Row]:
 
 
 def mixed_prompts(vocab_size: int, count: int) -> list[list[int]]:
-    """Return random prompts of 4 to 200 tokens; the second half begins as the first half does, as a prefix cache wants."""
+    """Return random prompts of 4 to 200 tokens; the second half begins like the first half, for the prefix cache."""
     generator = random.Random(0)
     lengths = [generator.randint(4, 200) for _ in range((count + 1) // 2)]
     first = [[generator.randrange(3, vocab_size) for _ in range(length)] for length in lengths]

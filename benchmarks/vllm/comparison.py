@@ -1,4 +1,4 @@
-"""Checkpoints whose tokens vLLM generates greedily, beside the tokens that Transformers would choose after the same ones."""
+"""Checkpoints whose tokens vLLM generates greedily, and the tokens that Transformers would choose after the same ones."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class Agreement(NamedTuple):
 def generate(
     python: Path, model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, work: Path, **engine: Any
 ) -> Answers:
-    """Return what vLLM generates greedily after prompts, in a process that does not see this project's packages."""
+    """Return the tokens that vLLM generates greedily after prompts, in a process that does not see this project's packages."""
     request = {"model": str(model), "prompts": prompts, "max_tokens": max_tokens, "engine": ENGINE | engine}
     request_file, result_file = work / "request.json", work / "result.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
@@ -154,9 +154,9 @@ BASES: dict[str, Callable[[Path], Path]] = {
 
 
 def upscaled(base: Path, method: str, output: Path) -> Path:
-    """Write an upscaled model in which everything new computes something, and return its folder.
+    """Write an upscaled model in which no new tensor is zero, and return its folder.
 
-    Tensors that are 0 at birth, so that the model computes what the base does, get noise.
+    Tensors that start at 0, so that the model computes the same as the base, get noise.
     """
     options = MEMORY_METHODS.get(method, {}) | DENSE_METHODS.get(method, {})
     upscale(base=base, method=method, options=options, output=output, verify=False)

@@ -1,4 +1,4 @@
-"""Generate with vLLM: a script for the Python of an environment with vLLM, which imports nothing of this project.
+"""Generate with vLLM: a script for the Python of an environment with vLLM, which imports nothing from this project.
 
     python engine.py REQUEST.json RESULT.json
 

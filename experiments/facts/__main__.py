@@ -1,11 +1,12 @@
-"""Ask models for facts in words that they have not read, and measure what other texts and other facts pay.
+"""Ask models for facts in words that they have not seen, and measure the effect on other texts and other facts.
 
     python -m experiments.facts BASE MODEL... [--about KIND] [--in-front] [--names-in-front] > facts.jsonl
     python -m experiments.facts BASE MODEL... --about beliefs --entries 1 100 1000 10000 > beliefs.jsonl
     python -m experiments.facts --picture facts.png < facts.jsonl
 
-A line of JSON per model. `--in-front` asks the base behind the texts of the entries that a prompt names as well, by string match, and
-`--names-in-front` the models behind the names alone, as `midus ask` does. A model with packs gets the entries of the kind as its
+A line of JSON per model. `--in-front` also asks the base with the texts of the entries that a prompt names, by string match, before
+the prompt, and `--names-in-front` the models with only the names before it, as `midus ask` does. A model with packs gets the entries
+of the kind as its
 glossary, so that one serves all kinds. All answers are greedy. Numbers are right answers, and of how many:
 
     elements    118 atomic numbers in four wordings, behind an unrelated paragraph, in chats, and as the likeliest of four numbers;
@@ -46,7 +47,7 @@ WITH_ARTICLES = ("elements", "countries", "products")
 
 
 def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what each model answers, the base first."""
+    """Yield the answers of each model, the base first."""
     entries, kinds = questions.ABOUT[asked.about]()
     base = Asked(asked.base)
     unrelated = [] if asked.about == "countries" else questions.capitals()
@@ -91,13 +92,13 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _spread(items: Sequence[Any], most: int | None) -> list[Any]:
-    """Return so many items at most, spread evenly."""
+    """Return at most a number of items, evenly spread."""
     count = len(items) if most is None else min(most, len(items))
     return [items[number * len(items) // count] for number in range(count)]
 
 
 def reports_of_edits(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield how each model follows answers that are not the base's, the base first."""
+    """Yield how far each model follows answers that are not the base's, the base first."""
     base = Asked(asked.base)
     if asked.counterfact:
         edits = beliefs.edits_of_counterfact(asked.counterfact)

@@ -1,4 +1,4 @@
-"""The model that is asked, what stands in front of its prompts, and what it pays on other texts."""
+"""The model that is asked, the text before its prompts, and the effect on other texts."""
 
 import copy
 import random
@@ -28,12 +28,12 @@ FREE = ("sodium", "iron", "helium", "gold", "uranium", "carbon", "tungsten", "ar
 
 
 class InFront:
-    """What stands in front of a prompt: words of each entry whose name is in it, found by string match, as packs find names.
+    """The text before a prompt: words of each entry whose name is in it, found by string match, as packs find names.
 
     Args:
         entries: The entries.
         words: Words of an entry.
-        follows: Whether the words of entries that a text names, which stands in front, do so as well.
+        follows: Whether entries that are named in an added text are added as well.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def the_name(entry: dict[str, Any]) -> str:
 
 
 class Asked:
-    """A model that is asked; what it said once is kept, for prompts that are asked again.
+    """A model that is asked; its answers are cached for repeated prompts.
 
     Args:
         folder: Folder or Hub id of the model.
@@ -81,13 +81,13 @@ class Asked:
         self._said: dict[tuple[str, int], str] = {}
 
     def behind(self, in_front: Callable[[str], str] | None) -> "Asked":
-        """Return the same model, with words in front of its prompts."""
+        """Return the same model, with words before its prompts."""
         other = copy.copy(self)
         other.in_front = in_front
         return other
 
     def give(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Let the glossary of a model that has one be these entries."""
+        """Replace the entries of a model's glossary, if it has one."""
         try:
             glossary = self.model.glossary
         except (AttributeError, ValueError):
@@ -103,7 +103,7 @@ class Asked:
         self._said.clear()
 
     def whole(self, prompt: str) -> str:
-        """Return a prompt behind what stands in front of it."""
+        """Return a prompt with the text before it."""
         return prompt if self.in_front is None else self.in_front(prompt) + prompt
 
     def answers(self, questions: Sequence[Question]) -> list[str]:
@@ -144,7 +144,7 @@ class Asked:
         return counts
 
     def repeats(self, entries: Sequence[dict[str, Any]]) -> float:
-        """Return the share of four tokens in a row that stood before in 120 tokens behind a name."""
+        """Return the share of repeated 4-grams in 120 tokens after a name."""
         names = [each["name"] for each in entries if each["name"] in FREE]
         texts = self.continued([self.whole(f"{name.capitalize()} is") for name in names], 120)
         fours = [[*zip(*(ids[at:] for at in range(4)), strict=False)] for ids in self.tokenizer(texts)["input_ids"]]
@@ -162,14 +162,14 @@ class Asked:
 
     @torch.no_grad()
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Return the log-likelihood of each answer behind its prompt, in nats."""
+        """Return the log-likelihood of each answer after its prompt, in nats."""
         found: list[float] = []
         for first in range(0, len(pairs), ROWS_AT_ONCE):
             part = pairs[first : first + ROWS_AT_ONCE]
             before = self.tokenizer([self.whole(prompt) for prompt, _ in part])["input_ids"]
             behind = self.tokenizer([answer for _, answer in part], add_special_tokens=False)["input_ids"]
             rows = [prompt + answer for prompt, answer in zip(before, behind, strict=True)]
-            # What stands behind a row's end changes nothing before it, so that padding needs no mask.
+            # Tokens after the end of a row do not affect earlier ones, so padding needs no mask.
             length, pad = max(map(len, rows)), self.tokenizer.pad_token_id
             logits = self.model(torch.tensor([row + [pad] * (length - len(row)) for row in rows])).logits
             for row, prompt, answer in zip(logits, before, behind, strict=True):

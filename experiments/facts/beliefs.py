@@ -1,4 +1,4 @@
-"""Against what the base believes: answers that the base gives, exchanged for others, and what else changes with them.
+"""Edits against what the base believes: answers of the base, exchanged for others, and their side effects.
 
 The protocol is CounterFact's (arXiv 2202.05262), on capitals and chemical symbols, or on files of CounterFact and zsRE.
 """
@@ -25,7 +25,7 @@ class Relation:
     """A fact that names have, and the wordings in which it is asked, with `{name}`.
 
     Args:
-        prompt: What the entry's text begins with.
+        prompt: Beginning of the entry's text.
         other_wordings: Others for the same fact.
         other_facts: Beginnings of other facts of the name.
     """
@@ -49,11 +49,11 @@ SYMBOL = Relation(
 
 @dataclass(frozen=True)
 class Edit:
-    """An answer that is to be another one.
+    """An answer that should be replaced.
 
     Args:
-        name: What the fact is of.
-        prompt: What is asked; the entry's text is this and the new answer.
+        name: Subject of the fact.
+        prompt: The question; the entry's text is this and the new answer.
         new: The new answer.
         old: The old one.
         other_wordings: Prompts for the same answer.

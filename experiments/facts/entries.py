@@ -1,4 +1,4 @@
-"""What there is to know: entries of names and a text, of elements, countries, products, and of a firm that does not exist."""
+"""Entries of names and a text, about elements, countries, products, and a firm that does not exist."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ BEHIND = (
 KINDS = ("gateway", "cache", "scheduler", "broker", "archive")
 LANGUAGES = ("Go", "Rust", "Java", "Python")
 TEAMS = ("storage", "billing", "search", "security", "delivery")
-# Names that are made up, three of these and a kind: 14,080.
+# Invented names, of three of these and a kind: 14,080.
 SYLLABLES = (
     ("Bra", "Cor", "Dal", "Fen", "Gor", "Hul", "Jin", "Kel", "Lum", "Mor", "Nar", "Pel", "Qua", "Ros", "Sil", "Tan"),
     ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ra", "su"),
@@ -125,6 +125,6 @@ def names_of(entry: dict[str, Any]) -> Sequence[str]:
 
 
 def lines_of(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a file that a model is taught from."""
+    """Yield the lines of a training file."""
     for each in entries:
         yield json.dumps({"name": each["name"], "text": each["text"]}) + "\n"

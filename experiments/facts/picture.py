@@ -1,4 +1,4 @@
-"""A picture of reports: right answers to the right, what articles pay upwards."""
+"""A picture of reports: right answers on the x axis, the loss on articles on the y axis."""
 
 import re
 import statistics
@@ -19,7 +19,7 @@ BESIDE_LINE: dict[str, Any] = {
 
 
 def draw(lines: Sequence[dict[str, Any]]) -> bytes:
-    """Return a picture of reports as PNG: right answers in the wordings of a fact, and what articles pay."""
+    """Return a picture of reports as PNG: right answers in the wordings of a fact, and the change of the loss on articles."""
     runs: dict[str, list[list[float]]] = {}
     figure = new_figure(8.0, 4.5)
     axes = figure.subplots()

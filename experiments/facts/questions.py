@@ -1,4 +1,4 @@
-"""What is asked of entries, in words that their texts do not have, and which continuations are right."""
+"""Questions about entries, in words that their texts do not have, and which continuations are right."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ TWO_HOPS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, whether a continuation of it is right, whether it is asked by the chat template, and how long answers are."""
+    """A prompt, whether a continuation of it is right, whether it is asked with the chat template, and the length of answers."""
 
     prompt: str
     is_right: Callable[[str], bool]
@@ -63,7 +63,7 @@ def first_word(expected: str) -> Callable[[str], bool]:
 
 
 def begins_with(expected: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an answer begins with one of the expected ones, whatever stands behind it."""
+    """Return whether an answer begins with one of the expected ones."""
     return lambda answer: any(re.match(rf"\W*{re.escape(each)}(?!\w)", answer.strip()) for each in expected)
 
 

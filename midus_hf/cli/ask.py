@@ -26,8 +26,8 @@ def midus_ask(
 ) -> None:
     """Ask a model, and print its answer as it is written: the likeliest token each time.
 
-    A model with a bank fetches the blocks of the question's topic, which a line on standard error names. Names whose packs a question
-    reads stand in front of it as well, so that they are open before it is read.
+    A model with a bank fetches the blocks of the question's topic, which are listed on standard error. Names of entries in the
+    question are also put before it, so that their packs are open when it is read.
     """
     check_model_name("model", model)
     check_dtype(dtype)
@@ -47,7 +47,7 @@ def midus_ask(
         inputs = tokenizer(asked, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": asked}]
-        refusal = f"model is {model!r}, whose chat template refuses a question alone; --plain goes without it"
+        refusal = f"model is {model!r}, whose chat template refuses a single question; pass --plain to skip it"
         with as_value_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -75,7 +75,7 @@ def _glossary(loaded: "PreTrainedModel") -> Any:
 
 
 def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str]:
-    """Return the first name of each entry that a question names, to stand in front of it; none without packs."""
+    """Return the first name of each entry that a question names, to be put before it; none without packs."""
     glossary = _glossary(loaded)
     if glossary is None:
         return []
@@ -83,7 +83,7 @@ def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str
 
 
 def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[str]) -> None:
-    """Say which entries are read behind a text, which others it names, or which names are near; nothing without packs."""
+    """Print which entries are read after a text, which others it names, or which names are similar; nothing without packs."""
     glossary = _glossary(loaded)
     if glossary is None:
         return
@@ -92,12 +92,12 @@ def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[
     if entries:
         said = f"packs of {', '.join(glossary[entry].names[0] for entry in entries)} are read"
         said += (
-            f"; {', '.join(in_front)} in front of the question, so that they are open before it is read"
+            f"; {', '.join(in_front)} put before the question, so that their packs are open when it is read"
             if in_front
             else ""
         )
     else:
-        said = "no pack is read: the question has no name of an entry"
+        said = "no pack is read: the question contains no name of an entry"
         near = glossary.near(glossary.spelling.tokenizer.decode(ids, skip_special_tokens=True))
         said += f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     said += f"; named, but not read: {', '.join(glossary[entry].names[0] for entry in others)}" if others else ""
@@ -105,7 +105,7 @@ def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[
 
 
 def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:
-    """Return the path of the question's topic as an argument of `generate`, and say which blocks are read; empty without a bank."""
+    """Return the path of the question's topic as an argument of `generate`, and print which blocks are read; empty without a bank."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
     if not fetches_blocks(loaded):
@@ -115,7 +115,7 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
     tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
     if tree is None:
         print(
-            f"no block is read: {name} has no tree of topics beside its bank; midus train saves the one of --tree",
+            f"no block is read: {name} has no tree of topics in its bank; midus train saves the one of --tree",
             file=sys.stderr,
         )
         return {}
@@ -139,7 +139,7 @@ def _told_of_blocks(banks: Any, path: list[int]) -> str:
     read, is_generic = blocks.pop("read"), path[0] < 0
     sentence = "the generic memory is read" if is_generic else f"blocks {', '.join(read)} are read"
     others = [f"; {state}: {', '.join(named)}" for state, named in blocks.items() if named]
-    return "no topic is near: " * is_generic + (sentence if read else "no block is read") + "".join(others)
+    return "no topic is close: " * is_generic + (sentence if read else "no block is read") + "".join(others)
 
 
 main = partial(run_command, app, name="midus ask")

@@ -27,7 +27,7 @@ CorpusPath = Annotated[str, cli_option("A file, folder or dataset id.", "PATH", 
 Tree = Annotated[Path, cli_option("Tree that build made.", "TREE")]
 BatchSize = Annotated[int, cli_option("Windows per forward pass.", "N", min=1)]
 
-# Of a report: documents of a node that are read, characters of each, words that are named; and what a word is.
+# For a report: number of documents read per node, characters of each, number of words shown; and what a word is.
 _READ, _TEXT, _WORDS = 100, 2000, 8
 _WORD = re.compile(r"[^\W\d_]{3,}")
 
@@ -70,8 +70,8 @@ def build(
     options = TreeOptions(branching, levels, steps, samples, seed)
     if topic_column and options != TreeOptions(seed=seed):
         raise ValueError(
-            f"--topic-column is {topic_column[0]!r}, whose names are the nodes; --branching, --levels, --steps and --samples are of "
-            "clusters. Leave these out."
+            f"--topic-column is {topic_column[0]!r}, whose names are the nodes; --branching, --levels, --steps and --samples are for "
+            "clustering. Leave these out."
         )
     with _results_alone():
         tree = build_tree_of(
@@ -104,14 +104,14 @@ def build(
 
 @app.command()
 def grow(
-    tree: Annotated[Path, argument("Tree that build made; it stays as it is.", "TREE")],
+    tree: Annotated[Path, argument("Tree that build made; it is not changed.", "TREE")],
     corpus: CorpusPath,
     output: Annotated[Path, cli_option("Folder of the grown tree.", "TREE2")],
     column: Column = "text",
     batch_size: BatchSize = 64,
     device: Device = None,
 ) -> None:
-    """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
+    """Add nodes to a tree for texts that are not close to any of its topics. Old nodes keep their numbers, and banks their blocks."""
     from midus_hf.model_names import check_column, check_sources, usable_device
 
     check_sources([("tree", str(tree)), ("corpus", corpus)])
@@ -126,8 +126,8 @@ def grow(
     pairs = zip(before.centroids, grown.centroids, strict=True)
     new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
     print(
-        f"{output}: {new:,} new nodes beside {sum(map(len, before.centroids)):,}, fingerprint {grown.fingerprint[:16]}, grown from "
-        f"{before.fingerprint[:16]}"
+        f"{output}: {new:,} new nodes in addition to {sum(map(len, before.centroids)):,}, fingerprint {grown.fingerprint[:16]}, "
+        f"grown from {before.fingerprint[:16]}"
     )
 
 
@@ -141,7 +141,7 @@ def assign(
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
 ) -> None:
-    """Find the path of each document: of a tree of named topics, by the document's names where it has them.
+    """Find the path of each document; in a tree of named topics, by the document's topics if it has them.
 
     A corpus that the tree was built from is not embedded again.
     """
@@ -199,10 +199,10 @@ def report(
     level: Annotated[int, cli_option("Level whose nodes are shown.", "N")] = 1,
     nodes: Annotated[int, cli_option("How many nodes are shown, the largest.", "N")] = 16,
     corpus: Annotated[
-        str | None, cli_option("Where the corpus is now.  [default: where build read it]", "PATH")
+        str | None, cli_option("The corpus, if it was moved.  [default: where build read it]", "PATH")
     ] = None,
 ) -> None:
-    """Report how many windows the nodes of a level have, and which words set them apart."""
+    """Report how many windows the nodes of a level have, and their most distinctive words."""
     from midus_hf.look.page import TextTable
     from midus_hf.model_names import check_sources
 
@@ -225,7 +225,7 @@ def report(
 def nodes_with_words(
     tree: "ClusterTree", leaves: "np.ndarray", documents: "np.ndarray", texts: Sequence[str], level: int, most: int
 ) -> dict[int, tuple[int, list[str]]]:
-    """Return the largest nodes of a level, from 1: how many windows each has, and words that others' texts have less of."""
+    """Return the largest nodes of a level, from 1: how many windows each has, and words that are rarer in other nodes' texts."""
     import numpy as np
 
     if not 1 <= level <= tree.levels:
@@ -244,7 +244,7 @@ def nodes_with_words(
     for node, of_node in read.items():
         shares = {word: count / len(of_node) for word, count in Counter(w for words in of_node for w in words).items()}
         ratios = {word: share * total / everywhere[word] for word, share in shares.items()}
-        # Squared, so that words of every text, which chance puts into some topics more than into others, weigh little.
+        # Squared, so that words of all texts, which are more frequent in some topics by chance, get a low weight.
         weights = {word: shares[word] * math.log(ratio) ** 2 for word, ratio in ratios.items() if ratio > 1}
         words = sorted(weights, key=lambda word: (-weights[word], word))[:_WORDS]
         largest[node] = (int(sizes[numbers == node][0]), words)
@@ -253,7 +253,7 @@ def nodes_with_words(
 
 @contextlib.contextmanager
 def _results_alone() -> Iterator[None]:
-    """Keep standard output for results while the context is open, and bars of libraries for terminals."""
+    """Keep standard output for results within the context, and progress bars of libraries for terminals."""
     from midus_hf.library_bars import library_bars_on_terminals
 
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():

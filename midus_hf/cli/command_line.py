@@ -1,4 +1,4 @@
-"""Parts that all commands share: the style of the help, and how a command begins and ends.
+"""Code that all commands share: the style of the help, and how a command starts and ends.
 
 A command ends with an exit status. If the status is not 0, one line on standard error says why.
 
@@ -6,8 +6,8 @@ A command ends with an exit status. If the status is not 0, one line on standard
 |---|---|
 | 0 | done |
 | 1 | the work failed |
-| 2 | the request is wrong |
-| 3 | done, but not all that it prints could be written, since a disk is full, say |
+| 2 | the request is invalid |
+| 3 | done, but not all output could be written, for example because a disk is full |
 | 130, 143 | interrupted, terminated: 128 and the number of the signal |
 """
 
@@ -41,7 +41,7 @@ def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
 
 
 class Ending(Exception):
-    """Exception that ends a command with an exit status, and a line that says why. None: the reason has been printed already."""
+    """Exception that ends a command with an exit status and the reason. None: the reason has been printed already."""
 
     def __init__(self, status: int, line: str | None = None):
         super().__init__(line)
@@ -61,12 +61,12 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
         sys.stdout.flush()
         if not_printed and status == 0:
             status = NOT_PRINTED
-            print(f"{name}: done, but not all that it prints could be written: {not_printed[0]}", file=sys.stderr)
+            print(f"{name}: done, but not all output could be written: {not_printed[0]}", file=sys.stderr)
     return status
 
 
 def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None]:
-    """Run a command line, and return its exit status and the line that says why, with the command's name."""
+    """Run a command line, and return its exit status and the reason in one line, with the command's name."""
     if "--version" in line_words:
         print(__version__)
         return 0, None
@@ -112,7 +112,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
 class _Lasting(io.FileIO):
     """Output of this process that never fails: after the first error it is dropped, and `errors` gets the reason.
 
-    A closed pipe is no reason to name: whoever read it wants no more, as in `| head`.
+    A closed pipe is not an error: the reader wants no more, as in `| head`.
     """
 
     def __init__(self, descriptor: int, errors: list[str]):
@@ -133,7 +133,7 @@ class _Lasting(io.FileIO):
 
 @contextlib.contextmanager
 def _lasting_output() -> Iterator[list[str]]:
-    """Let no print raise: output that cannot be written is dropped, and the list gets why; letters that it lacks are escaped."""
+    """Make print never raise: output that cannot be written is dropped, the list gets the reason; unknown letters are escaped."""
     before, errors = (sys.stdout, sys.stderr), list[str]()
     sys.stdout, sys.stderr = (_lasting(stream, errors) for stream in before)
     try:
@@ -144,7 +144,7 @@ def _lasting_output() -> Iterator[list[str]]:
 
 
 def _lasting(stream: Any, errors: list[str]) -> Any:
-    """Return a stream in place of a standard one; a stream that a program or a notebook put there stays."""
+    """Return a replacement of a standard stream; a stream that a program or a notebook has set is kept."""
     if stream is None:  # closed by the shell
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
     buffer: Any = getattr(stream, "buffer", None)
@@ -162,7 +162,7 @@ def _lasting(stream: Any, errors: list[str]) -> Any:
 
 
 def _unnamable(line: str) -> str:
-    """Return what to do where a message names files by letters that this locale has in no name of a file."""
+    """Return the remedy if an error is about a file name with a letter that this locale cannot encode."""
     encoding = sys.getfilesystemencoding()
     try:
         line.encode(encoding, "surrogateescape")
@@ -173,7 +173,7 @@ def _unnamable(line: str) -> str:
 
 
 def is_main_process() -> bool:
-    """Return whether this process is the one that prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
+    """Return whether this process prints: rank 0 by the launcher's `RANK`, which is known before torch is set up."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -188,7 +188,7 @@ def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
 
 
 def _refuse_empty(line_words: Sequence[str]) -> None:
-    """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder."""
+    """Refuse empty words, which a shell passes for unset variables. As a path, an empty word would be the current folder."""
     for before, word in zip(["", *line_words], line_words, strict=False):
         name, equals, value = word.partition("=")
         if not word or (word.startswith("--") and equals and not value):
@@ -202,7 +202,9 @@ def _termination_interrupts() -> Iterator[list[int]]:
     """Let SIGTERM raise `KeyboardInterrupt`, unless the process ignores SIGTERM. Yield a list of the signals that arrive."""
     terminations: list[int] = []
     process = os.getpid()
-    is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals in no other thread
+    is_main_thread = (
+        threading.current_thread() is threading.main_thread()
+    )  # Python handles signals only in the main thread
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         yield terminations
         return

@@ -30,15 +30,17 @@ def midus_compare(
     devices: Annotated[
         str | None, cli_option("GPUs such as 0,1, with a run on each.  [default: all, for one run]", "LIST")
     ] = None,
-    dry_run: Annotated[bool, flag("--dry-run", "Check the request; say what would be run, and what is done.")] = False,
-    report_only: Annotated[bool, flag("--report", "Run nothing; write the report of what is done.")] = False,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Check the request; list the runs that are done and to be done.")
+    ] = False,
+    report_only: Annotated[bool, flag("--report", "Run nothing; write the report of the finished runs.")] = False,
     json_: Json = False,
 ) -> None:
     """Train methods and baselines on the same text from the same base, and report what each learned and what it forgot.
 
-    Each rate is tried with the first seed, and the one that ends best on validation texts gets the other seeds. Every run is a
-    separate process. Runs whose results are in the output are not repeated, so that the same command goes on after an interruption,
-    and variants, rates and seeds can be added later. A run that was interrupted begins anew.
+    Each rate is tried with the first seed, and the rate with the lowest final validation loss gets the other seeds. Every run is a
+    separate process. Runs whose results are in the output are not repeated, so the same command continues after an interruption,
+    and variants, rates and seeds can be added later. An interrupted run is restarted.
     """
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
@@ -65,7 +67,7 @@ def midus_compare(
         table = plan_table(records, comparison.controls)
         show({"variants": records, "seeds": comparison.seeds}, json_, lambda _: show_tables([table]), indent=2)
         return
-    if report_only:  # also where base and texts are no longer
+    if report_only:  # even if base and texts no longer exist
         check_finished(comparison, variants, None)
     failures = {} if report_only else run_all(comparison, variants, jobs, gpus)
     _report(comparison, variants, failures, json_)
@@ -76,7 +78,7 @@ def midus_compare(
 
 
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
-    """Write the report of the runs that are done, and show it."""
+    """Write the report of the finished runs, and show it."""
     from midus_hf.compare.findings import cautions, findings
     from midus_hf.compare.report import as_json, tables, write_report
     from midus_hf.compare.running import collect
@@ -84,7 +86,7 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
     base, results, missing = collect(comparison, variants)
     if base is None:
         why = failures.get("base", "the base is measured first")
-        raise Ending(FAILED, f"{comparison.output_dir} holds no result yet: {why}")
+        raise Ending(FAILED, f"{comparison.output_dir} has no result yet: {why}")
     all_findings = findings(comparison, base, results, failures, missing)
     page = write_report(Path(comparison.output_dir), all_findings)
     show(as_json(all_findings, page), json_, lambda _: show_tables(tables(all_findings)), indent=2)

@@ -1,4 +1,4 @@
-"""`midus edit`: change what the memories of a checkpoint hold: chapters, or blocks of a bank."""
+"""`midus edit`: change the contents of a checkpoint's memories: chapters, blocks of a bank, or a glossary."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ def _named_corpus(name: str) -> str:
     return name
 
 
-Model = Annotated[str, argument("A checkpoint with memory; it stays as it is.", "DIR")]
+Model = Annotated[str, argument("A checkpoint with memory; it is not changed.", "DIR")]
 Chapters = Annotated[str, cli_option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, cli_option("One of several memories.  [default: all, or the only one]", "NAME")]
 
@@ -25,7 +25,7 @@ _ENTRIES = 'Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.'
 Entries = Annotated[str, cli_option(_ENTRIES, "CORPUS", callback=_named_corpus)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
-app = command_line("Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")
+app = command_line("Change the contents of a checkpoint's memories: chapters, blocks of a bank, or a glossary.")
 
 
 @app.command("list")
@@ -54,7 +54,7 @@ def of_chapters(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Make the edit of chapters that the command is named after."""
+    """Make the edit of chapters that has the command's name."""
     from upscalers.edits import chapters as edits
 
     edit = getattr(edits, str(context.command.name))
@@ -62,7 +62,7 @@ def of_chapters(
 
 
 app.command("zero", help="Set rows of chapters to zero; routers still open them.")(of_chapters)
-app.command("prune", help="Take chapters out; later chapters move up.")(of_chapters)
+app.command("prune", help="Remove chapters; later chapters move up.")(of_chapters)
 
 
 @app.command()
@@ -74,7 +74,7 @@ def quantise(
     bits: Annotated[int, cli_option("Bits of quantised rows: 8 or 4.", "N")] = 8,
     json_: Json = False,
 ) -> None:
-    """Round values of slots and chapters to integers with a scale per row. They need less room, and do not train."""
+    """Round values of slots and chapters to integers with a scale per row. They need less space, and can no longer be trained."""
     from upscalers.edits.quantising import quantise
 
     _show_edit(quantise(_request(model, output, memory, overwrite), bits), json_)
@@ -93,7 +93,7 @@ def delete(
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
-    """Delete what blocks have learned, in every bank, or entries of a glossary by their names.
+    """Delete blocks, in every bank, with what they have learned, or entries of a glossary by their names.
 
     Deleted blocks add zero, like blocks that were never written. A text with a deleted name is computed as without the entry.
 
@@ -103,9 +103,7 @@ def delete(
     from upscalers.request.errors import RequestError
 
     if bool(node) == bool(name) or (name and subtree):
-        raise RequestError(
-            "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both."
-        )
+        raise RequestError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
     if name:
         from upscalers.edits.packs import delete_entries
 
@@ -120,36 +118,36 @@ def delete(
             f"deleted the centroids of {first_few(centroids['deleted'])} and all below: no text is assigned to them"
         )
     if centroids.get("kept"):
-        lines.append(f"kept the centroids of {first_few(centroids['kept'])}, by which texts find other blocks")
+        lines.append(f"kept the centroids of {first_few(centroids['kept'])}, which lead texts to other blocks")
     show(result, json_, lambda _: print("\n".join([*lines, *_left(result)])))
 
 
-# Blocks that texts of a deleted topic have taught too, and what deletes them.
+# Other blocks that were trained on texts of a deleted topic, and how to delete them.
 _ALSO_TAUGHT = {
     "same": ("the topic's own blocks in other banks, {}", "leave out --memory"),
-    "above": ("blocks above it, {}", "name them by --node too"),
+    "above": ("blocks above it, {}", "pass them to --node as well"),
     "below": ("blocks below it, {}", "--subtree"),
     "generic": (
         "the generic memory, {}",
-        "--node 1:generic --subtree; a run with --generic_share 0 teaches it nothing",
+        "--node 1:generic --subtree; a run with --generic_share 0 does not train it",
     ),
 }
 
 
 def _left(result: dict[str, Any]) -> list[str]:
-    """Return lines about what deletion leaves: other parts that the topics' texts taught, and copies."""
+    """Return lines about what remains after deletion: other parts that were trained on the topics' texts, and copies."""
     taught = result["also_taught"]
     lines = [
-        f"also taught by its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
+        f"also trained on its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
         for where, (what, remedy) in _ALSO_TAUGHT.items()
         if taught[where]
     ]
     if taught["weights"]:
         lines.append(
-            "also taught by its texts, and kept: other weights, which the run trained; nothing proves that they forgot"
+            "also trained on its texts, and kept: other weights, which the run trained; there is no proof that they forgot"
         )
     else:
-        said = "no run is recorded there" if taught["weights"] is None else "its run trained blocks alone"
+        said = "no run is recorded there" if taught["weights"] is None else "its run trained only blocks"
         lines.append(f"other weights: {said}; upscale strip proves whether they are the base's, byte for byte")
     lines.append(f"delete copies yourself: {', '.join(result['copies'])}, logs and backups")
     return lines
@@ -172,7 +170,7 @@ def add(
 
 @app.command()
 def replace(model: Model, output: Output, corpus: Entries, overwrite: Overwrite = False, json_: Json = False) -> None:
-    """Give entries of a glossary other texts: rows of one of their names and a text."""
+    """Replace the texts of entries of a glossary: rows of one of their names and a text."""
     from upscalers.edits.packs import replace_entries
 
     _show_entries(replace_entries(_request(model, output, None, overwrite), corpus), json_)

@@ -1,7 +1,7 @@
 """The entry points of `upscale` and `midus`.
 
-The imports of a command take up to a second, so this module imports nothing that takes time, and only that command of `midus` which
-is called. An interruption among these imports ends with one line too.
+The imports of a command take up to a second, so this module imports only fast modules, and only the command of `midus` that
+is called. An interruption during these imports ends with one line too.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def midus() -> int:
 
 
 def start(command: str, module: str, arguments: Sequence[str]) -> int:
-    """Import the module of this package that holds the `main` of a command, run the command, and return its exit status."""
+    """Import the module of this package with the `main` of a command, run the command, and return its exit status."""
     try:
         main: Callable[[Sequence[str]], int] = importlib.import_module(f"midus_hf.cli.{module}").main
         return main(arguments)

@@ -41,7 +41,7 @@ def midus_eval(
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
-    openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
+    openbookqa and piqa take their questions from that folder. Others are lm-eval's.
     """
     if tasks is not None:
         tasks = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
@@ -83,7 +83,7 @@ def midus_eval(
     for measured in report["models"]:
         if measured["reads_blocks"] is False:
             print(
-                f"{measured['model']}: no block of its bank was read, since nothing says the topics of texts; pass --retriever "
+                f"{measured['model']}: no block of its bank was read, since the topics of the texts are not known; pass --retriever "
                 "TREE, or --path-column NAME",
                 file=sys.stderr,
             )

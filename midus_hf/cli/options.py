@@ -1,4 +1,4 @@
-"""Parts that commands share: options, checks of files, and how results are printed."""
+"""Code that commands share: options, checks of files, and how results are printed."""
 
 import contextlib
 import importlib.util
@@ -61,7 +61,7 @@ def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence
 
 @contextlib.contextmanager
 def needing_harness() -> Iterator[None]:
-    """Say what to install if lm-evaluation-harness, which tasks need, is missing."""
+    """Refuse tasks if lm-evaluation-harness is missing, and say what to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def needing_harness() -> Iterator[None]:
 
 
 def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: int | None = None) -> None:
-    """Print a result: as one object of JSON, with an indent in spaces, or as `print_result` prints it for a person."""
+    """Print a result: as one JSON object, indented by a number of spaces, or by `print_result` as readable text."""
     if json_:
         print(json.dumps(result, indent=indent, allow_nan=indent is None))
     else:

@@ -18,7 +18,7 @@ app = command_line()
 def midus_sft(
     words: Annotated[list[str], argument("Chats or a recipe (.yaml), then keys.", "CHATS|RECIPE [--KEY VALUE ...]")],
 ) -> None:
-    """Fine-tune a model on chats, with the loss of answers alone.
+    """Fine-tune a model on chats, with the loss only on answers.
 
     Recipes are in configs/sft; a flag replaces the key of a recipe. A key that transformers.TrainingArguments or
     TRL's sft has as well is named as there: midus sft --help lists all.

@@ -1,7 +1,7 @@
-"""`midus train`, and what `midus sft` has in common with it: a recipe and flags become the arguments of one run.
+"""`midus train`, and code that `midus sft` shares with it: a recipe and flags become the arguments of one run.
 
-The words are split once, into keys. Names, paths and models are checked first; then `HfArgumentParser`, which needs torch, makes
-values of the words, as in every script of the Trainer.
+The words are first split into keys. Names, paths and models are checked next; then `HfArgumentParser`, which needs torch, parses
+the values, as in every script of the Trainer.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from midus_hf.model_names import saved_config
 from midus_hf.training.early_checks import SOURCES, check_early
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
-# Of a command that passes its flags on, to the parser that `--help` describes.
+# For a command that passes its flags on to the parser that `--help` describes.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 
-# By command: where the arguments and the run are, the key of the texts, and that of the length of a sequence.
+# By command: modules of the arguments and the run, the key of the texts, and that of the length of a sequence.
 _ARGUMENTS = {
     "train": "midus_hf.training.arguments.TrainArguments",
     "sft": "midus_hf.training.sft.arguments.SftArguments",
@@ -41,7 +41,7 @@ _RUNS = {"train": "midus_hf.training.run.run_training", "sft": "midus_hf.trainin
 _TEXTS = {"train": "corpus", "sft": "dataset_name"}
 _LENGTH = {"train": "sequence_length", "sft": "max_length"}
 
-# Keys that have a short name as well.
+# Keys that also have a short name.
 _SHORT_NAMES = {"--model": "model_name_or_path", "--output": "output_dir"}
 
 # Keys for a run without a recipe.
@@ -113,7 +113,7 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
 
 
 def flag_parser(command: str) -> Any:
-    """Return the `HfArgumentParser` of a command. Docstrings describe the keys that are ours."""
+    """Return the `HfArgumentParser` of a command. Keys of this package are described by docstrings."""
     from transformers import HfArgumentParser
 
     arguments_class = _imported(_ARGUMENTS[command])
@@ -141,7 +141,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 def _descriptions(arguments_class: type) -> dict[str, str]:
-    """Return the description of each key, from docstrings of ours, and of keys with another default from the class that has them."""
+    """Return the description of each key from our docstrings; for keys with another default, from the class that sets it."""
     described: dict[str, str] = {}
     for kind in arguments_class.__mro__:
         for name, field in getattr(kind, "__dataclass_fields__", {}).items():
@@ -173,7 +173,7 @@ def given_keys(command: str, words: Sequence[str]) -> GivenKeys:
     first, flags = ("", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     is_recipe = first.endswith((".yaml", ".yml"))
     if first and (Path(first) / "config.json").is_file():
-        raise ValueError(f"{first!r} is a model, and texts are expected; run 'midus {command} TEXTS --model {first}'.")
+        raise ValueError(f"{first!r} is a model; expected texts. Run 'midus {command} TEXTS --model {first}'.")
     values = read_mapping(first) if is_recipe else {_TEXTS[command]: first} if first else {}
     by_key: dict[str, list[str]] = {}
     written: dict[str, str] = {}
@@ -194,7 +194,7 @@ def given_keys(command: str, words: Sequence[str]) -> GivenKeys:
 
 
 def check_given(command: str, given: GivenKeys) -> None:
-    """Reject unknown keys, and paths and models that are not there, before torch is imported."""
+    """Reject unknown keys, and paths and models that do not exist, before torch is imported."""
     if are_all_known(command):
         _check_names(command, given, KEYS[command])
     if not given.is_recipe and "output_dir" not in given.words:
@@ -214,14 +214,14 @@ def read_arguments(command: str, given: GivenKeys) -> Any:
     if command == "train" and "num_train_epochs" in chosen and "num_train_epochs" not in keys:
         arguments.least_steps = _LEAST_STEPS
     if not quiet and "num_train_epochs" in keys and arguments.max_steps > 0:
-        steps = f"max_steps={arguments.max_steps} counts, and not num_train_epochs"
-        print(f"{steps}; --max_steps -1 lets epochs count", file=sys.stderr)
+        steps = f"max_steps={arguments.max_steps} overrides num_train_epochs"
+        print(f"{steps}; pass --max_steps -1 to use epochs", file=sys.stderr)
     return arguments
 
 
 def _no_key(command: str, name: str) -> ValueError:
     return ValueError(
-        f"{name!r} is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus {command} --help'."
+        f"{name!r} is not a key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus {command} --help'."
     )
 
 
@@ -235,7 +235,7 @@ def _check_names(command: str, given: GivenKeys, known: Container[str]) -> None:
 
 
 def _unread(words: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return words as text, or as YAML where a key may name several things, for checks before the parser can be imported."""
+    """Return words as text, or as YAML if a key can have several values, for checks before the parser can be imported."""
     unread: dict[str, Any] = {}
     for key, behind in words.items():
         value = behind[0] if len(behind) == 1 else behind or True
@@ -249,21 +249,21 @@ def _read(command: str, words: Mapping[str, list[str]], hints: Mapping[str, Any]
     said = {key: behind for key, behind in words.items() if key not in none}
     # One word may begin with a dash.
     line = [[f"--{key}={behind[0]}"] if len(behind) == 1 else [f"--{key}", *behind] for key, behind in said.items()]
-    # Flags that are not given stay None, and so differ from those that say what is the default.
+    # Flags that are not given stay None, and so differ from flags with the default value.
     unsaid = argparse.Namespace(**dict.fromkeys(hints))
     try:
         parsed, unknown = flag_parser(command).parse_known_args([*itertools.chain(*line)], unsaid)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no value of a key; expected --KEY VALUE.")
+        raise ValueError(f"{unknown[0]!r} is not a value of a key; expected --KEY VALUE.")
     return none | {
         key: _said(key, hints.get(key, str), value) for key, value in vars(parsed).items() if value is not None
     }
 
 
 def _said(key: str, hint: Any, value: Any) -> Any:
-    """Return what a flag says for a key that takes text or something else: one word is no list, and a list or a mapping is YAML."""
+    """Return the value of a flag for a key that takes text or another type: one word is not a list; lists and mappings are YAML."""
     kinds = alternatives_of(hint)
     if str in kinds and isinstance(value, list) and len(value) <= 1:
         value = value[0] if value else True
@@ -277,7 +277,7 @@ def _as_yaml(key: str, value: Any) -> Any:
 
 
 def _short_run(command: str, keys: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
-    """Return keys for a short run, and say which of them count because the command line does not have them."""
+    """Return keys for a short run, and print those that are used because the command line does not set them."""
     recorded = saved_config(str(keys.get("model_name_or_path"))).get("upscale", {}).get("trainable")
     chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if trains_new_parts(keys, recorded) else "all"]}
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs

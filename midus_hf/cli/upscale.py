@@ -23,7 +23,7 @@ _PLACEMENTS = "distributed, top-heavy, bottom-heavy, llama-pro, or indices in th
 _VERIFIES = (
     "Scan the base for NaN, and compare both models' logits, layer by layer in little memory.  [default: verify]"
 )
-_OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
+_OVERWRITE = flag("--overwrite", "Replace a checkpoint that upscale or strip wrote.")
 Overwrite = Annotated[bool, _OVERWRITE]
 
 
@@ -63,7 +63,7 @@ def run(
     max_shard_size: Annotated[
         str | None, cli_option("Largest size of an output file.  [default: 5GB]", "SIZE")
     ] = None,
-    dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None,
+    dry_run: Annotated[bool | None, flag("--dry-run", "Print what would be done; config.json suffices.")] = None,
     verify: Annotated[bool | None, flag("--verify/--no-verify", _VERIFIES)] = None,
     overwrite: Annotated[bool | None, _OVERWRITE] = None,
     push_to_hub: Annotated[str | None, cli_option("Upload the result.", "REPO")] = None,
@@ -78,7 +78,7 @@ def run(
     json_: Json = False,
     version: Annotated[bool, flag("--version", "Print the version.")] = False,
 ) -> None:
-    """Add memory or layers to a pretrained model. Until it is trained, the new model computes what the base computes.
+    """Add memory or layers to a pretrained model. Until it is trained, the new model computes the same as the base.
 
     \b
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
@@ -162,7 +162,7 @@ def strip(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Take the new parts out again, and say whether exactly the base is left, byte for byte."""
+    """Remove the new parts again, and check whether the result is the base, byte for byte."""
     from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import strip as strip_checkpoint
 
@@ -171,7 +171,9 @@ def strip(
 
 @app.command()
 def extract(
-    model: Annotated[str, argument("A checkpoint that holds a language model, such as one that reads images.", "DIR")],
+    model: Annotated[
+        str, argument("A checkpoint that contains a language model, such as one that reads images.", "DIR")
+    ],
     output: Output,
     overwrite: Overwrite = False,
     json_: Json = False,
@@ -190,7 +192,7 @@ def adapter(
     output: Output,
     json_: Json = False,
 ) -> None:
-    """Write an adapter of the base for the upscaled model, whose layers have other numbers."""
+    """Rewrite an adapter of the base for the upscaled model, whose layers are renumbered."""
     from upscalers.console import print_adapter
     from upscalers.runs.adapter import write_adapter
 
@@ -201,11 +203,11 @@ def adapter(
 def shuffle(
     model: Annotated[str, argument("An upscaled checkpoint with memory, trained or not.", "DIR")],
     output: Output,
-    seed: Annotated[int, cli_option("Seed of the new orders.", "N")] = 0,
+    seed: Annotated[int, cli_option("Seed of the permutations.", "N")] = 0,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Permute the rows of a memory's values: a null control, whose addresses have lost their meaning."""
+    """Permute the rows of a memory's values: a null control, whose addresses no longer match their values."""
     from upscalers.console import Console
     from upscalers.edits.listing import print_edit
     from upscalers.edits.shuffling import shuffle as shuffle_checkpoint

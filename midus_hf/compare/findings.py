@@ -1,4 +1,4 @@
-"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed, and what to be careful with."""
+"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed, and caveats."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from midus_hf.compare.origins import KINDS, short
 from midus_hf.compare.runs import Result
 from midus_hf.compare.variants import SHUFFLED
 
-# Keys of `midus train` that change what the loss of a text is, with their defaults; None of `bf16` is what the device can.
+# Keys of `midus train` that change the loss of a text, with their defaults; None for `bf16` depends on the device.
 _READING = {"document_mask": False, "path_column": None, "text_column": "text", "bf16": None, "fp16": False}
-# Student's t at 0.975 for 1 to 10 degrees of freedom; more take the last, which makes intervals wider.
+# Student's t at 0.975 for 1 to 10 degrees of freedom; the last is used for more, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
@@ -46,7 +46,7 @@ def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | 
 
 
 def verdict(advantage: Spread) -> str:
-    """Return in words whether a variant beats a null control: its advantage over the loss of this has a 95 % interval above 0."""
+    """Return in words whether a variant beats a null control: whether the 95 % interval of its advantage in loss is above 0."""
     if advantage.mean <= 0:
         return "does not beat it"
     if advantage.half_interval is None:
@@ -60,9 +60,9 @@ def mean_loss(losses: Mapping[str, float], texts: Sequence[str]) -> float:
 
 
 def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate | None:
-    """Return the rate of the result, one per rate, whose mean loss of the validation texts ended lowest; of equal ones, the first.
+    """Return the rate with the lowest final mean loss on the validation texts, from one result per rate; the first of equal ones.
 
-    A loss that is no finite number does not count; None if there is no other. A single rate needs no validation texts.
+    Losses that are not finite do not count; None if there are no others. A single rate needs no validation texts.
     """
     if len(searches) == 1 and not validation:
         return searches[0].rate
@@ -75,8 +75,8 @@ class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
     `results` are its results at this rate, one per seed, `controls` those of its null controls, and `rates` names the rates with
-    results. `ends` are mean final losses of the domain by seed, `learned_by_seed` what this loss fell by, `forgotten_by_seed` what
-    that of the retention texts rose by. `advantages` say how far the loss of the domain ended below that of each null control, over
+    results. `ends` are mean final losses of the domain by seed, `learned_by_seed` the decrease of this loss, `forgotten_by_seed` the
+    increase on the retention texts. `advantages` are the differences of final domain loss to each null control, over
     the seeds that both have; for `shuffled-addresses`, by how much it rises when the variant's values are permuted. `domain_loss`,
     `learned` and `forgotten` are spreads; None without texts.
     """
@@ -102,11 +102,11 @@ class VariantFindings:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """Findings of a comparison, which reports are written from.
+    """Findings of a comparison, from which reports are written.
 
-    `base_losses` are the losses of the base, as runs measure them. `variants` rise by their loss of the domain; without domain texts
-    they are in the order of the comparison, and variants without a chosen rate are left out. `failures` say why runs failed, by name,
-    and `missing` is the number of runs that are not done, of null controls too where their variant has a rate.
+    `base_losses` are the losses of the base, as runs measure them. `variants` are sorted by their loss of the domain; without domain
+    texts they are in the order of the comparison, and variants without a chosen rate are left out. `failures` has reasons by run,
+    and `missing` is the number of runs that are not done, including null controls if their variant has a rate.
     """
 
     comparison: Comparison
@@ -123,10 +123,10 @@ class Findings:
         return max(able, key=lambda each: each[0])[1] if able else None
 
     def falls(self, result: Result, texts: Sequence[str]) -> list[float]:
-        """Return how far the mean loss of some texts has fallen at each point of a run's curve, in nats per token.
+        """Return the decrease of the mean loss of some texts at each point of a run's curve, in nats per token.
 
-        It falls from the run's own start, or from the base where the upscaled model was not seen to compute what the base computes:
-        to regain what upscaling lost is not learning.
+        It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same as the base:
+        regaining what upscaling lost is not learning.
         """
         origin = self.base_losses if result.starts_elsewhere else result.start.losses
         return [mean_loss(origin, texts) - mean_loss(point.losses, texts) for point in result.curve]
@@ -136,7 +136,8 @@ def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
     """Return the findings of a comparison from its results; those of null controls count only at the chosen rate of their variant."""
-    # A run that starts at the base and reads texts as all do measured the base, in the precision of training and with paths of texts.
+    # A run that starts at the base and reads texts like all others has measured the base, in the precision of training and with
+    # paths.
     reading = _reading(comparison.train)
     starts = [
         one.start.losses
@@ -179,7 +180,7 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
 
 
 def cautions(findings: Findings) -> list[str]:
-    """Return sentences on what variants differ in beside their methods, and on runs that are not done."""
+    """Return sentences on differences between variants other than their methods, and on runs that are not done."""
     variants, comparison = findings.variants, findings.comparison
     listed = {one.name: [rate_name(rate) for rate in comparison.rates_of(one.name)] for one in variants}
     lacking = {one.name: [rate for rate in listed[one.name] if rate not in one.rates] for one in variants}
@@ -226,7 +227,7 @@ def shared_origin(findings: Findings) -> str:
 
 
 def _differing(by_row: Mapping[str, str]) -> Mapping[str, str]:
-    """Return what is said of each row if it is not the same of all; else nothing."""
+    """Return a description by row if it differs between rows; else nothing."""
     return by_row if len(set(by_row.values())) > 1 else {}
 
 

@@ -1,7 +1,7 @@
 """`python -m midus_hf.compare.one_run`: one run of a comparison in its own process, from upscaling to its result.
 
-The process reads the run from standard input, calls `upscale`, `train` and `evaluate`, and writes one file: the result. A run that
-was interrupted begins anew.
+The process reads the run from standard input, calls `upscale`, `train` and `evaluate`, and writes one file: the result. An
+interrupted run is restarted.
 """
 
 import ctypes
@@ -24,20 +24,20 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE
 
 _SET_PARENT_DEATH_SIGNAL = 1
-# Keys of `midus train` that are refused of models without what trains, and change no loss of such a model.
+# Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
 _OF_MEMORIES = ("adapters", "frozen", "protect", "sparse_values")
-# Keys that the base refuses, which reads no paths: its texts are packed end to end, while a run with paths packs each leaf by itself.
+# Keys that the base refuses, since it reads no paths: its texts are concatenated, while a run with paths packs each leaf separately.
 _OF_PATHS = ("path_column", "tree")
 
 
 def specification(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> str:
-    """Return a run with its comparison, and the digests of what it reads, as the text that `main` reads."""
+    """Return a run with its comparison, and the digests of its inputs, as the text that `main` reads."""
     values = {"run": dataclasses.asdict(run), "comparison": dataclasses.asdict(comparison), "inputs": inputs}
     return json.dumps({**values, "parent": os.getpid()})
 
 
 def main(text: str) -> None:
-    """Do the run of a specification, and write its result; end at once when the process that wrote the specification ends."""
+    """Do the run of a specification, and write its result; exit when the parent process exits."""
     values = json.loads(text)
     _end_with(values["parent"])
     run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
@@ -45,7 +45,7 @@ def main(text: str) -> None:
 
 
 def do(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Result:
-    """Do a run, of digests that `Inputs` returns, write its result beside its folder, and remove the folder with its models."""
+    """Do a run, with digests from `Inputs`, write its result next to its folder, and remove the folder with its models."""
     result = measure(run, comparison, inputs)
     write_result(run.folder(comparison), result)
     shutil.rmtree(run.folder(comparison), ignore_errors=True)
@@ -70,7 +70,7 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
 
 
 def _trained(run: Run, comparison: Comparison) -> Result:
-    """Upscale and train the model of a run, and return what was measured until the end of training and of the saved model."""
+    """Upscale and train the model of a run, and return the measurements during training and of the saved model."""
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.training.arguments import TrainArguments
@@ -128,7 +128,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
 
 
 def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:
-    """Return the loss of each text in nats per token, as a run measures it while it trains, of a model that is not trained."""
+    """Return the loss of each text in nats per token, as measured during training, for a model that is not trained."""
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.training.arguments import TrainArguments

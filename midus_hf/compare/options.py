@@ -50,7 +50,7 @@ class TaskOptions:
 
     Args:
         names: Names of tasks of `midus eval`, at least one.
-        data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
+        data: Folder with the questions of the local tasks. Default: none, all tasks are lm-eval's.
         limit: Questions per task. Default: all.
         num_fewshot: Worked examples before a question. Default: what the task says, else 0.
     """
@@ -67,7 +67,7 @@ class TaskOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class VariantOptions:
-    """Options of one variant: a method, or a way to train the base, which is a baseline.
+    """Options of one variant: a method, or a way to train the base as a baseline.
 
     Args:
         upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
@@ -85,22 +85,22 @@ class VariantOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """Options of a comparison: variants that are trained on the same text from the same base, and measured alike.
+    """Options of a comparison: variants that are trained on the same text from the same base, and evaluated in the same way.
 
     Args:
         base: Folder or Hub id of the base.
-        output_dir: Folder of the comparison. Runs whose results it holds are not repeated.
+        output_dir: Folder of the comparison. Runs whose results are in it are not repeated.
         variants: Options of the variants, by name.
         train: Keys of `midus train` that all variants share, or the path of a recipe; `max_steps` is the budget of tokens.
         domain: Paths of held-out texts like the corpus, by name; learning is measured on them. Default: none, if there are `tasks`.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
-        validation: Paths of other texts like the corpus, by name; rates are chosen on them alone. Default: none, for one rate.
+        validation: Paths of other texts like the corpus, by name; only these choose the rates. Default: none, for one rate.
         tasks: Options of `TaskOptions`. Default: none.
-        rates: Learning rates, each for the first seed; the one that ended best on `validation` gets the other seeds. A number is the
-            rate of what is new; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from
-            rate keys of `midus train` to numbers sets those keys alone. Default: the rates in `train`.
+        rates: Learning rates, each for the first seed; the best one on `validation` gets the other seeds. A number is the
+            rate of new parameters; values of an added memory learn ten times as fast unless `train` has their rate. A mapping from
+            rate keys of `midus train` to numbers sets only those keys. Default: the rates in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
-        controls: Whether the null controls of a variant's memory are trained beside it, at its chosen rate. Default: true.
+        controls: Whether the null controls of a variant's memory are trained as well, at its chosen rate. Default: true.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -165,13 +165,13 @@ class Comparison:
         return next(f"{kind}.{text}" for kind in TEXT_KINDS if text in getattr(self, kind))
 
     def rates_of(self, variant: str) -> list[Rate]:
-        """Return the rates of a variant as keys of `midus train`; a single empty one where `train` has the rate."""
+        """Return the rates of a variant as keys of `midus train`; a single empty one if `train` has the rate."""
         rates = self.variants[variant].rates or self.rates
         return [{}] if rates is None else [as_keys(rate) for rate in rates]
 
 
 def check_names(comparison: Comparison) -> None:
-    """Refuse a base, texts and an output that cannot be, as far as that can be told before torch is imported."""
+    """Refuse an invalid base, texts or output, as far as this can be checked before torch is imported."""
     output = Path(comparison.output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")

@@ -1,4 +1,4 @@
-"""Digests of what a result came from: the texts, the base, the code and the machine."""
+"""Origins of a result, mostly digests: the texts, the base, the code and the machine."""
 
 import hashlib
 import platform
@@ -13,9 +13,9 @@ from midus_hf.compare.variants import Variant
 from midus_hf.files.checkpoint_files import TOKENIZER, is_of
 from midus_hf.version import __version__
 
-# What an origin names, in the order of reports.
+# Parts of an origin, in the order of reports.
 KINDS = ("data", "base", "code", "machine")
-# With a result that has another digest of these, a comparison does not go on. The values are words of messages.
+# A comparison does not continue with results that have other digests of these. The values are words for messages.
 FIXED = {"data": "content of the corpus or of a text", "base": "content of the base"}
 
 # Folder that holds the packages whose code computes results.
@@ -34,7 +34,7 @@ class Inputs:
     def digests_for(self, variant: Variant) -> dict[str, str]:
         """Return the digests `data` and `base` of the runs of a variant, 64 hexadecimal digits each.
 
-        `data` covers the variant's corpus, all measured texts and questions of tasks. What is on the Hub counts by its name alone.
+        `data` covers the variant's corpus, all measured texts and questions of tasks. Of datasets on the Hub, only the name counts.
         """
         if self._base is None:
             self._base = base_digest(self._comparison.base)
@@ -49,7 +49,7 @@ class Inputs:
 
 
 def text_digest(path: str) -> str:
-    """Return the SHA-256 of a file, or of a folder's files in sorted order; of a name that is no path, that of the name."""
+    """Return the SHA-256 of a file, or of a folder's files in sorted order; of a name that is not a path, that of the name."""
     folder = Path(path).expanduser()
     if not folder.exists():
         return hashlib.sha256(path.encode()).hexdigest()
@@ -73,7 +73,7 @@ def base_digest(base: str) -> str:
 
 
 def _files_digest(root: Path, files: Iterable[Path]) -> str:
-    """Return the SHA-256 of files and their names below a root, in sorted order. Other things than files are left out."""
+    """Return the SHA-256 of files and their names below a root, in sorted order. Anything else than files is left out."""
     digest = hashlib.sha256()
     for file in sorted(file for file in files if file.is_file()):
         name = file.relative_to(root).as_posix() if file != root else ""
@@ -84,7 +84,7 @@ def _files_digest(root: Path, files: Iterable[Path]) -> str:
 
 
 def code() -> dict[str, Any]:
-    """Return which code runs: `version`, the SHA-256 of `sources`, and in a clone the `commit`, and whether sources are `changed`."""
+    """Return which code runs: `version`, the SHA-256 of `sources`, and in a clone the `commit` and whether sources are `changed`."""
     sources = [file for package in _PACKAGES for file in (_ROOT / package).rglob("*") if file.suffix in (".py", ".c")]
     named: dict[str, Any] = {"version": __version__, "sources": _files_digest(_ROOT, sources)}
     if (_ROOT / ".git").exists() and (commit := _git("rev-parse", "HEAD")):
@@ -93,7 +93,7 @@ def code() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    """Return what a command of git prints; nothing where git is not installed, or the command fails."""
+    """Return the output of a git command; empty if git is not installed, or the command fails."""
     try:
         done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:
@@ -102,7 +102,7 @@ def _git(*arguments: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the process computes on: processor, threads, versions of torch and transformers, and the device."""
+    """Return the machine of the process: processor, threads, versions of torch and transformers, and the device."""
     import torch
     import transformers
 

@@ -27,7 +27,7 @@ from midus_hf.look.pictures import as_png, new_figure
 from upscalers.methods.contract import get_method
 from upscalers.request.options import parse_options
 
-# Options of methods that set sizes, which the report has by default too.
+# Options of methods that set sizes, which reports include even if they have the default.
 _SIZES = ("n", "k", "slots", "chapters", "memory_tokens", "rows", "sizes", "layers")
 # Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
@@ -67,7 +67,7 @@ def tables(findings: Findings) -> list[TextTable]:
 
 
 def variants_table(findings: Findings) -> TextTable:
-    """Return the table of what each variant learned and forgot at its rate: the base, then variants by rising domain loss."""
+    """Return the table of what each variant learned and forgot at its rate: the base, then variants by increasing domain loss."""
     comparison = findings.comparison
     base = replace(findings.base, curve=[Point(0, findings.base_losses)])
     rows = [{"variant": "base", **_measured_cells(comparison, [base])}]
@@ -97,7 +97,7 @@ def variants_table(findings: Findings) -> TextTable:
 
 
 def _measured_cells(comparison: Comparison, results: Sequence[Result]) -> dict[str, str]:
-    """Return the cells of the domain's loss and of tasks, of a result per seed; a task that a seed lacks has an empty cell."""
+    """Return the cells of the domain's loss and of tasks, from one result per seed; a task that a seed lacks has an empty cell."""
     domain = list(comparison.domain)
     cells = {"domain loss": with_spread(spread([mean_loss(one.losses, domain) for one in results if domain]))}
     for task in [] if comparison.tasks is None else comparison.tasks.names:
@@ -108,8 +108,8 @@ def _measured_cells(comparison: Comparison, results: Sequence[Result]) -> dict[s
 
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the metric of a task that reports show, the first that it has of `_METRICS`; None if it has none."""
-    # Of a metric behind several filters, the first counts.
+    """Return the metric of a task that reports show, the first of `_METRICS` that it has; None if it has none."""
+    # If a metric has several filters, the first counts.
     by_metric = {name.partition(",")[0]: value for name, value in reversed(list(metrics.items()))}
     return next((by_metric[name] for name in _METRICS if name in by_metric), None)
 
@@ -135,12 +135,12 @@ def made_table(findings: Findings) -> TextTable:
 
 
 def _made_by(upscaling: Mapping[str, Any] | None, train: Mapping[str, Any]) -> str:
-    """Return what makes a variant: its method, or one of the baselines: LoRA on the base, or the base itself."""
+    """Return the method of a variant, or the kind of baseline: LoRA on the base, or the base itself."""
     return str(upscaling["method"]) if upscaling is not None else "LoRA" if train.get("adapters") else "the base"
 
 
 def controls_table(findings: Findings) -> TextTable:
-    """Return the table of variants beside their null controls, which shows what addressing is worth."""
+    """Return the table of variants and their null controls, which shows what addressing contributes."""
     rows = [
         [variant.name, control, with_spread(lower, "{:+.4f}", interval=True), str(lower.count), verdict(lower)]
         for variant in findings.variants
@@ -176,7 +176,7 @@ def differences_table(findings: Findings) -> TextTable:
 def draw(findings: Findings) -> bytes:
     """Draw learning against what happened to other texts, a path of mean losses per variant with deviations at its end, as PNG.
 
-    Of variants that do not start at the base, the end alone is drawn. A ring marks the end of a certified variant.
+    For variants that do not start at the base, only the end is drawn. A ring marks the end of a certified variant.
     """
     import matplotlib
 
@@ -232,7 +232,7 @@ def plan_records(comparison: Comparison, variants: Sequence[Variant]) -> list[di
 
 
 def plan_table(records: Sequence[Mapping[str, Any]], has_controls: bool) -> TextTable:
-    """Return the plan of a comparison as a table, a row per record; a number that training alone knows is empty."""
+    """Return the plan of a comparison as a table, a row per record; numbers that only training knows are empty."""
     rows = []
     for one in records:
         row = {**one, "rates": ", ".join(one["rates"]), "done": f"{one['done']} of {one['runs']}"}
@@ -257,9 +257,9 @@ def as_json(findings: Findings, page: Path) -> dict[str, Any]:
 
 
 def write_report(root: Path, findings: Findings) -> Path:
-    """Write `report.html`, a page that needs no other file, and return its path.
+    """Write `report.html`, a self-contained page, and return its path.
 
-    Its picture, also `frontier.png`, needs matplotlib, and variants that are measured on domain and retention texts.
+    Its picture, also written as `frontier.png`, needs matplotlib, and variants that are measured on domain and retention texts.
     """
     comparison, pictures = findings.comparison, {}
     picture = root / "frontier.png"

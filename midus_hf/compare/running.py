@@ -28,10 +28,10 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 def run_all(
     comparison: Comparison, variants: Sequence[Variant], jobs: int = 1, devices: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Do all runs that have no result yet, and return why runs failed, by name.
+    """Do all runs that have no result yet, and return the reasons of failures, by name.
 
-    The base comes first. Then every variant is trained at each of its rates with the first seed, then at the rate that these runs
-    choose with the second seed, the third, and so on. Null controls come last, each at the rate of its variant. `jobs` runs work
+    The base comes first. Then every variant is trained at each of its rates with the first seed, then at the chosen rate with
+    the second seed, the third, and so on. Null controls come last, each at the rate of its variant. `jobs` runs work
     at a time and see all GPUs, or one on each of `devices`, numbers of GPUs. Raises a ValueError if the folder has a result of
     another request, or another comparison runs in the same folder.
     """
@@ -63,7 +63,7 @@ def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: 
 
 
 def runs_of(variants: Sequence[Variant], comparison: Comparison) -> tuple[list[Run], list[Run], list[Run]]:
-    """Return the searches of rates, and what follows from finished ones: other seeds, and null controls, at the chosen rates."""
+    """Return the searches of rates, and the runs that follow from finished ones: other seeds and null controls at chosen rates."""
     searches, repeats, controls = list[Run](), list[Run](), list[Run]()
     for variant in variants:
         own = searches_of(variant, comparison)
@@ -93,7 +93,7 @@ def _results(runs: Sequence[Run], comparison: Comparison) -> list[Result]:
 
 
 def _do(runs: Sequence[Run], comparison: Comparison, inputs: Inputs, places: Sequence[str | None]) -> dict[str, str]:
-    """Do the runs that have no result yet, one at a time on each device, and return why runs failed, by name."""
+    """Do the runs that have no result yet, one at a time on each device, and return the reasons of failures, by name."""
     waiting = deque[Run]()
     for run in runs:
         if read_result(run.folder(comparison)) is None:
@@ -131,7 +131,7 @@ def _do(runs: Sequence[Run], comparison: Comparison, inputs: Inputs, places: Seq
 def _start(
     run: Run, comparison: Comparison, text: str, device: str | None, num_places: int
 ) -> "subprocess.Popen[str]":
-    """Start the process of a run, which reads a specification, on one of several places; what it prints goes to the run's log."""
+    """Start the process of a run, which reads a specification, on one of several devices; its output goes to the run's log."""
     log = run.log(comparison)
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // num_places))
@@ -146,7 +146,7 @@ def _start(
             stdout=output,  # standard output of this process is for the report
             stderr=output,
             text=True,
-            start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends the others
+            start_new_session=True,  # a Ctrl-C reaches only this process, which then ends the others
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:

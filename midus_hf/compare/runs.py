@@ -1,4 +1,4 @@
-"""One run of a comparison, a variant at one rate with one seed: its name, keys and result, and what is checked before it begins."""
+"""One run of a comparison, a variant at one rate with one seed: its name, keys and result, and the checks before it starts."""
 
 import dataclasses
 import filecmp
@@ -39,11 +39,11 @@ class Run:
         return name if self.variant.is_base else f"{name}/{rate_name(self.rate)}/seed-{self.seed}"
 
     def folder(self, comparison: Comparison) -> Path:
-        """Return the folder of the run's models; its result and its log are beside it, as `FOLDER.json` and `FOLDER.log`."""
+        """Return the folder of the run's models; its result and its log are `FOLDER.json` and `FOLDER.log`."""
         return Path(comparison.output_dir) / "runs" / self.name
 
     def log(self, comparison: Comparison) -> Path:
-        """Return the file of what the process of the run prints."""
+        """Return the file with the output of the run's process."""
         return self.folder(comparison).with_name(f"{self.folder(comparison).name}.log")
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
@@ -95,14 +95,14 @@ class Result:
     """Result of a run, or of the base, whose curve is a single point.
 
     All losses are of packed sequences, in the precision of training. `tasks` are metrics of the trained model by task and name.
-    `shuffled` are losses after the rows of the trained model's value tables were permuted, and `saved` the losses of this model
-    before, with its weights as they are saved. `controls` are the null controls that the memory has, with what each changes; a run
+    `shuffled` are losses after the rows of the trained model's value tables were permuted, and `saved` the losses of the saved
+    model before that. `controls` are the null controls that the memory has, with what each changes; a run
     that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says whether the upscaled
-    model was verified to compute bit for bit what the base computes; None where nothing was upscaled or verified. `is_causal` says
+    model was verified to compute the same as the base, bit for bit; None if nothing was upscaled or verified. `is_causal` says
     whether every token is computed without later tokens, `is_certified` whether the trained model came with a certificate of
-    protected texts. `tokens` and `seconds` count training alone. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the
-    resident memory of the process, up to the end of training. `request` has all keys that the result depends on, and `origin` what
-    they led to: digests of `data` and `base`, the `code` and the `machine`.
+    protected texts. `tokens` and `seconds` count only training. `peak_memory_bytes` is the memory that PyTorch allocated on a GPU,
+    else the resident memory of the process, up to the end of training. `request` has all keys that the result depends on, and
+    `origin` has digests of `data` and `base`, the `code` and the `machine`.
     """
 
     variant: str
@@ -128,7 +128,7 @@ class Result:
 
     @property
     def starts_elsewhere(self) -> bool:
-        """True if the run upscaled, and the upscaled model was not verified to start from what the base computes."""
+        """True if the run upscaled, and the upscaled model was not verified to start at the base."""
         return self.request.get("upscale") is not None and not self.starts_at_base
 
     @property
@@ -154,7 +154,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Write the result of the run with a folder beside the folder, whole or not at all."""
+    """Write the result of a run next to its folder, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder.with_name(f"{folder.name}.json")) as partial:
         partial.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")
@@ -177,7 +177,7 @@ def runs_at(rate: Rate, variant: Variant, comparison: Comparison) -> list[Run]:
 
 
 def tokens_of(variant: Variant) -> int | None:
-    """Return how many tokens a run of a variant trains on; None where its keys give no number of steps."""
+    """Return how many tokens a run of a variant trains on; None if its keys give no number of steps."""
     sizes = [finite_number(variant.train.get(name, default)) for name, default in _SIZES.items()]
     known = [size for size in sizes if size is not None and size >= 0]
     return None if len(known) < len(sizes) else int(math.prod(known)) * _window_keys(variant.train)["sequence_length"]
@@ -200,7 +200,7 @@ def _window_keys(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
-    """Return the dotted names of keys that differ between two requests; no key, no value and an empty mapping are alike."""
+    """Return the dotted names of keys that differ between two requests; a missing key, null and an empty mapping are equal."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now or (before in (None, {}) and now in (None, {})) else [prefix or "all"]
     return [
@@ -211,7 +211,7 @@ def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check what a run would refuse too late: keys of runs, corpora, texts, tasks, and the base's tokenizer and positions.
+    """Check early what a run would refuse late: keys of runs, corpora, texts, tasks, and the base's tokenizer and positions.
 
     Raises a ValueError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed. Texts are cached as tokens.
     """
@@ -251,7 +251,7 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
 
 
 def _overlap(first: Path, second: Path) -> bool:
-    """Return whether one of two paths lies in the other, or both are files with the same content."""
+    """Return whether one of two paths is inside the other, or both are files with the same content."""
     one, other = first.resolve(), second.resolve()
     if one.is_relative_to(other) or other.is_relative_to(one):
         return True
@@ -259,7 +259,7 @@ def _overlap(first: Path, second: Path) -> bool:
 
 
 def _check_corpora(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check that `midus train` can read the corpora of all variants that lie here; a dataset of the Hub would be downloaded whole."""
+    """Check that `midus train` can read the local corpora of all variants; a dataset of the Hub would have to be downloaded."""
     from midus_hf.data.corpus import may_be_dataset_id, read_corpus
 
     assert isinstance(comparison.train, Mapping), "files have been read"

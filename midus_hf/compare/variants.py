@@ -1,4 +1,4 @@
-"""Variants of a comparison, ready to run: their files are read, their parameters counted; and the null controls beside them."""
+"""Variants of a comparison, ready to run, with their files read and parameters counted; and their null controls."""
 
 import copy
 import dataclasses
@@ -28,10 +28,10 @@ _RATES_OF_VALUES = ("value_learning_rate", "key_value_learning_rate")
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of a comparison: keys of `upscale --config`, None where the base itself is trained, and keys of `midus train`.
+    """A variant of a comparison: keys of `upscale --config`, None if the base itself is trained, and keys of `midus train`.
 
-    The variant named `base` stands for the base itself, which is measured alone. A null control is called `VARIANT+CONTROL`;
-    `control` and `control_of` are its two names. `trained_parameters` is None where only training knows.
+    The variant named `base` is the base itself, which is only measured. A null control is called `VARIANT+CONTROL`;
+    `control` and `control_of` are its two names. `trained_parameters` is None if only training knows.
     """
 
     name: str
@@ -75,7 +75,7 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, _OWN_TRAINING_KEYS)}
     listed = options.rates or comparison.rates or [{}]
     if options.upscale is None:
-        # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
+        # A plain base does not record which parameters to train: all are trained, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
         types = [entry.get("type") for entry in base.get("memory") or []]
@@ -116,10 +116,10 @@ def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) 
 
 
 def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str], rates: Sequence[Any]) -> list[Rate]:
-    """Return rates as keys of `midus train`. A plain number is a rate of new parts, of which values of memories learn faster.
+    """Return rates as keys of `midus train`. A plain number is the rate of new parameters; values of memories learn faster.
 
-    It is the rate of everything where no values train, their rate is among the keys, or more than new parts trains, by what the
-    upscaling of the model recorded as `trainable`, None for a plain model.
+    It is the rate of everything if no values are trained, if their rate is among the keys, or if more than new parameters is
+    trained, by the `trainable` that upscaling recorded, None for a plain model.
     """
     has_own = any(train.get(key) is not None for key in _RATES_OF_VALUES)
     apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_own
@@ -179,13 +179,13 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
 
 def allowed_controls(variant: Variant, available: Controls) -> list[str]:
     """Return the names of the null controls that a variant's memory has and its training allows."""
-    # A null control that trains only certain roles would, beside a variant that trains the base as well, lack more than addressing.
+    # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
     trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
     return [name for name, change in available.items() if not (trains_more and change["trainable"])]
 
 
 def control_variants(variant: Variant, available: Controls, rate: Rate) -> list[Variant]:
-    """Return the variants to train as null controls of a variant, each of which differs from it by one change alone."""
+    """Return the variants to train as null controls of a variant, each of which differs from it by a single change."""
     assert variant.upscale is not None or not available, "a variant without an upscaling has no memory"
     controls = []
     for name in allowed_controls(variant, available):

@@ -1,4 +1,4 @@
-"""Texts of a corpus as rows of a `datasets.Dataset`: files, folders, repositories of datasets, the Hub; and paths in rows."""
+"""Texts of a corpus as rows of a `datasets.Dataset`, from files, folders, dataset repositories and the Hub; and paths in rows."""
 
 import codecs
 import contextlib
@@ -22,7 +22,7 @@ from midus_hf.model_names import check_hub_id
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Kinds of files by the ending of their names; the name of a kind is that of its reader, which is `csv` for `tsv`.
+# Kinds of files by file extension; the name of a kind is that of its reader, which is `csv` for `tsv`.
 KINDS = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -30,7 +30,7 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# Compressed files by the ending of their names, with the names that `fsspec` has for compressions.
+# Compressed files by file extension, with the names of compressions in `fsspec`.
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
 # Separators of fields by the kind of table.
@@ -52,16 +52,16 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text; of a folder alone, without a split, its name below the folder is under `file`. JSON (a list, or an
-    object per line), CSV and Parquet have a text per row. Values of JSON are what they are, columns of CSV are text. Text, JSON
-    and CSV may be compressed. Of a folder, files of one kind are read, rows before text, by the splits that `datasets` finds in
-    their names or its card. Lines on standard error say which files are not read, and that blank texts are left out.
+    A text file is one text; if a single folder is read without a split, its name relative to the folder is in the column `file`. JSON
+    (a list, or an object per line), CSV and Parquet have a text per row. Values of JSON keep their types, columns of CSV are text.
+    Text, JSON and CSV may be compressed. In a folder, only files of one kind are read, rows in preference to text, by the splits that
+    `datasets` finds in their names or the folder's card. Files that are not read and blank texts are reported on standard error.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
         key: Key of the arguments that names the corpus, for messages.
         split: Split of the corpus, perhaps with a slice as in `"train[:10%]"`. Default: the only one, or `train`.
-        name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
+        name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's default.
         text_column: Column that holds the text.
 
     Raises:
@@ -136,7 +136,7 @@ def read_rows(
 
 
 class DocumentPaths(NamedTuple):
-    """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if it is named."""
+    """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if the rows have it."""
 
     paths: np.ndarray
     tree: str | None
@@ -146,7 +146,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     """Read the paths of texts from a column of their rows, which messages call `label`.
 
     Raises:
-        ValueError: If the column is missing, a row has no path, or one of another length than the first row's, or texts name
+        ValueError: If the column is missing, a row has no path or one whose length differs from the first row's, or texts name
             different trees.
     """
     if path_column not in rows.column_names:
@@ -242,7 +242,7 @@ def _read_source(
 
 @contextlib.contextmanager
 def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
-    """Turn what `datasets` raises inside the context into a `ValueError` in one line, which begins and ends as given."""
+    """Turn errors of `datasets` within the context into a one-line `ValueError` with the given beginning and end."""
     try:
         yield
     except Exception as error:
@@ -255,7 +255,7 @@ def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
 
 
 def _declares_data(folder: Path) -> bool:
-    """Return whether a folder is a repository of a dataset, whose card says which files are its data."""
+    """Return whether a folder is a dataset repository, whose card lists its data files."""
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
@@ -263,14 +263,14 @@ def _declares_data(folder: Path) -> bool:
 
 
 def _read_declared(key: str, source: str, path: Path, split: str | None, name: str | None) -> Any:
-    """Return the rows of a dataset of the Hub, or of the files that the card of a folder names, and say which are not read."""
+    """Return the rows of a dataset of the Hub, or of the files that a folder's card names, and print which are not read."""
     import datasets
 
     from midus_hf.data.readers import data_files_of, with_own_reader
 
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
-        check_hub_id(key, source, "dataset")  # `datasets` asks for half a minute where nobody answers
+        check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
     with _reading(subject):
         declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
         files, text = declared.config.data_files, None
@@ -287,7 +287,7 @@ def _read_declared(key: str, source: str, path: Path, split: str | None, name: s
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
-    """Refuse files that only stand for others."""
+    """Refuse files that are only pointers to others."""
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
@@ -297,7 +297,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
 
 
 def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
-    """Return the rows of a file, or of the files of one kind in a folder, and say which are not read."""
+    """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
     from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
     files = _files_of(key, path)
@@ -350,7 +350,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         return rows
     texts = builder.as_dataset(split="train")
     for file, text in zip(read, texts["text"], strict=False):
-        if "\0" in text:  # zero bytes are valid UTF-8, but no text
+        if "\0" in text:  # zero bytes are valid UTF-8, but not text
             raise ValueError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
             )
@@ -367,7 +367,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
 
 
 def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, usual: str) -> None:
-    """Say what differs from a row in each line, between tabs or commas."""
+    """Print where a table differs from one row per line, separated by tabs or commas."""
     import fsspec
 
     separator, phrases = builder.config.sep, []
@@ -392,19 +392,19 @@ def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, us
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
-    """Return a file, or the sorted files of a folder, and links to folders, which are not entered, without hidden ones."""
+    """Return a file, or the sorted files of a folder, including links to folders (which are not followed), without hidden ones."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
         files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
     with _reading(f"{key} is {str(path)!r}"):
         for file in files:
-            file.stat()  # `datasets` would pass over a link to what is gone
+            file.stat()  # `datasets` would skip a broken link
     return files
 
 
 def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of a folder by the splits that `datasets` finds in names. If none is `train`, files of no split are."""
+    """Return the files of a folder by the splits that `datasets` finds in names. If none is `train`, files without a split are."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
@@ -418,7 +418,7 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
 
 
 def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
-    """Say which files of a folder are not read."""
+    """Print which files of a folder are not read."""
     named = {file.resolve() for file in read}
     others = [file for file in files if file.resolve() not in named]
     unread = Counter("linked folder" if file.is_dir() else "".join(file.suffixes[-2:]) or file.name for file in others)

@@ -1,7 +1,7 @@
 """Texts packed into sequences of one length, as Trainers read them.
 
-Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are laid end to end. The
-row of tokens is cut every `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than 1 % of the
+Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are concatenated. The
+tokens are cut every `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than 1 % of the
 tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
 """
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Label of tokens that losses of transformers leave out.
+# Label of tokens that losses of transformers ignore.
 IGNORED_LABEL = -100
 
-# To be changed with whatever changes the sequences of a text, so that sequences in the cache are not taken for new ones.
+# Change this with any change to the sequences of a text, so that cached sequences are not reused.
 _PROCEDURE = "3"
 _TEXTS_A_BATCH = 1000
-# A remainder of no more than this share of the tokens is dropped.
+# A remainder of at most this share of the tokens is dropped.
 _DROPPED_SHARE = 0.01
 
 
 class PackedTexts(NamedTuple):
-    """Sequences, the number of tokens of the texts, of tokens in no sequence, and whether a sequence is filled up at the end."""
+    """Sequences, the number of tokens of the texts, of dropped tokens, and whether a sequence is padded at the end."""
 
     sequences: "Dataset"
     tokens: int
@@ -60,8 +60,8 @@ def packed_sequences(
 ) -> PackedTexts:
     """Return texts as rows with `input_ids` `[T]`, of which the last may be shorter.
 
-    With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart where a text
-    begins, and `labels` `[T]`, in which the first token of each text is no label, since nothing that it attends to predicts it.
+    With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart at each
+    text, and `labels` `[T]`, in which the first token of each text is ignored, since it has no context to be predicted from.
     `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
@@ -112,8 +112,8 @@ def leaf_sequences(
     """Return texts as sequences within the leaves of a tree (hierarchical memories, appendix A.2), with `labels` and `memory_ids`.
 
     A leaf is a node of the deepest level, `depth`, that has blocks, so all texts of a leaf fetch the same blocks, by the path of the
-    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, filled up with EOS on which no loss is computed: a
-    leaf may have little text, and its blocks learn from no other text. A remainder of one token is left out: nothing predicts it.
+    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss: a
+    leaf may have little text, and its blocks learn from no other text. A remainder of one token is dropped: nothing predicts it.
     """
     levels = paths[:, :depth]
     order = np.lexsort(levels.T[::-1])
@@ -179,13 +179,13 @@ def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size
 class Packer:
     """Cuts rows of tokens, batch by batch, into sequences.
 
-    With `documents_apart`, sequences have positions and labels. With `fill`, rows are of leaves, whose last sequences are filled up
+    With `documents_apart`, sequences have positions and labels. With `fill`, rows belong to leaves, whose last sequences are padded
     with this token; otherwise the remainder waits for the next batch.
     """
 
     def __init__(self, sequence_length: int, documents_apart: bool, fill: int | None = None):
         self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
-        self.continues = False  # whether the first piece goes on with a text whose beginning is in a sequence
+        self.continues = False  # whether the first piece continues a text whose beginning is in a sequence
         self._pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
         self._path: Any = None  # of the first text of the leaf that these belong to
         has_labels = documents_apart or fill is not None
@@ -207,7 +207,7 @@ class Packer:
         return packed
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
-        """Cut as many sequences as there are tokens for; at the end of a leaf, a filled up one that predicts a token."""
+        """Cut as many sequences as there are tokens for; at the end of a leaf, also a padded one if it predicts a token."""
         length = self.sequence_length
         tokens = np.concatenate(self._pieces)
         starts = np.zeros(len(tokens), bool)
@@ -236,7 +236,7 @@ class Packer:
 
 
 def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":
-    """Return the sequences that a packer cuts from rows of tokens, from the cache where these and its settings are equal."""
+    """Return the sequences that a packer cuts from rows of tokens, from the cache if rows and settings are equal."""
     from datasets.fingerprint import Hasher
 
     return tokens.map(
@@ -257,9 +257,9 @@ def _features_of(*names: str) -> Any:
 
 
 def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:
-    """Return the columns of rows as tensors `[B, T]`, int64; tokens are their own labels where rows have none.
+    """Return the columns of rows as tensors `[B, T]`, int64; labels default to the tokens.
 
-    A shorter row is filled up behind its end: with the token `fill`, on which no loss is computed, and to which no other token
+    A shorter row is padded at its end with the token `fill`, which has no loss, and to which no other token
     attends. Only batches with such a row have an attention mask, unless positions keep texts apart.
     """
     missing = [sequence_length - len(row["input_ids"]) for row in rows]
@@ -273,6 +273,6 @@ def _filled_up(row: dict[str, Any], count: int, fill: int) -> dict[str, Any]:
     tokens = row["input_ids"]
     labels = [*row.get("labels", tokens), *[IGNORED_LABEL] * count]
     filled = {**row, "input_ids": [*tokens, *[fill] * count], "labels": labels}
-    if "position_ids" in row:  # what fills up is a text of its own
+    if "position_ids" in row:  # padding counts as a separate text
         return {**filled, "position_ids": [*row["position_ids"], *range(count)]}
     return {**filled, "attention_mask": [1] * len(tokens) + [0] * count}

@@ -1,7 +1,7 @@
-"""Readers of JSON and of tables for `datasets` that take text for text.
+"""Readers of JSON and of tables for `datasets` that keep text as text.
 
-The readers of `datasets` guess types from what values look like, so that "2004-01-25" becomes a date, `007` a number, and a null
-stands for whatever another row has.
+The readers of `datasets` guess types from the look of values: "2004-01-25" becomes a date, `007` a number, and a null
+gets the type of other rows.
 """
 
 import csv
@@ -31,7 +31,7 @@ from datasets.table import array_cast
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
 
-# Changes with what the readers make of a file, so that the cache of `datasets` keeps no older rows.
+# Change this with any change of the readers, so that the cache of `datasets` does not return older rows.
 VERSION = "midus-2"
 
 _CHARACTERS_AT_ONCE = 10 << 20
@@ -63,7 +63,7 @@ with warnings.catch_warnings(action="ignore", category=UserWarning):  # "experim
 
 
 class _OtherColumnsError(Exception):
-    """Rows have columns, or values that are no text, which the rows before them lack."""
+    """Rows have columns, or values that are not text, which earlier rows lack."""
 
 
 class JsonReader(Json):
@@ -163,7 +163,7 @@ class TableReader(Csv):
                         yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
 
     def _checked(self, file: str) -> dict[str, Any]:
-        """Return the options that the first line of a table stands for, or refuse quotes that would swallow rows."""
+        """Return the options that follow from the first line of a table, or refuse quotes that would swallow rows."""
         config = self.config
         encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
         with open(file, encoding=encoding, errors=config.encoding_errors, newline="") as opened:
@@ -200,7 +200,7 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
     return READERS[kind](
         dataset_name=declared.dataset_name,
         config_name=config.name,
-        config_id=declared.config_id if declared.repo_id else None,  # by which it is found without a network
+        config_id=declared.config_id if declared.repo_id else None,  # which makes it available offline
         repo_id=declared.repo_id,
         base_path=declared.base_path,
         hash=VERSION,
@@ -210,7 +210,7 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
 
 
 def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split as `datasets` takes them. Its cache knows them by their state, not by their time alone."""
+    """Return the files of each split as `datasets` takes them. Its cache identifies them by their state, not only by their time."""
 
     def state(file: Path) -> tuple[str]:
         of_disk = file.stat()
@@ -224,12 +224,12 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
 
 
 def quoting_of(separator: str, usual: str) -> int:
-    """Return how fields of a table may stand in quotes, as `csv` says it; where tabs are `usual`, in a TSV file, quotes are text."""
+    """Return how fields of a table may be quoted, as a constant of `csv`; where tabs are `usual`, in a TSV file, quotes are text."""
     return csv.QUOTE_NONE if separator == usual == "\t" else csv.QUOTE_MINIMAL
 
 
 def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
-    """Return what separates the fields of tables, each with its compression or None: `usual`, or what does in their first lines."""
+    """Return what separates the fields of tables, each with its compression or None: `usual`, or the one in their first lines."""
     found = {}
     for table, compression in tables.items():
         with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:

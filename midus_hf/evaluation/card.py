@@ -16,12 +16,12 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import atomic_write
 
 _TASK: dict[str, Any] = {"task_type": "text-generation", "task_name": "Text Generation"}
-# Metrics of lm-eval that the Hub has under another name.
+# Metrics of lm-eval that have another name on the Hub.
 _TYPES = {"acc": "accuracy"}
 
 
 def check_cards(models: Sequence[str]) -> None:
-    """Raise `ValueError` if a model is no folder that can be written to, or if its card cannot be read."""
+    """Raise `ValueError` if a model is not a writable folder, or if its card cannot be read."""
     for name in models:
         if not Path(name).is_dir() or not os.access(name, os.W_OK):
             raise ValueError(
@@ -32,7 +32,7 @@ def check_cards(models: Sequence[str]) -> None:
 
 
 def write_results(report: dict[str, Any]) -> list[str]:
-    """Write what `evaluate` returned of each folder into its card; a new value of the same measure replaces the old one.
+    """Write the results of `evaluate` for each folder into its card; a new value of the same measure replaces the old one.
 
     Returns:
         A line about each card that was written, and about each result that was not.
@@ -67,12 +67,12 @@ def _read(folder: Path) -> ModelCard:
 
 
 def _measure(result: EvalResult) -> str:
-    """Return what was measured and how, without the value; a dataset's results share one name of it in the metadata."""
+    """Return what was measured and how, without the value; results on one dataset share its name in the metadata."""
     return repr(dataclasses.replace(result, metric_value=None, dataset_name="", verify_token=None))
 
 
 def _results(measured: dict[str, Any], settings: dict[str, Any]) -> tuple[list[EvalResult], list[str]]:
-    """Return the results of a model, and why others are left out."""
+    """Return the results of a model, and the reasons for leaving out others."""
     results, left_out = [], []
 
     def add(name: str, dataset: dict[str, Any], metric: str, value: float, **how: Any) -> None:

@@ -25,9 +25,7 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
     """Evaluate models, and return a report. As much as possible is checked before the first model is loaded."""
     usable_device(settings.device)
     if settings.retriever is not None:
-        ClusterTree.load(
-            settings.retriever
-        )  # a tree that cannot be read is refused, also where no model fetches blocks
+        ClusterTree.load(settings.retriever)  # a tree that cannot be read is refused, even if no model fetches blocks
     documents = tasks = written = None
     dataset: dict[str, str | None] = {"id": None, "config": None, "split": None}
     if settings.text is not None:
@@ -94,7 +92,7 @@ def _measure(
 def _path_finder(
     model: PreTrainedModel, settings: EvaluationSettings, written: DocumentPaths | None
 ) -> PathFinder | None:
-    """Return the function that finds the paths of a model's texts, by the retriever or as written beside them; None without paths."""
+    """Return the function that finds the paths of a model's texts, by the retriever or from their column; None without paths."""
     if not fetches_blocks(model):
         return None
     retriever = open_retriever(model, settings.retriever)

@@ -1,4 +1,4 @@
-"""The blocks of a question's path, which a model fetches from a bank while the harness asks."""
+"""Fetching of the blocks of each question's path from a bank while the harness runs a model."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ PathFinder = Callable[[Sequence[str]], torch.Tensor]
 
 @contextlib.contextmanager
 def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
-    """Let every row of every forward pass fetch the blocks of one path while the context is open, whoever calls the model."""
+    """Make every row of every forward pass fetch the blocks of one path within the context, whatever calls the model."""
 
     def add_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = args[0] if args else kwargs.get("input_ids")
@@ -40,7 +40,7 @@ def fetches_blocks(model: Any) -> bool:
 
 
 def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
-    """Return the retriever that finds the paths of texts in a tree, after a check that it is the model's; None without a tree."""
+    """Return the retriever of a tree, after checking that it is the model's tree; None without a tree."""
     if tree is None:
         return None
     if not fetches_blocks(model):
@@ -55,7 +55,7 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
 
 
 def check_tree_of(model: Any, tree: "ClusterTree") -> None:
-    """Refuse a tree that is not the one by which the texts of a model fetch blocks, nor was grown from it."""
+    """Refuse a tree that is neither the one of the model's banks nor grown from it."""
     for name, layout in model.banks.layouts.items():
         if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
             raise ValueError(

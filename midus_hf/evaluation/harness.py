@@ -73,7 +73,7 @@ class FetchingLM(HFLM):
 
 
 class _LocalTask(ConfigurableTask):
-    """A local task. Its rows are read as those of a corpus: the reader of `datasets` makes dates of answers."""
+    """A local task. Its rows are read like those of a corpus, since the reader of `datasets` turns answers into dates."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -114,7 +114,7 @@ class Tasks:
         find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model, in eval mode and on its device, on the tasks."""
-        # What is random is seeded as by the harness's own command; some tasks choose their worked examples so.
+        # Random choices are seeded as by the harness's command; some tasks choose their worked examples at random.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
@@ -162,7 +162,7 @@ def _dataset_of(task: Any) -> dict[str, str | None]:
 
 
 def _plain(value: Any) -> float | int | str | None:
-    """Return a metric as JSON can hold it: a finite number, None or text. A caller's own task may return any type."""
+    """Return a metric as JSON can hold it: a finite number, None or text. Tasks of other packages may return any type."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, (int, float)):
         return value if math.isfinite(value) else None
@@ -170,7 +170,7 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _task_manager(names: set[str], include_path: str | Path | None) -> TaskManager:
-    """Return a task manager with the names, without the harness's own tasks if no name needs them: finding them takes long."""
+    """Return a task manager with the names, without the harness's tasks if no name needs them, since finding them takes long."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
     if names <= set(manager.all_tasks):

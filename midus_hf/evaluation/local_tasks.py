@@ -16,7 +16,7 @@ from midus_hf.files.json_text import parse_json
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
-# Name of the task whose rows a person writes.
+# Name of the task whose rows are written by users.
 _FACTS = "facts"
 
 
@@ -46,7 +46,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
 
 def _check_facts(path: Path, config: dict[str, Any]) -> None:
-    """Refuse rows that are no question with answers, and answers that no generated text could equal."""
+    """Refuse rows that are not a question with answers, and answers that no generated text could equal."""
     first_clause, *_ = config["filter_list"][0]["filter"]
     with path.open(encoding="utf-8-sig", errors="replace") as file:  # the reader refuses what is no text
         for number, line in enumerate(file, start=1):
@@ -74,6 +74,6 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
 
 
 def _compared_part(config: Mapping[str, Any], answer: str) -> str:
-    """Return what of an answer is compared, without what the configuration of its task ignores."""
+    """Return the part of an answer that is compared, without what the task's configuration ignores."""
     ignored = "|".join(config["metric_list"][0]["regexes_to_ignore"])
     return re.sub(ignored, "", answer, flags=re.IGNORECASE).strip(string.punctuation)

@@ -1,4 +1,4 @@
-"""Contexts that hide what libraries write and nobody needs to read: advice, chatter and progress bars."""
+"""Contexts that hide the output of libraries: warnings, logs and progress bars."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from midus_hf.library_bars import without_library_bars
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, bars of transformers and all standard output while the context is open."""
+    """Hide warnings, logs below errors, progress bars of transformers and all standard output within the context."""
     before = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -26,7 +26,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide standard error, such as bars that cannot be turned off, while the context is open. Logged errors still appear."""
+    """Hide standard error, such as progress bars that cannot be turned off, within the context. Logged errors still appear."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.ERROR)
     logging.root.addHandler(handler)

@@ -7,7 +7,7 @@ from midus_hf.model_names import check_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Request of what is measured of models, and how. Paths are relative to the current folder."""
+    """Settings of an evaluation: what is measured, and how. Paths are relative to the current folder."""
 
     text: str | None = None
     column: str = "text"

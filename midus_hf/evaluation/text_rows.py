@@ -99,7 +99,7 @@ def text_rows(
 ) -> TextRows:
     """Tokenize documents one by one without special tokens, and cut them into rows in which every token is predicted once.
 
-    If the tokenizer writes a BOS token by itself (Llama, Gemma), each row begins with the BOS token. If it does not (Qwen, SmolLM),
+    If the tokenizer adds a BOS token (Llama, Gemma), each row begins with the BOS token. If it does not (Qwen, SmolLM),
     a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows come first.
 
     Args:
@@ -109,9 +109,9 @@ def text_rows(
         config: Config of the models that will read the rows.
         sequence_length: Tokens that are predicted per row; the last row of a document has fewer. Default: 1024, or the longest that
             the model was made for if that is shorter.
-        max_tokens: Greatest number of tokens to predict, in rows that are spread evenly over the text, one row at least. Default:
+        max_tokens: Largest number of tokens to predict, in rows that are evenly spread over the text, at least one row. Default:
             all.
-        joined: Whether documents are laid end to end, with a blank line between them, as one document. Default: False.
+        joined: Whether documents are concatenated, with a blank line between them, into one document. Default: False.
 
     Raises:
         ValueError: If an option is out of range, or if the text is too short.
@@ -153,13 +153,13 @@ def _spread(rows: list[Any], kept: int) -> list[Any]:
 
 
 def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the BOS token if the tokenizer puts this token before a text by itself, else None."""
+    """Return the id of the BOS token if the tokenizer adds it before a text, else None."""
     first = tokenizer("a").input_ids[:1]  # empty if the vocabulary has no token for the letter
     return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
 def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torch.Tensor:
-    """Return the tokens of documents that are laid end to end, with a blank line between them, `[T]`, int64."""
+    """Return the tokens of concatenated documents, with a blank line between them, `[T]`, int64."""
     texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
     ids = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
     return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int64)
@@ -167,7 +167,7 @@ def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torc
 
 @contextlib.contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model in eval mode while the context is open, without gradients."""
+    """Put a model in eval mode within the context, without gradients."""
     was_training = model.training
     model.eval()
     try:
@@ -178,9 +178,9 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -> RowLosses:
-    """Let a model read a text, and return its losses, computed in float32 or better and summed in float64.
+    """Run a model on a text, and return its losses, computed in float32 or wider and summed in float64.
 
-    A terminal shows a bar meanwhile.
+    A terminal shows a progress bar.
 
     Args:
         model: A causal language model. It is in eval mode while it reads.

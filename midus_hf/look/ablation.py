@@ -102,7 +102,7 @@ def ablation_table(ablation: Ablation) -> TextTable:
 
 
 def ablation_finding(ablation: Ablation) -> str:
-    """Return in one sentence what all added parts do together, and which single part does most."""
+    """Return in one sentence the effect of all added parts together, and the single part with the largest effect."""
     together = [f"{row.effect:+.4f} on {row.text}" for row in ablation.effects if row.part == _ALL]
     single = [row for row in ablation.effects if row.part != _ALL]
     most = max(single, key=lambda row: abs(row.effect.difference))

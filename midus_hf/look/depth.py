@@ -117,7 +117,7 @@ _Watcher = Callable[[torch.Tensor, torch.Tensor, Any, Mapping[str, Any], torch.T
 
 @contextlib.contextmanager
 def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watcher]]) -> Iterator[None]:
-    """Call functions after each attention of their memory to the depth, without gradients, while the context is open."""
+    """Call functions after each attention of their memory to the depth, without gradients, within the context."""
     real: list[torch.Tensor | None] = [None]
 
     def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,12 +157,12 @@ def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch
 def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
     """Record, while the context is open, how each head divides its attention between the sequence and the slots of the depth.
 
-    A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed beside the
-    forward pass, whose output does not change. They are summed over all tokens but padding, so the size of the records does not
-    grow with the text. Compiled models run uncompiled while the context is open.
+    A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed in addition to the
+    forward pass, whose output does not change. They are summed over all tokens except padding, so the size of the records does not
+    grow with the text. Compiled models run uncompiled within the context.
 
     Args:
-        model: A causal language model whose decoder has `layers`. It has additional hooks while the context is open.
+        model: A causal language model whose decoder has `layers`. It has additional hooks within the context.
 
     Yields:
         A reading per layer that reads the depth, in the order of layers.
@@ -197,7 +197,7 @@ class DepthMap:
 
 
 def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int) -> DepthMap:
-    """Let a model read a text, and return the shares that one head gives to keys and slots (MoDA, figure 5)."""
+    """Run a model on a text, and return the shares that one head gives to keys and slots (MoDA, figure 5)."""
     readers = {hosted.layer: (hosted, slots) for hosted, slots in _readers(model)}
     if layer not in readers:
         raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
@@ -233,14 +233,14 @@ def depth_rows(readings: Sequence[DepthReading]) -> list[dict[str, Any]]:
 
 
 def depth_finding(readings: Sequence[DepthReading]) -> str:
-    """Return in one sentence which layer reads most of the depth."""
+    """Return in one sentence which layer reads the depth most."""
     shares = {reading.layer: reading.shares.sum(1).mean().item() for reading in readings}
     layer = max(shares, key=lambda layer: shares[layer])
     return f"Layer {layer} reads most of earlier layers: {shares[layer]:.1%}, the mean over its heads."
 
 
 def depth_table(readings: Sequence[DepthReading]) -> TextTable:
-    """Return a table of what each layer reads of the depth and of the sequence, and of the slots that it reads most."""
+    """Return a table of the shares of the depth and the sequence in each layer, and of the slots that it reads most."""
     rows = []
     for reading in readings:
         shares = reading.shares.mean(0)

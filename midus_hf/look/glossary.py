@@ -1,4 +1,4 @@
-"""Whether the texts of a glossary come back: what a model with packs says of its own entries, and which names are found."""
+"""Check of a glossary: whether a model with packs reproduces the texts of its entries, and which names are found."""
 
 import itertools
 import re
@@ -50,10 +50,10 @@ _WRITINGS: Mapping[str, Callable[[str], str]] = {
 
 
 class Value(NamedTuple):
-    """A value that an entry's text states.
+    """A value in an entry's text.
 
     Args:
-        prompt: The sentence up to the value, without the space in front of it.
+        prompt: The sentence up to the value, without the space before it.
         text: The value, with that space.
     """
 
@@ -63,14 +63,14 @@ class Value(NamedTuple):
 
 @dataclass
 class EntryCheck:
-    """What came of one entry.
+    """Result of the check of one entry.
 
     Args:
         name: Its first name.
         values: Its values.
         right: Whether each came back, by what was read: `packs`, `without` and `front`.
-        not_found: Ways of writing a name that open nothing.
-        within: Names of other entries that hold one of its names.
+        not_found: Spellings of a name that open nothing.
+        within: Names of other entries that contain one of its names.
     """
 
     name: str
@@ -91,7 +91,7 @@ class EntryCheck:
 
 
 def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) -> list[EntryCheck]:
-    """Ask a model for the values of its own entries, and look for their names.
+    """Check whether a model reproduces the values of its glossary's entries, and whether their names are found.
 
     Args:
         model: A model with packs, which `from_pretrained` loaded.
@@ -99,7 +99,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
         batch_size: Values per forward pass.
 
     Returns:
-        One per entry, those first that lack most values.
+        One per entry, those with the most missing values first.
 
     Raises:
         ValueError: If the model has no packs.
@@ -140,7 +140,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
 
 
 def values_of(text: str, names: Sequence[str]) -> list[Value]:
-    """Return the numbers and names that a text states within its sentences, but for the entry's own names."""
+    """Return the numbers and names in the sentences of a text, except the names of the entry."""
     own = {word for name in names for word in re.findall(r"\w+", name.lower())}
     values = []
     for sentence in filter(None, map(str.strip, _SENTENCE_END.split(text))):
@@ -154,7 +154,7 @@ def values_of(text: str, names: Sequence[str]) -> list[Value]:
 
 
 def _not_found(glossary: Glossary, names: Sequence[str]) -> list[str]:
-    """Return ways of writing names that do not open their entry, each with the name."""
+    """Return spellings of names that do not open their entry, each with the name."""
     number = glossary.number(names[0])
     found = []
     for name in names:
@@ -166,7 +166,7 @@ def _not_found(glossary: Glossary, names: Sequence[str]) -> list[str]:
 
 
 def _holding(glossary: Glossary) -> dict[tuple[str, ...], list[str]]:
-    """Return for the names of an entry the names of other entries that hold one of them."""
+    """Return the names of other entries that contain a name of an entry."""
     holding: dict[tuple[str, ...], list[str]] = {}
     for entry in glossary:
         number = glossary.number(entry.names[0])
@@ -218,7 +218,7 @@ def share_of_values(rows: Sequence[Row]) -> float:
 
 
 def glossary_finding(rows: Sequence[Row]) -> str:
-    """Return in a sentence how many values come back."""
+    """Return in a sentence how many values are reproduced."""
     values, right, without, front = (sum(row[key] for row in rows) for key in ("values", "right", "without", "front"))
     said = (
         f"{right:,} of {values:,} values come back with packs, {without:,} without, {front:,} with the text in front."

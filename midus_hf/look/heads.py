@@ -31,7 +31,7 @@ class HeadImportance:
 
     Args:
         layers: Indices of the measured layers, ascending: all layers whose attention has an output projection.
-        base_layers: Index in the base of each measured layer, if the config records the base's layers; otherwise its own index.
+        base_layers: Index in the base of each measured layer, if the config records the base's layers; otherwise the layer's index.
         absolute: Mean over tokens of `|a_h . dLoss/da_h|`, `[L, H]`, float64 (Bansal et al.). In the last layer only the tokens
             that predict the answer have a gradient, and only these tokens count.
         answers: Number of answers.
@@ -46,9 +46,9 @@ class HeadImportance:
 
 
 def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadImportance:
-    """Measure how much heads matter for answers, by the product of each head's output and its gradient of the loss.
+    """Measure the importance of heads for answers, by the product of each head's output and its gradient of the loss.
 
-    A head's output is its part of the input of attention's output projection, whichever attention computed it. The loss of an
+    A head's output is its part of the input of attention's output projection, for any attention implementation. The loss of an
     answer is summed over the answer's tokens, so that scores do not depend on how answers would be batched. The model is not
     changed: gradients are taken with respect to activations, not weights.
 
@@ -137,7 +137,7 @@ def task_answers(
 
 
 def _right_answer(name: str, task: Any, document: Any) -> str:
-    """Return the right answer of a question, with the delimiter in front that separates a prompt from its answer."""
+    """Return the right answer of a question, preceded by the delimiter that separates a prompt from its answer."""
     target = task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int) and target >= 0:
         target = task.doc_to_choice(document)[target]
@@ -149,7 +149,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
 
 
 def heads_rows(model: str, importance: HeadImportance) -> list[dict[str, Any]]:
-    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the head that matters most."""
+    """Return a row per layer: importance of each head, mean and variance over heads (figure 4c), and the most important head."""
     rows = []
     for layer, base_layer, heads in zip(importance.layers, importance.base_layers, importance.absolute, strict=True):
         best = int(heads.argmax())

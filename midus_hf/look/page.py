@@ -1,4 +1,4 @@
-"""Answers to questions about a model: rows of numbers as tables, JSON and CSV, and pages of HTML that need no other file."""
+"""Answers to questions about a model: rows of numbers as tables, JSON and CSV, and self-contained pages of HTML."""
 
 import base64
 import csv
@@ -17,7 +17,7 @@ FILE_SUFFIXES = (".html", ".png", ".pdf", ".csv", ".json")
 # Endings of files that have pictures, for which matplotlib is needed.
 DRAWN_SUFFIXES = (".html", ".png", ".pdf")
 
-# A row of an answer: values by name. Numbers are as they were measured; None is unknown.
+# A row of an answer: values by name. Numbers are not rounded; None is unknown.
 Row = Mapping[str, Any]
 
 _PAGE = """<!doctype html>

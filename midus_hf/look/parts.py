@@ -17,7 +17,7 @@ class Part:
 
     Args:
         name: Name of the part in tables.
-        kind: `block`: a layer that was inserted for a memory; `layer`: an inserted layer of the family's own kind; `memory`: a
+        kind: `block`: a layer that was inserted for a memory; `layer`: an inserted ordinary layer of the family; `memory`: a
             memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `bank`: a memory in all layers
             that share a bank; `all`: all added parts together.
         layers: Indices of the decoder layers.
@@ -81,12 +81,12 @@ def has_whole_base(model: Any) -> bool:
 
 @contextlib.contextmanager
 def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
-    """Let a model compute without some of its parts while the context is open.
+    """Run a model without some of its parts within the context.
 
     A layer passes the residual stream on unchanged. A memory is skipped, like a fetching memory for which nothing was fetched.
-    Heads that read the depth read the sequence alone. What a layer writes for other layers is kept: slots of the depth, and the
-    output of a memory that skips layers. Parameters do not change; modules have additional hooks while the context is open, and
-    compiled models run uncompiled, this one and all others.
+    Heads that read the depth read only the sequence. What a layer writes for other layers is kept: slots of the depth, and the
+    output of a memory that skips layers. Parameters do not change; modules have additional hooks within the context, and
+    all compiled models, not only this one, run uncompiled.
 
     Args:
         model: A model as in `added_parts`.
@@ -118,11 +118,11 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
 
 
 def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return a layer's input in place of its output. What else the layer outputs, for later layers, is unchanged."""
+    """Return a layer's input in place of its output. Other outputs, for later layers, are unchanged."""
     residual = arguments[0] if arguments else kwargs["hidden_states"]
     return (residual, *output[1:]) if isinstance(output, tuple) else residual
 
 
 def _sequence_alone(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output of heads that read the sequence alone. The output of a call that writes a slot is unchanged."""
+    """Return the output of heads that read only the sequence. The output of a call that writes a slot is unchanged."""
     return kwargs["sequence"].alone() if "sequence" in kwargs else output

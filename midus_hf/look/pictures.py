@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# A function that draws on matplotlib's axes, on which the panel's title stands already.
+# A function that draws on matplotlib's axes, which already have the panel's title.
 Panel = Callable[[Any], None]
 
 
@@ -74,7 +74,7 @@ def grid(
     most: float | None = None,
     boundary: float | None = None,
 ) -> Panel:
-    """Return a panel with a coloured field per number, the lightest for `most`, and a line in front of column `boundary`."""
+    """Return a panel with a coloured field per number, the lightest for `most`, and a line before column `boundary`."""
 
     def draw(axes: Any) -> None:
         least = None if most is None else 0

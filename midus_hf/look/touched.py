@@ -1,4 +1,4 @@
-"""Positions of texts at which a model with a memory of n-grams or names can differ from the model without it, told from ids alone."""
+"""Positions where a model with a memory of n-grams or names can differ from the model without it, found from token ids alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Names(NamedTuple):
 
 
 def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[NgramTable | Names]:
-    """Return the tables of known n-grams and of names of a saved model, by its files alone, and its tokenizer."""
+    """Return the tables of known n-grams and of names of a saved model, read from its files, and its tokenizer."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
     tables: list[NgramTable | Names] = []
     if memories is not None:
@@ -73,7 +73,7 @@ def _is_table(name: str) -> bool:
 
 
 def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
-    """Return what a memory reads of documents."""
+    """Return which rows a memory reads for documents."""
     if isinstance(table, Names):
         return _behind_names(table.glossary, documents, tokenizer)
     count = len(documents)
@@ -93,7 +93,7 @@ def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any)
 
 
 def _behind_names(glossary: Glossary, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
-    """Return how many tokens of documents stand at a name or behind one, which may read its pack."""
+    """Return how many tokens of documents are at or after a name, and may read its pack."""
     tokens, first = [], []
     for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
         does = names_in(glossary.table, map(glossary.spelling.piece, ids))

@@ -54,12 +54,12 @@ def summarise(counts: torch.Tensor) -> MemoryUsage:
 
 @contextlib.contextmanager
 def record_usage(model: nn.Module) -> Iterator[Counts]:
-    """Count, while the context is open, the slots that memories retrieve, the chapters that tokens open, and the fetched blocks.
+    """Count, within the context, the slots that memories retrieve, the chapters that tokens open, and the fetched blocks.
 
-    Every token counts once; activation checkpointing does not count it again. Padding counts as retrieving slots alone. Shared
+    Every token counts once; activation checkpointing does not count it again. Padding counts only for retrieved slots. Shared
     chapters, which every token reads, and the generic memory of a bank are left out. Slots and chapters are chosen a second time
-    for the count, so forward passes take longer. While the context is open, compiled models run uncompiled, this one and all
-    others: compiled code does not call hooks that were added after compilation.
+    for the count, so forward passes take longer. Within the context, all compiled models, not only this one, run
+    uncompiled: compiled code does not call hooks that were added after compilation.
 
     Args:
         model: A causal language model whose decoder has `layers`. Its memory modules have an additional hook while the context
@@ -109,8 +109,8 @@ def _add(counts: torch.Tensor, chosen: torch.Tensor, times: torch.Tensor | None 
 
 @torch.no_grad()
 def _count_slots(counts: torch.Tensor, memory: Any, arguments: tuple[Any, ...], output: Any) -> None:
-    """Count the slots that a memory has retrieved, behind the pass, which would use casts that autocast cached here."""
-    if not is_in_backward():  # where activation checkpointing computes the pass again
+    """Count the slots that a memory has retrieved, after the pass, which would otherwise use casts that autocast cached here."""
+    if not is_in_backward():  # where activation checkpointing recomputes the pass
         slots = memory.retrieve(arguments[0])[1]  # [..., H, k]
         _add(counts, slots.flatten(0, -3).transpose(0, 1).flatten(1))
 
@@ -134,7 +134,7 @@ def _count_blocks(
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
-    """Count the tokens of each row, but padding, for the blocks on the row's path."""
+    """Count the tokens of each row, except padding, for the blocks on the row's path."""
     if kwargs.get("memory_blocks") is not None:
         raise ValueError(
             "memory_blocks is given, which does not name the blocks' nodes; expected memory_ids while usage is recorded."
@@ -155,7 +155,7 @@ def _count_blocks(
 
 
 def usage_rows(counts: Mapping[str, Counts]) -> list[dict[str, Any]]:
-    """Return a row per text and memory, of counts by the text's name."""
+    """Return a row per text and memory, from counts by the text's name."""
     return [
         {"text": text, "memory": memory_name, "slots": one.shape[-1], **vars(summarise(one))}
         for text, memories in counts.items()
@@ -171,7 +171,7 @@ def usage_table(rows: list[dict[str, Any]]) -> TextTable:
 
 
 def usage_finding(rows: list[dict[str, Any]]) -> str:
-    """Return in one sentence, of the rows of `usage_rows`, how much is used at least once, and how much the most used gets."""
+    """Return in one sentence, from `usage_rows`, how much is used at least once, and the share of the most used slot."""
     used, most = [row["used"] for row in rows], max(rows, key=lambda row: row["largest"])
     return (
         f"Of each memory's slots, chapters or blocks, texts use {min(used):.0%} to {max(used):.0%}; the most used one gets "
@@ -180,7 +180,7 @@ def usage_finding(rows: list[dict[str, Any]]) -> str:
 
 
 def _labelled(memory: str) -> str:
-    """Return the name of a memory, whose place is a layer's number, or of a level of a bank."""
+    """Return the name of a memory with its layer's number, or of a level of a bank."""
     return f"layer {memory}" if memory[0].isdigit() else memory
 
 

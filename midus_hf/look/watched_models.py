@@ -21,12 +21,12 @@ class HostedMemory(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Layer and name of the memory, such as `3 chapters`, or the layer alone of a memory with its own layer."""
+        """Layer and name of the memory, such as `3 chapters`, or only the layer for an inserted memory."""
         return f"{self.layer} {self.name}".rstrip()
 
 
 def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
-    """Return the memories of a model that have one of some methods, in the order of layers; PEFT's copies have them too."""
+    """Return the memories of a model that have one of some methods, in the order of layers, including PEFT's copies."""
     hosts = []
     layers: Any = decoder_of(model).layers
     for layer, block in enumerate(layers):

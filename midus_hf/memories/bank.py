@@ -1,7 +1,8 @@
-"""Banks: what memories keep beside the weights of a checkpoint, as files that are created, copied and counted with it. No torch.
+"""Banks: data of memories in files next to a checkpoint's weights, which are created, copied and counted with it. Needs no torch.
 
-A memory with a bank has a module `bank_files` beside its options, with a `Bank` under `@bank_of(Options)`. Upscaling, strip, edits
-and downloads treat all banks alike; a model opens and saves its banks by services (`midus_hf.memories.hosting.bank_folder`).
+A memory with a bank has a module `bank_files` in the folder of its options, with a `Bank` under `@bank_of(Options)`. Upscaling,
+strip, edits and downloads treat all banks alike; a model opens and saves its banks by services
+(`midus_hf.memories.hosting.bank_folder`).
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +27,14 @@ class Bank:
         memories: All memories of the model.
     """
 
-    #: Patterns of the bank's files, relative to the folder; `*` stands for the memory's name where a pattern has a folder of it.
+    #: Patterns of the bank's files, relative to the folder; a `*` for a folder is replaced by the memory's name.
     files: ClassVar[Kind]
 
     def __init__(self, entry: MemoryEntry, memories: Memories):
         self.entry, self.memories = entry, memories
 
     def create(self, folder: Path, dtype: str, seed: int) -> None:
-        """Create the bank of a new memory in the folder of a checkpoint whose tensors have a dtype; what it draws, by the seed."""
+        """Create the bank of a new memory in the folder of a checkpoint with a dtype; random values depend on the seed."""
         raise TypeError(f"{type(self).__name__} does not say how a bank is created.")
 
     def copy(self, source: Path, folder: Path) -> None:
@@ -45,26 +46,26 @@ class Bank:
         raise TypeError(f"{type(self).__name__} does not say how a bank is copied.")
 
     def tie(self, folder: Path) -> None:
-        """Let files that name the layers and the base of their model name those of the model beside them. Default: none do."""
+        """Update the layers and the base of the model in files that name them. Default: no files do."""
 
     def paths(self, folder: Path) -> list[Path]:
-        """Return the bank's files in a folder. Default: those that fit its patterns, in folders of the memory's name."""
+        """Return the bank's files in a folder. Default: those that match its patterns, in folders with the memory's name."""
         found = (
             path for pattern in self.files for path in folder.glob(pattern.replace("/*/", f"/{self.entry.name}/"))
         )
         return sorted(path for path in found if path.is_file())
 
     def num_bytes(self, folder: Path) -> int:
-        """Return the bytes of disk that the bank takes in a folder."""
+        """Return the bytes that the bank takes on disk."""
         return sum(path.stat().st_blocks * 512 for path in self.paths(folder))
 
     def full_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of disk that a new bank may grow to, of elements of so many bytes. Default: 0, it does not grow."""
+        """Return the bytes that a new bank may grow to on disk, by the bytes per element. Default: 0, it does not grow."""
         return 0
 
     @property
     def parameters(self) -> int:
-        """Number of parameters in the bank. Default: 0, of what is no tensor."""
+        """Number of parameters in the bank. Default: 0, for data other than tensors."""
         return 0
 
     @property
@@ -74,7 +75,7 @@ class Bank:
 
 
 def bank_of(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
-    """Return a decorator that makes a class the bank of a memory, and of memories whose options extend the memory's."""
+    """Return a decorator that makes a class the bank of a memory, and of memories whose options extend its options."""
 
     def decorate(cls: AnyBank) -> AnyBank:
         _BANK_OF[options_class] = cls
@@ -84,7 +85,7 @@ def bank_of(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
 
 
 def bank_class(options_class: type[MemoryOptions]) -> type[Bank] | None:
-    """Return the class of a memory's bank, imported from beside its options; None for a memory without one."""
+    """Return the class of a memory's bank, imported from the folder of its options; None for a memory without one."""
     import_beside(options_class, "bank_files")
     return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
 

@@ -1,4 +1,4 @@
-"""Null controls: variants of a memory that differ from the memory in how slots are addressed.
+"""Null controls: variants of a memory that differ from it in how slots are addressed.
 
 A memory that does no better than its controls gained nothing from learning which slots to read.
 """
@@ -23,7 +23,7 @@ class Change:
     Args:
         options: Options of the memory's config entry that take new values. Default: none.
         trainable: Roles that train, in the form of `midus train`'s option `trainable`. Default: empty, the roles that
-            train anyway.
+            train by default.
         shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes after
             training. Default: none.
     """
@@ -36,7 +36,7 @@ class Change:
 def controls_of(
     options: MemoryOptions, sizes: ModelSizes, layers: tuple[int, ...] | None = None
 ) -> dict[Control, Change]:
-    """Return the controls of a memory by name, each with the change that makes it.
+    """Return the controls of a memory by name, each with the change that defines it.
 
     `frozen-addresses` and `shuffled-addresses` follow from the roles of the declared tensors, also for types of other
     packages. `frozen-addresses` needs values, a parameter of a role outside `value_roles`, and no projection that would

@@ -1,4 +1,4 @@
-"""Tensors that memories derive from their parameters alone, cached while the caller promises not to change weights (MIDUS, C.2)."""
+"""Tensors that memories derive only from parameters, cached while the caller promises not to change weights (MIDUS, C.2)."""
 
 import contextlib
 import threading
@@ -36,20 +36,20 @@ def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def decode_cache(model: nn.Module) -> Iterator[None]:
-    """Expand the values of every memory in `model` once, for all passes of this thread inside the context.
+    """Expand the values of every memory in `model` once, for all passes of this thread within the context.
 
-    Expanded values are tensors that a memory derives from its parameters alone: the values of each head, the keys and values of
+    Expanded values are tensors that a memory derives only from its parameters: the values of each head, the keys and values of
     chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
 
     `generate` of a model with memory opens this context for each call. Nothing else does, because a change of weights cannot be
     detected (fused optimizers, `.data` and compiled steps leave no trace); the kept tensors have a lifetime instead.
-    Weights must not change inside the context. Weights may change, by any route, before or after it: no pass then returns
+    Weights must not change within the context. They may change in any way before or after it: no pass then returns
     results of older weights.
 
     Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
     be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
-    closes it before it loads others. Threads that are inside at once share the kept tensors. Passes with gradients do not use
-    kept tensors, nor do memories whose parameters cannot be read as they are (offloaded, sharded, quantised, or computed from
+    closes it before it loads others. Threads within the context at the same time share the kept tensors. Passes with gradients do not
+    use kept tensors, nor do memories whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from
     other tensors).
 
     Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
@@ -76,7 +76,7 @@ _CHANGING = threading.RLock()
 
 
 def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
-    """Return the cache of a memory, which stays with it, since compiled code would be compiled again for another object."""
+    """Return the cache of a memory, which is kept, since code would be recompiled for another object."""
     with _CHANGING:
         if memory.decode_cache is None:
             import_beside(type(memory.options), "decode_cache")
@@ -92,7 +92,7 @@ class _Inside(threading.local):
 
 
 class DecodeCache:
-    """Tensors derived from parameters of a module, made and dropped by `decode_cache` alone.
+    """Tensors derived from parameters of a module, created and dropped only by `decode_cache`.
 
     The tensors are neither copied nor saved with the module.
 
@@ -108,7 +108,7 @@ class DecodeCache:
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
         self._inside = _Inside()
-        # What threads that are inside share, and how many are.
+        # The tensors shared by threads within the context, and the number of these threads.
         self._derived: Any = None
         self._sources: tuple[torch.Tensor, ...] = ()
         self._stored_dtype: torch.dtype | None = None
@@ -120,9 +120,9 @@ class DecodeCache:
         return self._inside.now
 
     def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
-        """Let passes of this thread read the tensors; return whether they do from now on.
+        """Make passes of this thread read the tensors; return whether this call changed that.
 
-        They do not if they did before, or if the parameters of `module` and the tables that it shares cannot be read as they are.
+        It does not if they already did, or if the parameters of `module` and the tables that it shares cannot be read directly.
         """
         if self.is_open:
             return False
@@ -136,7 +136,7 @@ class DecodeCache:
         return True
 
     def close(self) -> None:
-        """Let passes of this thread read the tensors no more, which are dropped if no other thread's do."""
+        """Stop passes of this thread from reading the tensors, which are dropped when no thread reads them."""
         self._inside.now = False
         with _CHANGING:
             self._num_readers -= 1
@@ -153,7 +153,7 @@ class DecodeCache:
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
         for tensor in _tensors_of(derived):
             if tensor.is_cuda:
-                # A captured graph reads the tensor in place, as it reads parameters, instead of copying it at every replay.
+                # A captured graph reads the tensor in place, like parameters, instead of copying it at every replay.
                 keep_address(tensor, guard=False)
         self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
@@ -165,7 +165,7 @@ class DecodeCache:
         first = kept if isinstance(kept, torch.Tensor) else kept[0]
         if first.dtype != like.dtype or first.device != like.device or sources[0].dtype != self._stored_dtype:
             return None
-        if not torch.compiler.is_compiling():  # torch 2.11 cannot guard what is local to a thread
+        if not torch.compiler.is_compiling():  # torch 2.11 cannot guard thread-local values
             if not self.is_open:
                 return None
             # `torch.func.functional_call` may have replaced the parameters for this pass.
@@ -208,7 +208,7 @@ def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter or buffer is a plain tensor that this process holds as a whole."""
+    """Return whether a parameter or buffer is a plain tensor of which this process has the whole."""
     return (
         type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0
     )

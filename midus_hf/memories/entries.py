@@ -99,15 +99,15 @@ class Memories:
         return entry.options.tables(self.sizes, entry.layers)
 
 
-# Memories of a model without memory. The sizes in it mean nothing.
+# Memories of a model without memory. The sizes in it are arbitrary.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
 
 
 def memories_of(config: Any) -> Memories:
     """Read the current `memory` list of a config.
 
-    This is no method of the config, which a serving engine may pickle by value to another process: instances there are of copied
-    classes, on which the `isinstance` tests in the model's code fail.
+    This is not a method of the config, since a serving engine may pickle the config by value to another process, where instances
+    belong to copied classes, for which `isinstance` tests in the model's code fail.
 
     Args:
         config: Config object of transformers, of a family that hosts memory, or of a composite model around one.
@@ -127,7 +127,7 @@ def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) ->
             out `site` (default: the first site of the type), `name` (default: the type) and any option.
         sizes: Sizes of the model.
         upscale_entry: Value of the key `upscale` of the config, which may hold the SHA-256 of the weights that the model was upscaled
-            from. Default: None, which like any other value without it leaves the SHA-256 unknown.
+            from. Default: None; as with any value without it, the SHA-256 is unknown.
 
     Raises:
         ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
@@ -163,7 +163,7 @@ def check_entry(values: Any) -> None:
     """Check that an entry is a mapping with a known type and a site that the type can take.
 
     Raises:
-        ValueError: If the entry is anything else.
+        ValueError: If the entry is not.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -178,7 +178,7 @@ def check_entry(values: Any) -> None:
 
 
 def check_memories(memories: Memories) -> None:
-    """Refuse memories that do not go together: if layers or names are taken twice, or banks have several trees."""
+    """Refuse memories that cannot be combined: if layers or names are taken twice, or banks have several trees."""
     inserted: set[int] = set()
     for entry in memories.entries:
         if not entry.is_attached:

@@ -12,7 +12,7 @@ from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions
 from midus_hf.memories.registry import import_beside
 
-#: The count of a memory's operations in one layer, and of the values that a token reads there, by the class of options.
+#: Functions that count a memory's operations in one layer, and the values that a token reads there, by the class of options.
 FLOPS: dict[type[MemoryOptions], Callable[..., dict[str, int]]] = {}
 VALUES_READ: dict[type[MemoryOptions], Callable[..., int]] = {}
 

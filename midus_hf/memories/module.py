@@ -1,7 +1,7 @@
 """Base class of all memory layers.
 
 The layer of a memory is a subclass of `MemoryModule` under the decorator `layer_of`; the base class makes the tensors that the
-memory's options declare. A layer must read its tensors in its own `forward`, as the hooks of offloading and sharding need it. The
+memory's options declare. A layer must read its tensors in its `forward`, as the hooks of offloading and sharding require. The
 arguments and the result of `forward` depend on the memory's site:
 
 - `inserted`: `forward(attention_output, residual)` takes the attention output `[B, T, W]` and the residual stream `[B, T, D]`,
@@ -43,19 +43,19 @@ class MemoryModule(DeclaredModule):
 
     #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
     sites: ClassVar[tuple[Any, ...]] = ()
-    #: Classes of the services that the memory needs of the model (`midus_hf.memories.hosting.services`). Options may leave some out.
+    #: Classes of the services that the memory needs from the model (`midus_hf.memories.hosting.services`). Options may omit some.
     services: tuple[Any, ...] = ()
     #: Names of keyword arguments of the model's forward pass that the memory takes. A memory that takes `input_ids` `[B, T]` always
-    #: gets them, also in passes of embeddings: these then need `token_ids` beside them.
+    #: gets them: passes with `inputs_embeds` then also need `token_ids`.
     forward_arguments: tuple[str, ...] = ()
     #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
     #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
     projections: ClassVar[tuple[str, ...]] = ()
     #: Whether a memory at the site `AttentionHeads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
     wants_unrotated: ClassVar[bool] = False
-    #: Whether the last tokens of a sequence can be taken back, as in assisted decoding, of a memory with a state.
+    #: Whether a memory with a state can roll back the last tokens of a sequence, as in assisted decoding.
     is_croppable: bool = True
-    #: Function that takes the last tokens out of a state's tensors. Default: None, the tensors do not depend on these tokens.
+    #: Function that rolls the last tokens back in a state's tensors. Default: None, the tensors do not depend on these tokens.
     rollback: ClassVar["staticmethod[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None] | None"] = None
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
@@ -114,8 +114,8 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
         count: Number of layers that have the memory.
 
     Raises:
-        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they call for; if a
-            tensor has the name of an attribute of every memory or torch module, or the code reads the weight of a linear layer.
+        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need; if a
+            tensor has the name of an attribute of all memories or torch modules, or the code reads the weight of a linear layer.
     """
     options = memory.options
     undeclared = [
@@ -147,7 +147,7 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
             )
     if (
         type(memory).__module__.partition(".")[0] != __name__.partition(".")[0]
-    ):  # a test checks this package's own layers
+    ):  # a test checks the layers of this package
         check_code(type(options), type(memory))
 
 

@@ -1,4 +1,4 @@
-"""The base class of a memory's options, which declares its tensors, its sites and what it refuses. Readable without torch."""
+"""The base class of a memory's options, which declares tensors, sites and supported models. Readable without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ SiteName = Literal[
 
 SITES: tuple[SiteName, ...] = get_args(SiteName)
 
-# Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
-# rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
-# holds.
+# Name of a control that options define. `one-row`: the memory has a single row, or one per head if each head has
+# rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, independently of the
+# token.
 DeclaredControl = Literal["one-row", "random-slots"]
 
 
@@ -26,10 +26,10 @@ class MemoryOptions:
     """Options of a type of memory, with the tensors and costs that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
-    `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values, models and layers
-    it refuses, what it costs) is a function registered for the class of options: `check_options`, `check_fit`, `check_layers`, and
-    by `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods that take `index` and `count`
-    describe one layer: `index` counts from 0 among the `count` layers that have the memory.
+    `midus_hf.config.options.option` and have defaults. The methods `check`, `check_fit`, `check_layers` and
+    `check_beside` reject invalid values, unsupported models, layers and other memories. Costs are functions in a module `costs` in
+    the same folder, registered for the class by the decorators `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods
+    that take `index` and `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
@@ -39,10 +39,10 @@ class MemoryOptions:
     sites: ClassVar[tuple[SiteName, ...]] = ()
     #: True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
     attends: ClassVar[bool] = False
-    #: Controls that options make, each with the options that it sets. `midus_hf.memories.controls.controls_of` adds the
+    #: Controls that options define, each with the options that it sets. `midus_hf.memories.controls.controls_of` adds the
     #: controls that follow from roles.
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
-    #: Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`.
+    #: Roles of the tensors from which retrieved values are computed. These tensors train in the control `frozen-addresses`.
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
 
     #: True if a model that is built from a config initialises the projections that write to the residual stream, attention's output
@@ -54,14 +54,14 @@ class MemoryOptions:
         self.check()
 
     def check(self) -> None:
-        """Refuse options out of range. Default: all values pass.
+        """Refuse options that are out of range. Default: all values pass.
 
         Raises:
             ValueError: If an option is out of range. The message names the value and what was expected.
         """
 
     def check_fit(self, sizes: ModelSizes) -> None:
-        """Refuse a model that the memory does not fit. Default: every model fits.
+        """Refuse a model that the memory does not support. Default: all models are supported.
 
         Raises:
             ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
@@ -75,7 +75,7 @@ class MemoryOptions:
         """
 
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
-        """Refuse memories of the same model, by their names, that do not go with this one, of a name. Default: all do.
+        """Refuse other memories of the same model that cannot be combined with this one. Default: all can.
 
         Raises:
             ValueError: If one does not. The message names both memories.
@@ -121,7 +121,7 @@ class MemoryOptions:
 
 
 def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return the widths of the projections around heads whose keys and values a memory adds to."""
+    """Return the widths of the projections around heads, for a memory that adds keys and values."""
     key_width = sizes.num_key_value_heads * sizes.head_dim
     return {
         "key": (sizes.hidden_size, key_width),
@@ -147,7 +147,7 @@ class SharedTables:
 class InsertedOptions(MemoryOptions):
     """Options of a memory with its own decoder layers, in which the memory reads the output of the attention."""
 
-    #: Whether the attention in front keeps its output projection and the norm that follows it. A subclass may make it an option.
+    #: Whether the attention before it keeps its output projection and the norm that follows it. A subclass may make it an option.
     output_projection = False
     #: Whether the block's input is added to the attention output that the memory reads. A subclass may make it an option.
     inner_residual = False

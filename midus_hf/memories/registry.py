@@ -1,7 +1,7 @@
-"""The registry of memories: options by their type, layers by their options, with the check of what another package declares.
+"""The registry of memories: options by their type, layers by their options, with checks of declarations of other packages.
 
-A memory is a folder, a package of Python: `options.py`, readable without torch, registers the options of a type; `layer.py` beside it
-has the layer, which is imported when a model is built; `costs.py` has its FLOPs, if they are known. The entry point
+A memory is a Python package: `options.py`, readable without torch, registers the options of a type; `layer.py` has the layer, which
+is imported when a model is built; `costs.py` has its FLOPs, if they are known. The entry point
 `midus_hf.memories` of another package names such a folder, whose import registers the options.
 """
 
@@ -50,7 +50,7 @@ def register_memory(name: str) -> Callable[[type[Options]], type[Options]]:
         taken = MEMORY_TYPES.get(name)
         if taken is not None and not is_same_class(taken, cls):
             raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
-        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test declares this package's own types
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test checks the types of this package
             check_declaration(name, cls)
         cls.type = name
         MEMORY_TYPES[name] = cls
@@ -77,13 +77,13 @@ def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
 
 
 def layer_class(options: MemoryOptions) -> Any:
-    """Return the class of a memory's layer; import the module `layer` beside its options if nothing has done so.
+    """Return the class of a memory's layer; import the module `layer` in the folder of its options if needed.
 
     Raises:
         ValueError: If no class is the layer of the memory.
     """
     options_class = type(options)
-    if vars(options_class).get("layer") is None:  # a subclass has a layer of its own
+    if vars(options_class).get("layer") is None:  # a subclass has a separate layer
         import_beside(options_class, "layer")
     if vars(options_class).get("layer") is None:
         raise ValueError(
@@ -94,7 +94,7 @@ def layer_class(options: MemoryOptions) -> Any:
 
 
 def import_beside(options_class: type[MemoryOptions], name: str) -> None:
-    """Import a module that lies beside the module of options, if there is one."""
+    """Import a module in the folder of the module of options, if there is one."""
     package = options_class.__module__.rpartition(".")[0]
     if package:
         _import_from(package, name)
@@ -130,7 +130,7 @@ def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, Declar
 
 
 def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    """Refuse options that no type of memory can have.
+    """Refuse a class of options with invalid declarations.
 
     Raises:
         ValueError: If the class declares an unknown site, an option without a default, an unknown role, a control that cannot be

@@ -1,4 +1,4 @@
-"""Functions on tensors, one folder per op: `reference.py` is the contract that the faster bodies must meet."""
+"""Functions on tensors, one folder per op: `reference.py` is the contract that the faster implementations must meet."""
 
 from midus_hf.ops.dispatch.choices import OpChoices, op_choices
 from midus_hf.ops.gather.weighted import weighted_gather

@@ -1,4 +1,4 @@
-"""Continual pretraining: which layers train, at which rates, on which text, and the run that does it.
+"""Continual pretraining: which layers are trained, at which rates, on which text, and the training run.
 
 Each name is imported on first use: preparing a model for another trainer needs neither the Trainer nor PEFT.
 """

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: the adapters of a run, and a `LoraConfig` for scripts. This needs PEFT."""
+"""LoRA with PEFT: the adapters of a run, and a `LoraConfig` for scripts. Requires PEFT."""
 
 import copy
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ _TASKS = {
 
 
 def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
-    """Return a `LoraConfig` for an upscaled model: adapters on the base, new layers and memories trained whole.
+    """Return a `LoraConfig` for an upscaled model: adapters on the base, new layers and memories trained in full.
 
-    An adapter on a new layer could not replace training it whole: while a memory's values are zero, nothing else in the
-    layer has a gradient, and values are no linear layer that could have an adapter. So PEFT copies every new layer,
-    trains the copy, saves the copy with the adapters, and puts it in the layer's place when adapters are merged.
+    An adapter on a new layer could not replace training it in full: while a memory's values are zero, nothing else in the
+    layer has a gradient, and values are not a linear layer that could have an adapter. So PEFT copies every new layer,
+    trains the copy, saves it with the adapters, and replaces the layer by it when adapters are merged.
 
     Args:
         model: A model from `from_pretrained`, not yet wrapped by PEFT.
         r: Rank of the adapters. Default: 16.
         lora_alpha: Scale of the adapters multiplied by `r`: adapters are scaled by `lora_alpha / r`. Default: 32.
         options: Other arguments of `LoraConfig`. By default, `target_modules` are all linear layers of the base, and
-            `task_type` is that of the model's class, by which PEFT knows the head of a classifier, and trains the head
-            whole; `modules_to_save` are added to the new layers.
+            `task_type` is that of the model's class, from which PEFT knows the head of a classifier and trains it
+            in full; `modules_to_save` are added to the new layers.
 
     Raises:
         ValueError: If the config of the model records no new layers or memories, or the model is wrapped already.
@@ -46,7 +46,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     if not new and not rows:
         raise ValueError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
-            "would train whole; upscale the model first, or make a peft.LoraConfig."
+            "would be trained in full; upscale the model first, or make a peft.LoraConfig."
         )
     kind = type(model).__name__
     task = next((task for name, task in _TASKS.items() if kind.endswith(name)), "CAUSAL_LM")
@@ -76,7 +76,7 @@ def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
-    """Return the `LoraConfig` of the key `adapters`, and whether what is new in the model trains whole beside the adapters."""
+    """Return the `LoraConfig` of the key `adapters`, and whether new parts of the model are trained in full as well."""
     layers = options.get("layers", "base")
     if layers not in ("base", "all"):
         raise ValueError(
@@ -88,7 +88,7 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
-    """Put adapters by the key `adapters` on a model from `from_pretrained`; return it wrapped, and a sentence on what trains."""
+    """Wrap a model from `from_pretrained` with the adapters of the key `adapters`; also return a sentence on what is trained."""
     config, trains_new = read_adapters(options)
     new = list(new_modules(model)) if trains_new else []
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
@@ -96,7 +96,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     config.trainable_token_indices = config.trainable_token_indices or rows or None
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
-        # PEFT refuses modules whose weights kernels of Mamba read by themselves, by the names of types, which ours are not.
+        # PEFT refuses modules whose weights are read directly by Mamba kernels, by a list of model types that lacks ours.
         native = SimpleNamespace(config=SimpleNamespace(model_type=model.config.model_type.removeprefix("midus_")))
         for name, module in adapted.named_modules():
             if isinstance(module, BaseTunerLayer):
@@ -105,7 +105,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
         raise ValueError(f"adapters cannot be put on this model: {error}") from error
     for name, module in adapted.named_modules():
         if isinstance(module, BaseTunerLayer):
-            try:  # on a copy: aLoRA cannot be merged, nor DoRA of rows of zeros, which new layers have
+            try:  # on a copy: aLoRA cannot be merged, nor DoRA on rows of zeros, as in new layers
                 copy.deepcopy(module).merge(safe_merge=True)
             except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
                 raise ValueError(
@@ -118,11 +118,11 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     training, total = adapted.get_nb_trainable_parameters()
     if not training:
         raise ValueError(
-            f"nothing trains with adapters {dict(options)}; expected adapters that train. Take inference_mode out."
+            f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
     return adapted, (
-        f"Training adapters on {'the base, and what is new in the model whole' if new or rows else 'all layers'}: "
+        f"Training adapters on {'the base, and all new parameters' if new or rows else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )

@@ -18,7 +18,7 @@ from midus_hf.training.optim.rates import Rates
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
-# How `HfArgumentParser` reads a flag that may stand without a value.
+# How `HfArgumentParser` reads a flag that may have no value.
 _FLAG = {"nargs": "?", "const": True}
 
 
@@ -27,7 +27,7 @@ class MemoryArguments(Rates):
     """Mixin with the arguments of models and memories, for a subclass of `TrainingArguments`.
 
     Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `MemoryTrainerMixin`
-    reads. Some defaults differ from Transformers' own: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
+    reads. Some defaults differ from those of Transformers: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
     `warmup_steps` 0.1 (a share of the steps), `num_train_epochs` 1, `logging_steps` 10, `save_total_limit` 2,
     `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given;
     `eval_strategy` is `steps` if `eval_steps` is given, else `epoch` if `eval_text` is.
@@ -35,7 +35,7 @@ class MemoryArguments(Rates):
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
         config_name: File, folder or Hub id of a config, to train a new model, initialised at random with `seed`.
-        tokenizer_name: Folder or Hub id of the tokenizer, with `config_name` only: a saved model has its own tokenizer.
+        tokenizer_name: Folder or Hub id of the tokenizer, only with `config_name`: a saved model comes with a tokenizer.
         attn_implementation: Installed attention, such as `sdpa`, as in `from_pretrained`. Default: transformers' choice.
         trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
             of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
@@ -50,17 +50,18 @@ class MemoryArguments(Rates):
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
             resampled each epoch (hierarchical memories, section 4). Default: 1 / 17.
         protect: Texts that keep their logits bit for bit when they are the whole input, as `corpus`. Their n-grams are
-            removed from the tables of the memories that train, which must be memories of known n-grams (`engram` with an
+            removed from the tables of the trained memories, which must be memories of known n-grams (`engram` with an
             exact table); no other parameter may train. The texts are computed with and without the memories at the end,
             and `certificate.json` lists them. Default: none.
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
-        bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
+        bf16: Compute in bfloat16, with trained parameters in float32; otherwise in float32. Default: true if the device
             computes bfloat16; if not, a message is printed.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
         activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
-            checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts. Default: false.
+            checkpoint.             `"auto"` resumes if there is a whole checkpoint, and otherwise starts from the beginning. Default:
+            false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -70,7 +71,7 @@ class MemoryArguments(Rates):
     config_name: str | None = None
     tokenizer_name: str | None = None
     attn_implementation: str | None = None
-    # Of a key of several types `HfArgumentParser` reads text if `str` stands second, and None is one of them.
+    # For a key with several types `HfArgumentParser` reads text if `str` is the second of them and None is one of them.
     trainable: list[int | TrainedRole] | str | None = "auto"
     frozen: list[str] = dataclasses.field(default_factory=list)
     adapters: dict[str, Any] | str | None = None
@@ -108,9 +109,9 @@ class MemoryArguments(Rates):
         if getattr(self, "disable_tqdm", None) is None:
             self.disable_tqdm = not sys.stderr.isatty()
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
-        # Whether a run in float32 was not asked for, which it says when it starts.
+        # Whether float32 was not requested, which the run reports when it starts.
         self.lacks_bf16 = False
-        # Steps for which a run may raise `num_train_epochs`, which nobody gave; 0 if it may not.
+        # Least number of steps for which a run may raise a default `num_train_epochs`; 0 if it may not.
         self.least_steps = 0
         if self.bf16 is None:
             has_fp16 = getattr(self, "fp16", False)
@@ -126,19 +127,19 @@ class MemoryArguments(Rates):
         self._check_keys()
         if self.config_name is not None and self.trainable == "auto":
             self.trainable = "all"
-        # A loss that is not finite ends the run, so the log must not leave it out of its means.
+        # A loss that is not finite ends the run, so the log must not filter it out.
         self.logging_nan_inf_filter = False
         super_init = getattr(super(Rates, self), "__post_init__", None)
         if super_init is not None:
             super_init()
 
     def _check_keys(self) -> None:
-        """Refuse keys out of their range, or that contradict others."""
+        """Refuse keys that are out of range or contradict others."""
         optim, targets = getattr(self, "optim", None), getattr(self, "optim_target_modules", None)
         if targets is not None or _OWN_GROUPS.fullmatch(str(getattr(optim, "value", optim))):
             key, value = ("optim", optim) if targets is None else ("optim_target_modules", targets)
             raise ValueError(
-                f"{key} is {value!r}, for an optimizer that chooses its parameters itself, where a run makes the groups; expected "
+                f"{key} is {value!r}, an optimizer that chooses its parameters itself, but a run makes the groups; expected "
                 "one such as adamw_torch. Leave it out."
             )
         for key, (is_right, expected) in _RANGES.items():
@@ -158,7 +159,7 @@ class MemoryArguments(Rates):
             for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None), ("config_name", None)):
                 if getattr(self, other) != free:
                     raise ValueError(
-                        f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
+                        f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parameters "
                         f"of a trained model train. Leave adapters out, or set {other}={free}."
                     )
         saved, made_from, tokenizer = self.model_name_or_path, self.config_name, self.tokenizer_name
@@ -166,7 +167,7 @@ class MemoryArguments(Rates):
         if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
             raise ValueError(
                 f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected the first "
-                "alone, for a saved model with its own tokenizer, or the other two, for a model that is trained from the beginning."
+                "alone, for a saved model with its tokenizer, or the other two, for a model that is trained from scratch."
             )
 
     @property
@@ -183,13 +184,13 @@ class MemoryArguments(Rates):
         return {"": self.eval_text} if isinstance(self.eval_text, str) else self.eval_text
 
     def sources(self) -> list[tuple[str, str]]:
-        """Return all that the run reads: the name of each key, with its path or id of a model or dataset."""
+        """Return all inputs of the run: the name of each key, with its path or id of a model or dataset."""
         return sources_of(vars(self))
 
     def recorded(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults, as YAML can hold them, as `for_record` shows them.
 
-        Strategies that follow from steps are left out, and steps of what is not done.
+        Strategies that follow from steps are left out, and so are steps of disabled strategies.
         """
         values: dict[str, Any] = {}
         # Without the key, another device would compute in bfloat16.
@@ -228,7 +229,7 @@ class MemoryArguments(Rates):
         return copied
 
 
-# Keys with a range: what is right, and how messages say it.
+# Keys with a range: the check, and its description in messages.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -254,12 +255,12 @@ class TrainArguments(MemoryArguments, TrainingArguments):
 
     Args:
         corpus: Text to train on: a file, a folder, or the id of a dataset on the Hub, or a list of them.
-        corpus_name: Configuration of a dataset on the Hub. Default: the dataset's own.
+        corpus_name: Configuration of a dataset on the Hub. Default: the dataset's default.
         corpus_split: Split of the corpus. Default: the only one, or `train`.
         text_column: Column that holds the text. Default: `"text"`.
         path_column: Column with each document's path in a tree of topics, from `midus cluster assign`. Documents are then
             packed within leaves, and fetch blocks by this path. Default: none.
-        tree: Folder of the tree of topics that gave the paths; it is saved beside the model, and paths of another tree
+        tree: Folder of the tree of topics that gave the paths; it is saved with the model, and paths of another tree
             are refused. Default: the tree that the corpus names, which is not saved.
         sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the papers.

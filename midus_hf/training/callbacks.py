@@ -1,4 +1,4 @@
-"""Callbacks of a run: one says how much it reads; by the other it may stop in order, and logs as one without a stop."""
+"""Callbacks of a run: one reports how much it reads; the other handles interruptions, and logs as an uninterrupted run."""
 
 import contextlib
 import math
@@ -17,12 +17,12 @@ from midus_hf.config.wording import print_note
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
 _SECONDS_OF_ONE_REQUEST = 1.0
-# Fewer steps are said to be few, and as many are recommended.
+# With fewer steps there is a warning, which recommends this number.
 _FEW_STEPS, _ENOUGH_STEPS = 30, 100
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Error of a run that was interrupted and has ended in order; the message says how to resume it."""
+    """Error of a run that was interrupted and has saved a checkpoint; the message says how to resume it."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
@@ -39,7 +39,7 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
 
 
 class StepSummary(TrainerCallback):
-    """Says before the first step what a run reads, in how many steps, and whether these are few."""
+    """Reports before the first step what a run reads, in how many steps, and whether these are few."""
 
     def __init__(self, reads: str, num_sequences: int, least_steps: int = 0):
         self.reads, self.num_sequences, self.least_steps = reads, num_sequences, least_steps
@@ -66,10 +66,10 @@ class StepSummary(TrainerCallback):
 class GracefulStop(TrainerCallback):
     """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
 
-    All processes end training in the same step, since `largest` returns the largest of the numbers with which they call it. A signal
-    during the last step, or after it, changes nothing; a second one acts at once. Outside the main thread, where Python handles no
-    signals, none is noted. The callback also logs in steps and at ends of epochs that are saved or measured, and in the last step: a
-    logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
+    All processes end training in the same step, since `largest` returns the maximum over processes. A signal
+    during the last step, or after it, has no effect; a second one acts at once. Signals are handled only in the main
+    thread, as Python requires. The callback also logs in steps and at ends of epochs that are saved or measured, and in the last
+    step: a logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
     """
 
     def __init__(self, largest: Callable[[int], int]):
@@ -111,8 +111,8 @@ class GracefulStop(TrainerCallback):
             self._noted, self._noted_at = number, time.monotonic()
             if int(os.environ.get("RANK", 0)) == 0:
                 # print is unsafe here: the signal may have interrupted another print.
-                with contextlib.suppress(OSError):  # nobody may read it any more
-                    os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
+                with contextlib.suppress(OSError):  # the reader may be gone
+                    os.write(2, b"\nStopping after this step, with a checkpoint; interrupt again to stop at once.\n")
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
             self.release()
             signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what trains and the optimizer, finite numbers only, and a manifest that is written last."""
+"""Checkpoints of a run: trained parameters and the optimizer, only finite numbers, and a manifest that is written last."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from torch import nn
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import atomic_write
 
-# What a Trainer saves of a schedule, unless it saves the model alone.
+# File of the schedule, which a Trainer saves unless it saves only the model.
 SCHEDULER_FILE = "scheduler.pt"
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of everything in a model that a run may change: what trains, and saved buffers."""
+    """Yield the name and tensor of everything in a model that a run may change: trained parameters, and saved buffers."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter.detach()
@@ -32,7 +32,7 @@ def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write what a run may change in a model to a file in a checkpoint's folder, of whole tensors where processes share them."""
+    """Write what a run may change in a model to a file in a checkpoint's folder, gathering sharded tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = state_dict or {}
     tensors = {name: whole.get(name, tensor).contiguous() for name, tensor in saved_tensors(model)}
@@ -40,13 +40,13 @@ def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.
 
 
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
-    """Load what trained from a checkpoint of a run into the model that the run started from.
+    """Load trained parameters from a checkpoint of a run into the model that the run started from.
 
     Args:
         model: A model in which the same tensors require gradients as in the run.
 
     Raises:
-        ValueError: If the folder is no checkpoint of a run, or other tensors trained.
+        ValueError: If the folder is not a checkpoint of a run, or other tensors were trained.
     """
     path = Path(folder, TRAINED_FILE)
     if not path.is_file():
@@ -60,7 +60,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
             relation = "lacks" if name not in shapes else "also has" if name not in tensors else "has another shape of"
             if name not in tensors or shapes.get(name) != tuple(tensors[name].shape):
                 raise ValueError(
-                    f"{path} {relation} {name}, so other tensors trained in its run than in this model; resume with the same model "
+                    f"{path} {relation} {name}, so its run trained other tensors than this one; resume with the same model "
                     "and the same keys."
                 )
         with torch.no_grad():
@@ -80,7 +80,7 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
+    """Return what is wrong with a checkpoint in one line, or None if every file has the bytes that were written.
 
     Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
     """
@@ -98,7 +98,7 @@ def damage_of(checkpoint: Path) -> str | None:
             if _sha256(checkpoint / name) != digest:
                 return f"{name} does not have the contents that were written"
     except FileNotFoundError:
-        return "it was not written to its end" if name == MANIFEST_FILE else f"{name} is missing"
+        return "it was not completely written" if name == MANIFEST_FILE else f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror or error}"
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
@@ -112,7 +112,7 @@ def _sha256(path: Path) -> str:
 
 
 def latest_whole(output: str | os.PathLike) -> Path | None:
-    """Return the latest whole checkpoint in a folder, or None; a line on standard error names those passed over."""
+    """Return the latest whole checkpoint in a folder, or None; skipped ones are listed on standard error."""
     passed_over: list[str] = []
     whole = None
     for checkpoint in checkpoints_in(output).values():
@@ -120,14 +120,14 @@ def latest_whole(output: str | os.PathLike) -> Path | None:
         if damage is None:
             whole = checkpoint
             break
-        passed_over.append(f"{checkpoint.name} is passed over: {damage}")
+        passed_over.append(f"{checkpoint.name} is skipped: {damage}")
     if passed_over and int(os.environ.get("RANK", 0)) == 0:
         print("; ".join(passed_over), file=sys.stderr, flush=True)
     return whole
 
 
 def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` means; None for a run that starts."""
+    """Return the checkpoint of `resume_from_checkpoint`; None for a run that starts from the beginning."""
     if not resume:
         return None
     if isinstance(resume, str) and resume != "auto":
@@ -135,14 +135,14 @@ def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> 
         damage = damage_of(checkpoint) if checkpoint.is_dir() else "it does not exist"
         if damage is not None:
             raise ValueError(
-                f"resume_from_checkpoint is {resume!r}, which is no whole checkpoint ({damage}); expected a folder checkpoint-N "
-                "with all that a run wrote there. Name another one, or set resume_from_checkpoint: true for the latest that is whole."
+                f"resume_from_checkpoint is {resume!r}, which is not a whole checkpoint ({damage}); expected a folder checkpoint-N "
+                "with all files that a run wrote. Choose another one, or set resume_from_checkpoint: true for the latest whole one."
             )
         return checkpoint
     whole = latest_whole(output)
     if whole is None and resume is True:
         raise ValueError(
-            f"resume_from_checkpoint is true, but {str(output)!r} holds no whole checkpoint; start the run again in another folder, "
+            f"resume_from_checkpoint is true, but {str(output)!r} has no whole checkpoint; start the run again in another folder, "
             "with save_steps to have checkpoints."
         )
     return whole
@@ -159,11 +159,11 @@ def way_on(output: str | os.PathLike) -> str:
     whole = latest_whole(output)
     if whole is None or not can_go_on(whole):
         return "start the run again"
-    return f"--resume_from_checkpoint true goes on from {whole}"
+    return f"--resume_from_checkpoint true continues from {whole}"
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove what is at a checkpoint's path, its manifest first, so that a rest is never taken for a whole checkpoint."""
+    """Remove what is at a checkpoint's path, the manifest first, so that remains are never taken for a whole checkpoint."""
     if checkpoint.is_dir():
         (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint)

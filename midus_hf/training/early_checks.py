@@ -1,4 +1,4 @@
-"""Checks of a run's keys that need no library, so that a mistake is reported before torch and transformers are imported."""
+"""Checks of a run's keys that need no libraries, so that mistakes are reported before torch and transformers are imported."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ _DATA = {"train": "corpus", "sft": "dataset_name"}
 
 
 def check_early(command: str, keys: Mapping[str, Any]) -> None:
-    """Reject invalid paths and models before heavy imports: values as YAML has them, None where none is given."""
+    """Reject invalid paths and models before heavy imports; values are as in YAML, None if not given."""
     check_data(_DATA[command], keys.get(_DATA[command]))
     if keys.get("model_name_or_path") is None and keys.get("config_name") is None:
         raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
@@ -50,7 +50,7 @@ def check_early(command: str, keys: Mapping[str, Any]) -> None:
 
 
 def _check_is_upscaled(name: str) -> None:
-    """Refuse a model in a folder whose config has no record of `upscale`; a config that cannot be read is its loader's matter."""
+    """Refuse a model in a folder whose config has no record of `upscale`; a config that cannot be read is left to its loader."""
     try:
         config = saved_config(name)
     except ValueError:
@@ -67,7 +67,7 @@ def check_data(key: str, value: Any) -> None:
 
 
 def sources_of(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return all that a run reads: the name of each key, with its path or id of a model or dataset."""
+    """Return all inputs of a run: the name of each key, with its path or id of a model or dataset."""
     sources: list[tuple[str, Any]] = []
     for key in SOURCES:
         value = keys.get(key)
@@ -79,16 +79,16 @@ def sources_of(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
-    """Refuse an output that cannot be written, holds an input of the run, or lies in one."""
+    """Refuse an output that cannot be written, contains an input of the run, or is inside one."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir is {str(output)!r}, a file; expected a folder.")
     ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
         raise ValueError(
-            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is no folder to write in; choose another."
+            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
         )
     for key, source in sources:
-        if Path(source).exists():  # a name that is no path is the id of a model or dataset
+        if Path(source).exists():  # other names are ids of models or datasets
             for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
                 if inner.resolve().is_relative_to(outer.resolve()):
                     raise ValueError(
@@ -105,13 +105,13 @@ def holds_files(output: Path, files: list[str]) -> ValueError:
 
 def nothing_new(kind: str | None) -> ValueError:
     return ValueError(
-        f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: nothing in it is new. Upscale it first, "
+        f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: it has no new parameters. Upscale it first, "
         "set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
     )
 
 
 def format_of(source: str, columns: list[str]) -> tuple[str, ...]:
-    """Return the columns of the format of rows of `midus sft` that have these columns, or refuse rows of none."""
+    """Return the columns of the format of `midus sft` that rows with these columns have, or refuse them."""
     for expected in FORMATS:
         if set(expected) <= set(columns):
             return expected

@@ -1,4 +1,4 @@
-"""What a run starts from: config, tokenizer and model, with the files that accompany them."""
+"""Loading of a run's config, tokenizer and model, with the files that accompany them."""
 
 import contextlib
 import importlib.util
@@ -60,7 +60,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     read_adapters(arguments.adapters)
     if is_deepspeed_zero3_enabled():
         raise ValueError(
-            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole "
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole "
             "models. Start the run with configs/accelerate/ddp.yaml."
         )
     return config
@@ -104,7 +104,7 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
 
 
 def _accompanying_files(model: str) -> dict[str, bytes]:
-    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails."""
+    """Return the contents, by name, of files in the model's folder that match `ACCOMPANYING`; `{}` if the download fails."""
     folder = Path(model)
     if not folder.is_dir():
         try:
@@ -124,9 +124,9 @@ def _expected(arguments: MemoryArguments) -> str:
 
 @contextlib.contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Load or make models whole in each process inside the context; DeepSpeed cuts them for training.
+    """Load or make whole models in each process within the context; DeepSpeed shards them for training.
 
-    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 cut parameters while a model is loaded. Checks
+    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 shard parameters while a model is loaded. Checks
     before training would then read the dtypes and sizes of empty tensors.
     """
     config_before = deepspeed._hf_deepspeed_config_weak_ref

@@ -1,4 +1,4 @@
-"""The output folder of a run: who may write it, and the record of the arguments."""
+"""The output folder of a run: its lock, and the record of the arguments."""
 
 import contextlib
 import os
@@ -27,15 +27,15 @@ _SEQUENCES = "sequences_per_step"
 
 @contextlib.contextmanager
 def open_output(arguments: Any) -> Iterator[Path | None]:
-    """Lock and begin the output of a run in its main process, and yield the checkpoint to resume from, if there is one.
+    """Lock and create the output of a run in its main process, and yield the checkpoint to resume from, if there is one.
 
-    In the end the output is unlocked, and removed if it holds nothing but the record of the run.
+    At the end the output is unlocked, and removed if it contains nothing but the record of the run.
 
     Raises:
         ValueError: If the run may not write there; in all processes.
     """
     with contextlib.ExitStack() as opened:
-        outcome: list[Any] = [None, None]  # what the main process returns or refuses, in all processes
+        outcome: list[Any] = [None, None]  # the result or error of the main process, in all processes
         if arguments.process_index == 0:
             try:
                 outcome[0] = _open_here(arguments, opened)
@@ -83,7 +83,7 @@ def _record(arguments: Any) -> dict[str, Any]:
 
 
 def _check_same_run(arguments: Any, checkpoint: Path) -> None:
-    """Refuse keys that would change a run which goes on from a checkpoint, since a run keeps its schedule and data."""
+    """Refuse changed keys when a run is resumed from a checkpoint, since a run keeps its schedule and data."""
     path = checkpoint.parent / RUN_CONFIG
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""FSDP and DeepSpeed, for any kind of Trainer: a shared model is saved whole, and a run that silently fails to share is refused."""
+"""FSDP and DeepSpeed, for any kind of Trainer: a sharded model is saved whole; a run that would silently not shard is refused."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from midus_hf.training.optim.new_rows import with_trained_rows
 
 
 def prepare_sharing(trainer: Any) -> None:
-    """Prepare FSDP or DeepSpeed for a Trainer's model, or refuse what would fail to share, or round what is frozen.
+    """Prepare FSDP or DeepSpeed for a Trainer's model; refuse setups that would not shard, or would round frozen weights.
 
     FSDP2 is given the layer classes of the model, unless the user named them, and computes in lower precision but
     reduces gradients and returns losses in float32.
@@ -41,13 +41,13 @@ def prepare_sharing(trainer: Any) -> None:
         for section in ("optimizer", "scheduler"):
             if section in settings:
                 raise ValueError(
-                    f"the file of DeepSpeed has a section {section!r}, which would stand in place of the run's own groups and rates; "
-                    "expected none. Take it out of the file."
+                    f"the file of DeepSpeed has a section {section!r}, which would replace the run's groups and rates; "
+                    "expected none. Remove it from the file."
                 )
         dtype = dtype_of_deepspeed(trainer)
         for name, parameter in trainer.model.named_parameters():
             if dtype is not None and not parameter.requires_grad and parameter.dtype is torch.float32:
-                reason = "bf16 is asked for" if trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
+                reason = "bf16 is set" if trainer.args.bf16 else f"the file of DeepSpeed sets {dtype}"
                 raise ValueError(
                     f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
                     f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
@@ -63,11 +63,11 @@ def prepare_sharing(trainer: Any) -> None:
 def _prepare_fsdp(plugin: Any, model: Any) -> None:
     if plugin.fsdp_version != 2:
         raise ValueError(
-            f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be told apart; "
+            f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be distinguished; "
             "expected 2, as in configs/accelerate/fsdp2.yaml."
         )
     if plugin.transformer_cls_names_to_wrap is None:
-        # The model's class also names the family's own layers, of which a model has none if all its layers host memories.
+        # The model's class also names the family's layers, of which a model has none if all its layers host memories.
         names = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
     policy, full = plugin.mixed_precision_policy, torch.float32
@@ -85,7 +85,7 @@ def _is_zero_3(trainer: Any) -> bool:
 
 
 def shares_parameters(trainer: Any) -> bool:
-    """Return whether each process holds only a share of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
+    """Return whether each process holds only a shard of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
     if trainer.is_deepspeed_enabled:
         return _is_zero_3(trainer) and getattr(trainer, "deepspeed", None) is not None
     return trainer.is_fsdp_enabled
@@ -101,14 +101,14 @@ def dtype_of_deepspeed(trainer: Any) -> str | None:
 
 
 def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Refuse a checkpoint without the optimizer, or whose processes shared parameters in another way; say what begins anew.
+    """Refuse a checkpoint without the optimizer, or whose processes sharded differently; report state that is not restored.
 
-    A Trainer that finds no moments of the optimizer, no schedule or no random numbers goes on without a word.
+    A Trainer that finds no moments of the optimizer, no schedule or no random numbers continues silently.
     """
     if not can_go_on(checkpoint):
         raise ValueError(
-            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that went on from it would be "
-            "another; expected a whole checkpoint. Start the run again without save_only_model, or load what trained by "
+            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that continued from it would be "
+            "different; expected a whole checkpoint. Start the run again without save_only_model, or load trained parameters by "
             "midus_hf.training.load_checkpoint."
         )
     ways = (
@@ -127,11 +127,11 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
     processes = trainer.args.world_size
     names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{index}.pth" for index in range(processes)]
     if trainer.args.process_index == 0 and not all((checkpoint / name).is_file() for name in names):
-        print_note(f"{checkpoint} has the random numbers of another number of processes: those of dropout begin anew")
+        print_note(f"{checkpoint} has the random numbers of another number of processes: those of dropout start over")
 
 
 def save_gathered(trainer: Any, output_dir: str | None) -> None:
-    """Save a model that processes share, in the dtypes of `trainer.saved_dtypes`, and upload it if the arguments say so.
+    """Save a sharded model, in the dtypes of `trainer.saved_dtypes`, and upload it if the arguments say so.
 
     All processes call this. The others do not wait for the first, whose disk may be full.
     """

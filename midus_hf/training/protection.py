@@ -1,8 +1,8 @@
-"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts beside them.
+"""Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts.
 
-A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text of which no n-gram has a row
-keeps, from layer to layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
-taken out of the table; afterwards the texts are computed with the memory and without, compared, and a certificate is written.
+A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text none of whose n-grams has a
+row keeps, in every layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
+removed from the table; afterwards the texts are computed with and without the memory, compared, and a certificate is written.
 """
 
 import json
@@ -28,14 +28,14 @@ from midus_hf.memories.ngram.tables import named_tables, take_out, trained_table
 from midus_hf.saved_models import open_ended
 
 _TOKENS_PER_PASS = 1024
-# N-grams taken out of a table that a line shows.
+# Number of removed n-grams that are shown.
 _SHOWN = 4
 _HEADING = "## Protected texts\n"
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
 class Protection:
-    """Texts that are protected in a run, whose n-grams are taken out of the tables of the model here, before it trains."""
+    """Texts that are protected in a run; their n-grams are removed from the tables of the model before training."""
 
     def __init__(self, model: Any, tokenizer: Any, sources: Sequence[str], text_column: str):
         read = [list(read_corpus(each, text_column=text_column, key="protect")[text_column]) for each in sources]
@@ -49,7 +49,7 @@ class Protection:
             left = take_out(model, table, ngrams)
             if not left:
                 raise ValueError(
-                    f"none of the {known:,} n-grams of memory {table.memory!r} is left, since the protected texts have all of them; "
+                    f"none of the {known:,} n-grams of memory {table.memory!r} is left, since protected texts contain all of them; "
                     "expected n-grams to learn with. Protect less, or upscale with another corpus."
                 )
             self.counts[table.memory] = {"known": known, "left": left}
@@ -66,7 +66,7 @@ class Protection:
         )
 
     def check_checkpoint(self, model: Any, checkpoint: Path) -> None:
-        """Refuse a checkpoint whose tables are not those that these texts gave."""
+        """Refuse a checkpoint whose tables were made with other protected texts."""
         path = checkpoint / TRAINED_FILE
         if not path.is_file():
             return
@@ -88,7 +88,7 @@ class Protection:
             tokens, differing = compare_texts(model, self._tokenizer, documents, list(self.counts))
             if differing:
                 raise RuntimeError(
-                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have other logits with the "
+                    f"{len(differing)} of the texts of {name}, the first of them text {differing[0]}, have different logits with the "
                     f"memories than without them; no certificate is written. {_FAULT}"
                 )
             digest = texts_digest(documents)
@@ -116,7 +116,7 @@ class Protection:
 
 
 def _labels(sources: Sequence[str]) -> list[str]:
-    """Return the last part of each path or id, with a number behind it where several have the same."""
+    """Return the last part of each path or id, followed by a number if several have the same."""
     names = [Path(source).name for source in sources]
     return [
         f"{name} {names[:number].count(name) + 1}" if names.count(name) > 1 else name
@@ -125,7 +125,7 @@ def _labels(sources: Sequence[str]) -> list[str]:
 
 
 def _text_of(key: int, tokenizer: Any) -> str:
-    """Return the text of an n-gram of a table, by the first of the tokens that count as one."""
+    """Return the text of an n-gram of a table, with the first of the tokens that count as the same."""
     ids: list[int] = []
     while key:
         key, number = divmod(key, MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""One run from top to bottom: what is read, loaded, trained and saved, in this order."""
+"""One run from start to end: reading, loading, training and saving, in this order."""
 
 import dataclasses
 import math
@@ -42,8 +42,8 @@ class TrainResult:
         steps: Number of optimizer steps, including steps before a resumption.
         tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
-        log: Events of the Trainer's log (`log_history`), also those before a resumption. The last has the numbers of trained
-            parameters and of bytes that were allocated at most.
+        log: Events of the Trainer's log (`log_history`), also those before a resumption.     The last has the numbers of trained
+            parameters and of bytes of peak memory.
     """
 
     output: str
@@ -56,7 +56,7 @@ class TrainResult:
 def make_memory_trainer(
     model: PreTrainedModel, arguments: TrainArguments, tokenizer: PreTrainedTokenizerBase, texts: RunTexts
 ) -> MemoryTrainer:
-    """Return the Trainer of a model on packed texts, whose banks belong to the tree of the run or of its paths."""
+    """Return the Trainer of a model on packed texts, after checking that its banks belong to the tree of the run or its paths."""
     if arguments.tree is not None or texts.tree is not None:
         use_tree(model, arguments.tree, texts.tree)
     return MemoryTrainer(
@@ -71,19 +71,19 @@ def make_memory_trainer(
 def run_training(
     arguments: Any, read: Callable[..., RunTexts] = read_texts, make_trainer: Callable[..., Any] = make_memory_trainer
 ) -> TrainResult:
-    """Pretrain a model on text, from its weights or from the beginning.
+    """Pretrain a model on text, from its weights or from scratch.
 
-    The function prints what trains, and writes to `arguments.output_dir` the trained model and its tokenizer,
+    The function prints what is trained, and writes to `arguments.output_dir` the trained model and its tokenizer,
     checkpoints, the Trainer's log (`trainer_state.json`) and the arguments (`train_config.yaml`).
 
     Args:
         arguments: `TrainArguments`, or other `MemoryArguments` that `read` and `make_trainer` take.
-        read: Returns what is trained on and measured, from arguments, config and tokenizer. Default: packed texts.
+        read: Returns training and held-out data, from arguments, config and tokenizer. Default: packed texts.
         make_trainer: Makes the Trainer, from model, arguments, tokenizer and texts. Default: `MemoryTrainer`.
 
     Raises:
         ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
-        TrainingError: If a step fails. The message says how to go on.
+        TrainingError: If a step fails. The message says how to continue.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
         PartialSaveError: If not all of the trained model could be saved or uploaded.
@@ -103,9 +103,9 @@ def run_training(
             if is_main:
                 print(report)
                 if arguments.lacks_bf16:
-                    print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
+                    print("this device does not compute bfloat16: the run computes in float32; set bf16 to choose")
                 if checkpoint is not None:
-                    print(f"going on from {checkpoint}")
+                    print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
             if checkpoint is not None:
@@ -129,7 +129,7 @@ def run_training(
             trainer.log(_totals(trainer))
             failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
             if protection is not None and is_main:
-                stop.release()  # the model is saved, so that a signal may end this at once
+                stop.release()  # the model is saved, so a signal may end this at once
                 # Without the autocast of accelerate, so that texts are computed in the dtype of the saved model.
                 protection.certify(trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False), output)
             if failures:
@@ -146,9 +146,9 @@ def run_training(
 
 
 def measure_texts(arguments: TrainArguments) -> dict[str, float]:
-    """Measure held-out texts as a run does while it trains, and return the loss of each, in nats per token, by its name.
+    """Evaluate held-out texts as during training, and return the loss of each, in nats per token, by its name.
 
-    What the Trainer writes to `arguments.output_dir` is removed.
+    Files that the Trainer writes to `arguments.output_dir` are removed.
 
     Raises:
         ValueError: If the arguments are wrong.
@@ -166,11 +166,11 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
 
 
 class TrainingError(RuntimeError):
-    """Error of a step; the message says how to go on."""
+    """Error of a step; the message says how to continue."""
 
 
 def _freeze(model: PreTrainedModel, arguments: MemoryArguments) -> tuple[Any, str]:
-    """Freeze what does not train, or add adapters; return the model, wrapped by PEFT then, and a sentence on what trains."""
+    """Freeze untrained parameters, or add adapters; return the model, wrapped then, and a sentence on what is trained."""
     if arguments.adapters is None:
         return model, str(set_trainable(model, arguments.trainable, arguments.frozen))  # type: ignore[arg-type]
     from midus_hf.training.adapters import add_adapters
@@ -180,7 +180,7 @@ def _freeze(model: PreTrainedModel, arguments: MemoryArguments) -> tuple[Any, st
 
 
 def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None) -> Protection | None:
-    """Take the n-grams of protected texts out of the model's tables, and print how many are left; None if no text is protected."""
+    """Remove the n-grams of protected texts from the model's tables, and print how many are left; None if no text is protected."""
     if not arguments.protect:
         return None
     with arguments.main_process_first(desc="reading protected texts"):
@@ -212,12 +212,12 @@ def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenize
 
 
 def _why_not_made(error: Exception) -> str:
-    reason = answer_of_hub(error) or f"the Hub cannot be asked ({first_line(error)})"
+    reason = answer_of_hub(error) or f"the Hub cannot be reached ({first_line(error)})"
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
 def _choose_epochs(arguments: Any, num_sequences: int) -> int:
-    """Raise `num_train_epochs` where nobody gave it and it is too few for the least number of steps; return that number, or 0."""
+    """Raise a default `num_train_epochs` that gives too few steps; return the least number of steps then, or 0."""
     least_steps: int = arguments.least_steps
     epochs = math.ceil(least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
     if epochs <= arguments.num_train_epochs:
@@ -229,7 +229,7 @@ def _choose_epochs(arguments: Any, num_sequences: int) -> int:
 
 
 def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
-    """Train; a `ValueError` of a step is no mistake of the arguments, which have been checked."""
+    """Train; a `ValueError` of a step is not about the arguments, which have been checked."""
     try:
         trainer.train(checkpoint)
     except ValueError as error:
@@ -244,9 +244,9 @@ def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
 def _how_to_go_on(trainer: Any, output: Path) -> str:
     step = trainer.state.global_step
     saved = output / f"checkpoint-{step}"
-    way = f"--resume_from_checkpoint true goes on from {saved}"
+    way = f"--resume_from_checkpoint true continues from {saved}"
     if trainer.args.save_only_model:
-        way = f"{saved} has what trained alone, by save_only_model, and no run can go on from it"
+        way = f"{saved} has only the trained parameters, by save_only_model, and no run can continue from it"
     return f"interrupted after step {step:,}; {way}"
 
 

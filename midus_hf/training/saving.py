@@ -1,4 +1,4 @@
-"""The trained model on the disk: it appears whole, and what fails beside its weights costs no weights."""
+"""Saving of the trained model: weights appear as a whole, and are kept if other files cannot be written."""
 
 import contextlib
 import dataclasses
@@ -27,18 +27,18 @@ from midus_hf.training.protection import without_section
 
 
 class PartialSaveError(RuntimeError):
-    """Error of a run at whose end not all could be written; the message says what is on the disk, and where."""
+    """Error of a run whose results could not all be written; the message says what is on disk, and where."""
 
 
 @contextlib.contextmanager
 def saving_to(output: Path) -> Iterator[None]:
-    """Say what is in the output, and the room that is left, where a disk does not take what is written within."""
+    """Raise a `PartialSaveError` that says what is in the output, and the free space, if writing within the context fails."""
     try:
         with telling_room(output):
             yield
     except NotWritten as error:
         kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
-        raise PartialSaveError(f"{kept}{error.facts}. Make room there, and {way_on(output)}.") from error
+        raise PartialSaveError(f"{kept}{error.facts}. Free some space there, and {way_on(output)}.") from error
 
 
 def save_model(
@@ -49,18 +49,18 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     files: Mapping[str, bytes],
 ) -> list[str]:
-    """Save the trained model whole, as it was loaded but for its weights; all processes call this.
+    """Save the whole trained model, with its dtypes and config as they were loaded; all processes call this.
 
     Args:
         trainer: The Trainer that trained it; adapters are merged.
         arguments: The run's, which its card records.
         dtypes: The dtypes that tensors had before `cast_for_training`, by their names.
         uses_cache: `use_cache` of the config that was loaded.
-        tokenizer: The tokenizer, saved beside it.
+        tokenizer: The tokenizer, saved with it.
         files: Contents of other files that accompany it, by their names; a card gets a section on the training.
 
     Returns:
-        A phrase about each file beside the weights that could not be written.
+        A phrase about each file other than weights that could not be written.
     """
     model, is_main = trainer.model, arguments.process_index == 0
     trainer.check_finite()
@@ -78,7 +78,9 @@ def save_model(
         if is_main:
             shutil.rmtree(partial_model, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
-        model.generation_config = GenerationConfig()  # no model is saved whose settings contradict one another
+        model.generation_config = (
+            GenerationConfig()
+        )  # transformers refuses to save a model with contradictory settings
         try:
             trainer.save_model(str(partial_model))
         finally:
@@ -92,7 +94,7 @@ def save_model(
         if isinstance(error, OSError) and is_saved:
             raise PartialSaveError(
                 f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
-                "of both into a folder of their own."
+                "of both into one new folder."
             ) from error
         shutil.rmtree(partial_model, ignore_errors=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
@@ -102,13 +104,13 @@ def save_model(
         facts = first_line(error) if told is None else told.facts
         remedy = way_on(output) if is_main else "start the run again"
         raise PartialSaveError(
-            f"the trained model could not be saved in {output}: {facts}. Make room there, and {remedy}."
+            f"the trained model could not be saved in {output}: {facts}. Free some space there, and {remedy}."
         ) from error
     return failures
 
 
 def _move_into_place(partial_model: Path, output: Path) -> None:
-    """Move all into the output, the config last, since a folder without one is no model; what has the same name is replaced."""
+    """Move all files into the output, the config last, since a folder without one is not a model; files there are replaced."""
     (output / CONFIG_FILE).unlink(missing_ok=True)
     for path in sorted(partial_model.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if (output / path.name).is_dir():
@@ -135,7 +137,7 @@ def _beside_weights(
     tokenizer: PreTrainedTokenizerBase,
     given: Mapping[str, bytes],
 ) -> dict[str, Callable[[Path], object]]:
-    """Return what writes the files beside config and weights into a folder, by what messages call the file."""
+    """Return functions that write the files other than config and weights into a folder, by the files' names in messages."""
     files = dict(given)
     if CARD_FILE in files:
         # A byte that is no UTF-8 stays as it is.
@@ -162,7 +164,7 @@ def _written(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> l
     for name, write in writers.items():
         try:
             write(folder)
-        except Exception as error:  # of whichever library writes it
+        except Exception as error:  # of any library that writes it
             (folder / name).unlink(missing_ok=True)
             failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
     return failures
@@ -188,7 +190,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 
 
 def _held_out(arguments: Any, state: TrainerState) -> str:
-    """Return a table of what held-out texts measured before the first step and of the saved model; empty if neither was measured."""
+    """Return a table of held-out losses before the first step and of the saved model; empty if there are none."""
     saved = state.best_global_step if arguments.load_best_model_at_end else state.global_step
     rows = []
     for name in arguments.eval_texts:
@@ -206,7 +208,7 @@ def _held_out(arguments: Any, state: TrainerState) -> str:
 
 
 def _shared(value: Any) -> Any:
-    """Return a recorded value with the last part of each path that exists here, since cards are made to be shared."""
+    """Return a recorded value with paths that exist here cut to their last part, since cards are shared."""
     if isinstance(value, dict):
         return {key: _shared(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -226,8 +228,8 @@ tags:
 
 # {Path(arguments.output_dir).name}
 
-Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config
-`{_shared(arguments.config_name)}`. The model is based on no other.
+Trained from scratch: the weights were initialised at random with seed {arguments.seed}, for the config
+`{_shared(arguments.config_name)}`. The model has no base model.
 
 {chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
 """

@@ -1,4 +1,4 @@
-"""What a run trains on and measures: the corpus and held-out texts as packed sequences."""
+"""Training and held-out data of a run: the corpus and held-out texts as packed sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from midus_hf.training.arguments import MemoryArguments, TrainArguments
 
 
 class RunTexts(NamedTuple):
-    """Rows that are trained on, sequences of held-out texts by name, a phrase on what is read, and the paths' tree, if any."""
+    """Training rows, sequences of held-out texts by name, a phrase on what is read, and the tree of the paths, if any."""
 
     train: Any
     held_out: dict[str, Any]
@@ -27,7 +27,7 @@ class RunTexts(NamedTuple):
 
     @property
     def eval_dataset(self) -> Any:
-        """The held-out texts as a Trainer takes them: by name, a text without a name alone, or None."""
+        """The held-out texts as a Trainer takes them: by name, or a single text without a name, or None."""
         return self.held_out.get("", self.held_out) or None
 
 
@@ -66,7 +66,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 def read_held_out(
     arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
 ) -> dict[str, Any]:
-    """Return the sequences of held-out texts by name, as a function packs them, and say what of them is not measured."""
+    """Return the sequences of held-out texts by name, packed by a function, and print what is not measured."""
     held_out = {}
     for name, path in arguments.eval_texts.items():
         key = f"eval_text {name}".rstrip()
@@ -78,7 +78,7 @@ def read_held_out(
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
-    """Check that a model's banks belong to the tree of a run, a folder or what the corpus names, and save trained banks with it."""
+    """Check that a model's banks belong to the tree of a run, a folder or the corpus's tree, and save trained banks with it."""
     fingerprint, folder, shape = corpus_tree, None, None
     if tree is not None:
         from midus_hf.topics.tree import ClusterTree, folder_of_tree
@@ -91,7 +91,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
             )
         fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
         folder = folder_of_tree(Path(tree).expanduser())
-    remedy = "Assign texts by the tree of the model, or train a model whose bank was not trained yet."
+    remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
     for banks in model_banks(model):
         for name, layout in banks.layouts.items() if banks.are_open else ():
             own = (layout.num_levels, layout.blocks.branching)

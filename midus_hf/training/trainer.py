@@ -1,4 +1,4 @@
-"""Transformers' Trainer for memories: groups and rates, checkpoints of what trains, and no number that is not finite."""
+"""Transformers' Trainer for memories: groups and rates, checkpoints of trained parameters, and checks for finite numbers."""
 
 import contextlib
 import math
@@ -55,7 +55,7 @@ class NotFiniteError(FloatingPointError):
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return "NAME holds nan" for the first named tensor that holds a number which is not finite, or None."""
+    """Return "NAME holds nan" for the first named tensor with a number that is not finite, or None."""
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
         return None
@@ -67,8 +67,8 @@ class MemoryTrainerMixin(AnyTrainer):
     """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
     Put the mixin before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
-    `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
-    own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
+    `MemoryArguments` are read from `args` if it has them. Groups and scheduler are made where the Trainer makes its
+    own, so they see the model after it was wrapped or sharded. A checkpoint has trained parameters, the optimizer and the
     blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
 
     Args:
@@ -82,7 +82,7 @@ class MemoryTrainerMixin(AnyTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         options = self.args if isinstance(self.args, MemoryArguments) else None
-        # Dtypes in which tensors of a model that processes share are saved, by name; other tensors keep their dtype.
+        # Dtypes in which tensors of a sharded model are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
         prepare_sharing(self)
         model: Any = self.model
@@ -102,11 +102,11 @@ class MemoryTrainerMixin(AnyTrainer):
                     "expected a model without them. Leave it out."
                 )
         self._is_checkpointing = False
-        # Of the held-out text that is being measured: the mean loss of each batch of this process, and its number of tokens.
+        # For the held-out text that is being evaluated: the mean loss of each batch of this process, and its number of tokens.
         self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and passes over damaged ones.
+        """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and skips damaged ones.
 
         A checkpoint of the last step is loaded, and no step is taken. A `Path` is a checkpoint that has been checked.
 
@@ -130,7 +130,7 @@ class MemoryTrainerMixin(AnyTrainer):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the batches of a held-out text, all of them, whatever `dataloader_drop_last` leaves out of training."""
+        """Return all batches of a held-out text, even if `dataloader_drop_last` drops some in training."""
         self.args.dataloader_drop_last, drops = False, self.args.dataloader_drop_last
         try:
             return super().get_eval_dataloader(eval_dataset)
@@ -138,12 +138,12 @@ class MemoryTrainerMixin(AnyTrainer):
             self.args.dataloader_drop_last = drops
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure a held-out text as `Trainer.evaluation_loop` does, with a perplexity beside each `eval_loss`.
+        """Evaluate a held-out text as `Trainer.evaluation_loop` does, with a perplexity for each `eval_loss`.
 
-        The loss of a language model is the mean over its tokens. The Trainer's own is a mean over batches, which depends on
+        The loss of a language model is the mean over its tokens. The Trainer's is a mean over batches, which depends on
         their size and on the number of processes.
         """
-        # A model that is not told the number of tokens in all processes returns the mean over its own.
+        # Without the number of tokens in all processes, a model returns the mean over those of its process.
         self._measured, takes_number, self.model_accepts_loss_kwargs = [], self.model_accepts_loss_kwargs, False
         try:
             output = super().evaluation_loop(*args, **kwargs)
@@ -163,7 +163,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Measure a batch as `Trainer.prediction_step` does, without the rows that only fill up the last batch of processes."""
+        """Evaluate a batch as `Trainer.prediction_step` does, without the rows that only pad the last batch of processes."""
         labels = inputs.get("labels") if isinstance(inputs, dict) else None
         hosting: Any = self.model
         if labels is None or self.compute_loss_func is not None or hosting.get_output_embeddings() is None:
@@ -224,7 +224,7 @@ class MemoryTrainerMixin(AnyTrainer):
         tensors: list[tuple[str, Any]] = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                own = getattr(parameter, "ds_tensor", parameter).detach()  # the share of this process
+                own = getattr(parameter, "ds_tensor", parameter).detach()  # the shard of this process
                 tensors.append((name, own.to_local() if hasattr(own, "to_local") else own))
         for bank in [] if self.blocks is None else self.blocks.banks:
             tensors += bank.named_values()
@@ -233,16 +233,16 @@ class MemoryTrainerMixin(AnyTrainer):
             raise NotFiniteError(finding or "what another process trains is not finite", self.state.global_step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `Trainer.save_model` does, gathered from what processes share; all processes call this.
+        """Save the model as `Trainer.save_model` does, gathered from its shards; all processes call this.
 
         Raises:
-            FloatingPointError: If what trains is not finite.
-            ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
+            FloatingPointError: If a trained parameter is not finite.
+            ValueError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
         if self._is_checkpointing and not has_adapters(self.model):
             assert isinstance(self.model, nn.Module) and output_dir is not None
-            if self.is_fsdp_enabled:  # which writes shares of the model beside those of the optimizer
+            if self.is_fsdp_enabled:  # which writes shards of the model and of the optimizer
                 return
             gathered = self.accelerator.get_state_dict(self.deepspeed) if shares_parameters(self) else None
             if self.args.should_save:
@@ -261,7 +261,7 @@ class MemoryTrainerMixin(AnyTrainer):
             try:
                 if self.args.should_save:
                     remove_checkpoint(folder)
-                    # The Trainer looks for it before processes that share the model write to it.
+                    # The Trainer looks for it before processes write the sharded model to it.
                     folder.mkdir(parents=True)
                 self.accelerator.wait_for_everyone()
                 super()._save_checkpoint(model, trial)
@@ -276,14 +276,16 @@ class MemoryTrainerMixin(AnyTrainer):
                     best = self.state.best_model_checkpoint
                     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
             except Exception:
-                if self.args.should_save and not (folder / MANIFEST_FILE).is_file():  # it takes room, and is of no use
+                if (
+                    self.args.should_save and not (folder / MANIFEST_FILE).is_file()
+                ):  # it takes space, and is of no use
                     remove_checkpoint(folder)
                 raise
             finally:
                 self._is_checkpointing, self.args.save_total_limit = False, limit
 
     def _bytes_of_checkpoint(self) -> int:
-        """Return about how many bytes a checkpoint of this process takes: what trains, and its optimizer."""
+        """Return about how many bytes a checkpoint of this process takes: trained parameters and their optimizer state."""
         assert isinstance(self.model, nn.Module)
         states = {} if self.args.save_only_model or self.optimizer is None else self.optimizer.state
         tensors = [tensor for _, tensor in saved_tensors(self.model)]
@@ -309,9 +311,9 @@ class MemoryTrainerMixin(AnyTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables by themselves; return the norm.
+        """Clip as `Accelerator.clip_grad_norm_` does, blocks with the parameters, and rows of tables separately; return the norm.
 
-        A loss or a norm that is not finite raises, since the step would spoil everything that trains.
+        A loss or a norm that is not finite raises, since the step would spoil all trained parameters.
         """
         dense: list[Any] = list(parameters)
         tables = []
@@ -329,12 +331,12 @@ class MemoryTrainerMixin(AnyTrainer):
         if not math.isfinite(loss):
             raise NotFiniteError(f"loss is {loss}{self._broken_tensor()}", step)
         if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:
-            if dtype_of_deepspeed(self) != "float16":  # with which a scaler of gradients skips the step
+            if dtype_of_deepspeed(self) != "float16":  # with which a gradient scaler skips the step
                 raise NotFiniteError(f"gradient norm is {float(norm)}", step)
         return norm
 
     def _broken_tensor(self) -> str:
-        """Say which tensor of the model is not finite, if one is and this process holds it whole."""
+        """Return which tensor of the model is not finite, if there is one and this process has all of it."""
         if shares_parameters(self):
             return ""
         model: Any = self.model
@@ -345,5 +347,5 @@ class MemoryTrainerMixin(AnyTrainer):
 class MemoryTrainer(MemoryTrainerMixin, Trainer):
     """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate schedule.
 
-    All else is as in `Trainer`. `MemoryTrainerMixin` and `Trainer` document the arguments.
+    Everything else is as in `Trainer`. `MemoryTrainerMixin` and `Trainer` document the arguments.
     """

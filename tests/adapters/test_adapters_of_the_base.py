@@ -202,7 +202,7 @@ WEIGHTS = "adapter_model.safetensors"
         ({WEIGHTS: None, "adapter_model.bin": b"a"}, r"expected some\. Pickled weights \(adapter_model\.bin\) are never loaded"),
         ({"adapter_config.json": None}, r"has no adapter_config\.json; expected the folder of a PEFT adapter"),
         ({WEIGHTS: save({})}, r"has no tensors in adapter_model\.safetensors; expected some"),
-        ({WEIGHTS: lambda data: data[:-8]}, r"is not a sound safetensors file"),
+        ({WEIGHTS: lambda data: data[:-8]}, r"is not a valid safetensors file"),
         (with_config(peft_type="IA3"), r"peft_type = 'IA3'; expected 'LORA', as LoRA.* have\. Merge .* \(merge_and_unload\)"),
         (with_config(peft_type=None), r"has peft_type = None"),
         (with_config(layer_replication=[[0, 2], [1, 4]]), r"has layer_replication = \[\[0, 2\], \[1, 4\]\]; expected None"),
@@ -240,6 +240,6 @@ def test_words_that_name_no_adapter_model_or_output_are_refused(adapter, made, t
         (adapter, base, None, r"was not made by upscale: .* Give an upscaled model"),
         (adapter, upscaled, adapter, r"output \S+ exists; expected a folder to make\. Choose another folder"),
         (adapter, upscaled, adapter / "inside", r"lies inside the base"),
-        (tmp_path / "absent", upscaled, None, r"is no folder and no hub id; expected one of them"),
+        (tmp_path / "absent", upscaled, None, r"is neither a folder nor a hub id; expected one of them"),
     ):
         refuse([folder, "--onto", onto], message, output)

@@ -148,7 +148,7 @@ OF_ZEROS = (
         ("base", {"arrow_config": {}}, "adapters cannot be put on this model: "),
         ("base", {"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
         ("base", {"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),
-        ("base", {"inference_mode": True}, "nothing trains with adapters {'inference_mode': True}; expected adapters that"),
+        ("base", {"inference_mode": True}, "nothing is trained with adapters {'inference_mode': True}; expected adapters that"),
         *(
             ("copies", {"use_dora": True, "layers": "all", **of}, OF_ZEROS)
             for of in ({}, {"layers_to_transform": [2], "target_modules": ["o_proj"]})

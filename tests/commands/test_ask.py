@@ -77,7 +77,7 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
     tokenizer.save_pretrained(model)
     for words, messages in (
         ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
-        ([QUESTION], ("whose chat template refuses a question alone; --plain goes without it: system first",)),
+        ([QUESTION], ("whose chat template refuses a single question; pass --plain to skip it: system first",)),
         ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
         (["What", "is", "iron?"], ("Got unexpected extra argument(s) (is iron?). See 'midus ask --help'.",)),
     ):
@@ -90,7 +90,7 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
     ("path", "line"),
     [
         ([1, 4], "blocks 1:1, 2:4 are read\n"),
-        ([-1, -1], "no topic is near: the generic memory is read\n"),
+        ([-1, -1], "no topic is close: the generic memory is read\n"),
         ([1, 5], "blocks 1:1 are read; deleted: 2:5\n"),
         ([1, 3], "blocks 1:1 are read; never trained: 2:3\n"),
         ([0, 0], "no block is read; deleted: 1:0, 2:0\n"),
@@ -108,7 +108,7 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
 def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_path):
     folder = shutil.copytree(banked, tmp_path / "model")
     (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
-    line = f"no block is read: {folder} has no tree of topics beside its bank; midus train saves the one of --tree\n"
+    line = f"no block is read: {folder} has no tree of topics in its bank; midus train saves the one of --tree\n"
     assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
@@ -132,11 +132,11 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
         ("Is it steel?", ["Steel"], "packs of Steel, Iron ore are read"),
         ("STEEL: Steel, tungsten, Fe?", ["Steel", "tungsten", "Iron ore"], "packs of Iron ore, tungsten are read"),
     ):
-        line = f"{said}; {', '.join(in_front)} in front of the question, so that they are open before it is read"
+        line = f"{said}; {', '.join(in_front)} put before the question, so that their packs are open when it is read"
         line += "; named, but not read: Steel\n" if len(in_front) == 3 else "\n"
         assert ask(model, question) == (0, answer(*in_front, question) + "\n", AS_TEXT + line)
         differ.append(answer(*in_front, question) != answer(question))
     assert any(differ)
-    line = "no pack is read: the question has no name of an entry"
+    line = "no pack is read: the question contains no name of an entry"
     for question, near in (("Is it so?", "\n"), ("Is it tungstem?", "; did you mean 'tungsten'?\n")):
         assert ask(model, question) == (0, answer(question) + "\n", AS_TEXT + line + near)

@@ -170,7 +170,7 @@ def work():
 
 sys.exit(run_command(app, [], name="work"))
 """
-FULL = "work: done, but not all that it prints could be written: No space left on device\n"
+FULL = "work: done, but not all output could be written: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_the_tables_have_every_command():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, as_command):
-    wrong = "'--no-such-option' is no key" if command in WITH_KEYS else "No such option: --no-such-opt"
+    wrong = "'--no-such-option' is not a key" if command in WITH_KEYS else "No such option: --no-such-opt"
     for words, message in (
         (["--no-such-option"], wrong),
         (MISSING_FILE[command], "absent"),
@@ -297,7 +297,7 @@ TOLD_WITHOUT_TORCH = {
     "cluster assign --tree absent --corpus text.txt --output paths.jsonl": "tree is 'absent', which does not exist; expected",
     "cluster assign --tree MODEL --corpus text.txt --output paths.txt": "output is 'paths.txt'; expected a file ending in .jsonl.",
     "cluster assign --tree MODEL --corpus absent.txt --output paths.jsonl": "corpus is 'absent.txt', which does not exist;",
-    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is no folder and no hub id; expected one of",
+    "edit delete absent/absent/absent --name word --output out": "'absent/absent/absent' is neither a folder nor a hub id; expected",
     "edit add MODEL --corpus absent.jsonl --output out": "corpus is 'absent.jsonl', which does not exist; expected a file, a folder",
     "cluster report --tree absent": "tree is 'absent', which does not exist; expected a tree of topics.",
 }  # fmt: skip

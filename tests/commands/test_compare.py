@@ -120,7 +120,7 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
 
 def test_without_a_result_that_is_the_line(run, config, runs, tmp_path):
     done = run(config, "--report")
-    line = f"midus compare: {tmp_path / 'out'} holds no result yet: "
+    line = f"midus compare: {tmp_path / 'out'} has no result yet: "
     assert done == (1, "", f"{line}the base is measured first\n") and not (tmp_path / "out").exists()
     runs.failures = {"base": "midus eval ended with status 2"}
     done = run(config)

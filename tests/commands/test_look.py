@@ -149,7 +149,7 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
     assert "are not those that it was upscaled from: trained since, or cast; expected" in refusal(changed)
     del model.config.upscale["base_sha256"]
     model.save_pretrained(changed)
-    assert "are of no known base; expected the base itself. Give its folder as base." in refusal(changed)
+    assert "do not belong to a known base; expected the base itself. Give its folder as base." in refusal(changed)
     resized, folder = loaded(room.made), with_tokenizer(tmp_path / "resized")
     size = resized.config.vocab_size
     resized.resize_token_embeddings(size + 8)
@@ -158,7 +158,7 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
     assert message in refusal(folder)
     other, absent = shutil.copytree(room.base, tmp_path / "other"), tmp_path / "absent"
     letter_tokenizer().save_pretrained(other)
-    message = "whose tokenizer has other tokens than the model's; expected one tokenizer."
+    message = "whose tokenizer has different tokens than the model's; expected the same tokenizer."
     assert message in refusal(room.trained, "--base", other)
     message = f"base is '{absent}', which does not exist; expected the folder"
     assert message in refusal(room.trained, "--base", absent)
@@ -209,7 +209,7 @@ def test_one_page_joins_all_answers_in_order_and_checks_the_base_once(run, room,
     page = (tmp_path / "page.html").read_text()
     titles = [
         "What texts use of the memories",
-        "What texts lose without parts of the model",
+        "Loss of texts without parts of the model",
         "How far predictions moved",
     ]
     assert re.findall("<h[12]>(.*?)</h[12]>", page) == ["Inside the model", *titles]
@@ -262,7 +262,7 @@ REFUSALS = [
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
     ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
-    ("depth DEPTH TEXT --layer 1", "layer and head name one head together; expected both or neither. Give the other"),
+    ("depth DEPTH TEXT --layer 1", "layer and head together name one head; expected both or neither. Give the other"),
     ("depth DEPTH TEXT --layer 0 --head 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
     ("depth DEPTH TEXT --layer 1 --head 4", "head is 4; expected one from 0 to 3, those of layer 1."),
     ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),

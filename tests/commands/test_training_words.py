@@ -60,7 +60,7 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
     recipe.write_text("{corpus: c, model_name_or_path: m, output_dir: o, max_steps: 3}")
     arguments = read(str(recipe), "--num_train_epochs", "2", "--model", "other: one", "--output", "p")
     assert (arguments.model_name_or_path, arguments.output_dir, arguments.max_steps) == ("other: one", "p", 3)
-    line = "max_steps=3 counts, and not num_train_epochs; --max_steps -1 lets epochs count\n"
+    line = "max_steps=3 overrides num_train_epochs; pass --max_steps -1 to use epochs\n"
     assert capsys.readouterr().err == line
     arguments = read(str(recipe), "--num_train_epochs", "2", "--max_steps", "-1")
     assert (arguments.max_steps, arguments.num_train_epochs, capsys.readouterr().err) == (-1, 2, "")

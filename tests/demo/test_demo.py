@@ -187,7 +187,7 @@ print('saved')
 
 def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
     progress = TrainingProgress(50)
-    for line in ("new layers train\n", "going on from outputs/demo/trained/checkpoint-20\n"):
+    for line in ("new layers train\n", "resuming from outputs/demo/trained/checkpoint-20\n"):
         assert progress.take(line)
     assert str(progress).endswith(": step 20 of 50, in step 21")
     clock = time.monotonic
@@ -271,6 +271,6 @@ def test_a_signal_lets_the_command_end_in_order_and_its_time_is_kept(number, tmp
     os.kill(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert out == "saved a checkpoint\n" and process.returncode == 128 + number
-    assert err == "\ndemo: interrupted while doing a; the same command goes on from here.\n"
+    assert err == "\ndemo: interrupted while doing a; the same command continues from here.\n"
     (phase,) = json.loads((tmp_path / module.RECORD).read_text())["phases"].values()
     assert phase["seconds"] > 0 and not phase["ended"]

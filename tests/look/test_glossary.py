@@ -1,4 +1,4 @@
-"""What a glossary gives back: values that its texts state, whether they come back, and which writings of names are found."""
+"""What the model reproduces of a glossary: values that its texts state, and which spellings of names are found."""
 
 import csv
 import json
@@ -99,7 +99,7 @@ def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(fol
     said = capsys.readouterr()
     assert (
         said.err.splitlines()[-1]
-        == "midus look glossary: 0.0% of the values come back; expected 100.0% at least (--at-least)."
+        == "midus look glossary: 0.0% of the values come back; expected at least 100.0% (--at-least)."
     )
     assert "0 of 3 values come back with packs" in said.out and "no capitalised word: 1." in said.out
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))

@@ -15,7 +15,7 @@ from midus_hf.memories.packs.glossary import (
 
 IRON = Entry(("Iron ore", "Fe"), "A metal.")
 WRONG_ROWS = [
-    ({"text": "x"}, "row 1 has the name None; expected a name, or a list of names. Write one, or take the row out."),
+    ({"text": "x"}, "row 1 has the name None; expected a name, or a list of names. Write one, or remove the row."),
     ({"name": " ", "text": "x"}, "row 1 has the name ' '; expected a name, or a list of names."),
     ({"name": [], "text": "x"}, "row 1 has the name []; expected a name, or a list of names."),
     ({"name": ["a", 3], "text": "x"}, "row 1 has the name ['a', 3]; expected a name, or a list of names."),

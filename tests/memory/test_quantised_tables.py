@@ -193,7 +193,7 @@ def test_a_model_of_integers_is_neither_rounded_again_nor_trained(case, kind, op
         RequestError, match=f"'{kind}' has {option} = 8 already; expected values that were not rounded"
     ):
         quantise(EditRequest(tmp_path / "integers", tmp_path / "twice"), 4)
-    with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, and integers do not train"):
+    with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, which cannot be trained"):
         set_trainable(model, "new")
 
 
@@ -228,7 +228,7 @@ def test_memories_of_a_stack_are_rounded_together_or_one_by_name(tmp_path):
 )
 def test_no_model_is_upscaled_with_integers(method, options, tmp_path):
     save_tiny_model("llama", tmp_path / "base")
-    with pytest.raises(ValueError, match=r"_bits is 8, but new values have yet to learn.*midus edit quantise"):
+    with pytest.raises(ValueError, match=r"_bits is 8, but new values have to be trained.*midus edit quantise"):
         upscale(base=tmp_path / "base", method=method, output=tmp_path / "out", options=options)
 
 

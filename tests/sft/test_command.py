@@ -89,7 +89,7 @@ def test_each_key_that_trl_adds_works_or_is_refused():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"loss_type": "dft"}, "loss_type is 'dft'; expected 'nll': the loss is the model's own, with the terms of its memories."),
+        ({"loss_type": "dft"}, "loss_type is 'dft'; expected 'nll': the loss is computed by the model, with the terms of its"),
         ({"model_init_kwargs": {"a": 1}}, "model_init_kwargs is {'a': 1}; expected None: a run loads its model itself"),
         ({"trust_remote_code": True}, "trust_remote_code is True; expected False: a run executes no code"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is {'skip_prepare_dataset': True}; expected None"),

@@ -138,7 +138,7 @@ REFUSED = {
     "has a message of the user with the content [{'type': 'text'}]; expected text": {
         "messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]
     },
-    "has 'thinking' and 'reasoning_content' with another text; a template reads one of them": {
+    "has 'thinking' and 'reasoning_content' with different texts; a template reads one of them": {
         "messages": [USER, {**ANSWER, "thinking": "a", "reasoning_content": "b"}]
     },
     "has 'tool_calls' in a message of the user; expected the assistant": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},

@@ -47,7 +47,7 @@ def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(config_f
 
 @pytest.mark.parametrize(
     ("without_ids", "read"),
-    [("none", "fetch no blocks from the model's bank"), ("generic", "read the generic memory alone"), (None, None)],
+    [("none", "fetch no blocks from the model's bank"), ("generic", "read only the generic memory"), (None, None)],
 )
 def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, config_for, base, tmp_path, capsys):
     model = base("llama")
@@ -59,7 +59,7 @@ def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, co
         character_tokenizer().save_pretrained(model)
     if without_ids == "none":
         with refused(
-            "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
+            "nothing is trained: trainable is 'auto', which is only the bank's blocks, and chats fetch none of them; expected"
         ):
             prepared(config_for(model=model, trainable="auto"))
         assert not (tmp_path / "out").exists()
@@ -99,7 +99,7 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
             REFUSES.format("'say 3' in messages[0].content") + CHATML, None, {},
             "row 4 of .* is refused by the chat template: no. Correct",
         ),
-        (CHATML.replace("assistant'", "Assistant'"), None, {}, "of which TRL refuses a row: .*has no assistant tokens"),
+        (CHATML.replace("assistant'", "Assistant'"), None, {}, "and TRL refuses a row of it: .*has no assistant tokens"),
         (
             CHATML, {"messages": chat(1)}, {"completion_only_loss": True},
             "completion_only_loss is true, .* whose rows have no completion; expected the columns prompt and",
@@ -229,7 +229,7 @@ def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(
     run = prepared(config_for(model=base("llama"), data=data, max_length=64))
     assert [len(row) <= 64 for row in run.trainer.train_dataset["input_ids"]] == [True]
     said = capsys.readouterr().err
-    assert "1 rows are left out: no answer in the part of them that is kept" in said
+    assert "1 rows are left out: no answer in the part that is kept" in said
     assert "1 of 2 rows are longer than max_length, 64 tokens, and keep their first tokens" in said
     run = prepared(config_for("end", model=base("llama"), data=data, max_length=32, truncation_mode="keep_end"))
     said = capsys.readouterr().err
@@ -245,7 +245,7 @@ def test_no_packed_sequence_is_without_an_answer(strategy, config_for, base, tmp
     options = {"packing": True, "packing_strategy": strategy, "max_length": 64, "per_device_train_batch_size": 1}
     run = prepared(config_for(model=base("llama"), data=data, **options))
     said = capsys.readouterr().err
-    what = "keep their first tokens" if strategy == "bfd" else "go on in another sequence, which does not see"
+    what = "keep their first tokens" if strategy == "bfd" else "continue in another sequence, which does not see"
     assert f"1 of 2 rows are longer than max_length, 64 tokens, and {what}" in said
     assert re.search(rf"[{1 if strategy == 'bfd' else 23}] packed sequences are left out: no answer in the part", said)
     for labels in run.trainer.train_dataset["labels"]:

@@ -17,7 +17,7 @@ LAYERS = (
     r"ascending indices .*: 0, 1, 2, 3\."
 )
 SHORT = (",", ":")
-ATTACHES = "but ultramem-v2 attaches memory to layers that there are; expected none"
+ATTACHES = "but ultramem-v2 attaches memory to existing layers; expected none"
 WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0, 5, True, {"a": 1}]
 
 

@@ -1,4 +1,4 @@
-"""Trees that grow: new nodes beside old ones, which keep their numbers, and the blocks of banks, which keep their bytes."""
+"""Trees that grow: new nodes in addition to old ones, which keep their numbers, and the blocks of banks, which keep their bytes."""
 
 import json
 
@@ -134,7 +134,7 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     words = ["grow", tmp_path / "tree", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
     assert main([*map(str, words)]) == 0
     printed = capsys.readouterr().out
-    assert "new nodes beside 12, fingerprint" in printed and "grown from" in printed
+    assert "new nodes in addition to 12, fingerprint" in printed and "grown from" in printed
     old, grown = ClusterTree.load(tmp_path / "tree"), ClusterTree.load(tmp_path / "grown")
     assert grown.grown_from == (old.fingerprint,)
     assert torch.equal(grown.centroids[1][:9].nan_to_num(), old.centroids[1].nan_to_num())

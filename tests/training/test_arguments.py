@@ -95,11 +95,11 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
-        (["--lr", "null"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
+        (["--lr", "null"], "'--lr' is not a key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
         (["--seed", "null"], "seed is None; expected a whole number."),
         (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
-        (["more.yaml"], "'more.yaml' is no key"),
-        (["--seed", "1", "2"], "'2' is no value of a key; expected --KEY VALUE."),
+        (["more.yaml"], "'more.yaml' is not a key"),
+        (["--seed", "1", "2"], "'2' is not a value of a key; expected --KEY VALUE."),
     ],
     ids=str,
 )  # fmt: skip
@@ -128,7 +128,7 @@ def test_bfloat16_is_the_default_where_the_device_computes_it(able, config_for, 
         assert read.recorded().get("bf16") == options["bf16"], "what was asked for is recorded"
     assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
     PreparedRun(config_for(bf16=None))
-    line = "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
+    line = "this device does not compute bfloat16: the run computes in float32; set bf16 to choose"
     assert capsys.readouterr().out.splitlines().count(line) == (not able)
 
 
@@ -165,9 +165,9 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected the first alone, for"),
         ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected the"),
         ({"tokenizer_name": "t"}, "model_name_or_path is 'm', config_name None and tokenizer_name 't'; expected the first alone"),
-        ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of a trained model train. Leave adapters out, or set tr"),
+        ({"adapters": {}, "trainable": "all"}, "only adapters and new parameters of a trained model train. Leave adapters out, or"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
-        ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; with adapters, only adapters and new parts of a"),
+        ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; with adapters, only adapters and new parameters of a"),
         ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
         ({"generic_share": 1.5}, "generic_share is 1.5; expected a share from 0 to 1"),
     ],

@@ -32,9 +32,9 @@ def test_a_newer_library_may_have_other_keys(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"optim": "galore_adamw"}, "optim is 'galore_adamw', for an optimizer that chooses its parameters itself, where"),
-        ({"optim": "lomo"}, "optim is 'lomo', for an optimizer that chooses its parameters itself, where"),
-        ({"optim_target_modules": ["q"]}, "optim_target_modules is ['q'], for an optimizer that chooses its parameters its"),
+        ({"optim": "galore_adamw"}, "optim is 'galore_adamw', an optimizer that chooses its parameters itself, but"),
+        ({"optim": "lomo"}, "optim is 'lomo', an optimizer that chooses its parameters itself, but"),
+        ({"optim_target_modules": ["q"]}, "optim_target_modules is ['q'], an optimizer that chooses its parameters its"),
     ],
     ids=str,
 )  # fmt: skip
@@ -91,9 +91,9 @@ def test_columns_of_small_files_are_read(name, content, columns, tmp_path):
 
 MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
 MISTAKES = [
-    ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is no key; expected --KEY VALUE (KEY: VALUE in a "),
-    ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is no key; expected --KEY VALUE (KEY: VALUE in a rec"),
-    ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is no key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
+    ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is not a key; expected --KEY VALUE (KEY: VALUE in a "),
+    ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is not a key; expected --KEY VALUE (KEY: VALUE in a rec"),
+    ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
     ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
     ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
     ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
@@ -104,10 +104,10 @@ MISTAKES = [
     ("train", ["recipe.yaml", CORPUS, "--model=absent/model"], "model_name_or_path is 'absent/model', which is no folder here, and"),
     ("train", ["notes"], "--output is missing; run 'midus train TEXTS --model MODEL --output DIR', or give a recipe, a .yaml"),
     ("train", ["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
-    ("train", ["./model"], "'./model' is a model, and texts are expected; run 'midus train TEXTS --model"),
+    ("train", ["./model"], "'./model' is a model; expected texts. Run 'midus train TEXTS --model"),
     ("train", ["corpus=notes", "--model", "model", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
     ("train", ["nowhere/x.txt", "--model", "model", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
-    ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is no key; expected --KEY VALUE (KEY: VALUE"),
+    ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is not a key; expected --KEY VALUE (KEY: VALUE"),
     ("train", ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
     ("train", ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
     ("train", ["notes", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upscaled m"),
@@ -121,7 +121,7 @@ MISTAKES = [
     ("compare", ["compare.yaml", "--set", "output_dir=notes/a.txt"], "output_dir is 'notes/a.txt', a file; expected a folder."),
     ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"],
      "corpus is 'no.txt', which does not exist; expected a file, a folder or a dataset id."),
-    ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is no key; expected --KEY VALUE (KEY: VALUE in a "),
+    ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; expected --KEY VALUE (KEY: VALUE in a "),
     ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
     ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
     ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
@@ -199,7 +199,7 @@ def test_a_hub_that_cannot_be_asked_for_a_repository_is_told_in_one_line(words, 
     assert main([*words, "--push_to_hub=true", "--hub_model_id=me/model"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(
-        "midus train: push_to_hub is true, and the Trainer makes a repository: the Hub cannot be asked ("
+        "midus train: push_to_hub is true, and the Trainer makes a repository: the Hub cannot be reached ("
     )
     assert "offline" in line and "upload the folder later" in line
     assert not (tmp_path / "out").exists()

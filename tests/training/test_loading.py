@@ -153,7 +153,7 @@ def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(
     _, front, text = card.split("---\n", 2)
     assert "base_model" not in yaml.safe_load(front)
     assert text.startswith("\n# out\n") and str(tmp_path) not in card
-    assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
+    assert "the weights were initialised at random with seed 3, for the config `shape.json`" in " ".join(text.split())
     report = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
     of_origin = {key: value for key, value in report.items() if key.endswith(("_name", "_name_or_path"))}
     assert of_origin == {"config_name": "shape.json", "tokenizer_name": "tokenizer"} and report["trainable"] == "all"
@@ -177,7 +177,7 @@ def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(ups
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(made[name], saved[name]) and not torch.equal(made[name], other[name])
     assert not hasattr(run.model.config, "upscale")
-    with refused("what trains is 'new', but the config of this midus_llama model records no new"):
+    with refused("trainable is 'new', but the config of this midus_llama model records no new"):
         PreparedRun(begun("new", config_name=str(upscaled_model), trainable="new"))
 
 

@@ -95,7 +95,9 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.training.protection.take_out", lambda model, table, taken: 1)
-    with pytest.raises(RuntimeError, match="2 of the texts of protected, the first of them text 0, have other logits"):
+    with pytest.raises(
+        RuntimeError, match="2 of the texts of protected, the first of them text 0, have different logits"
+    ):
         run_training(run_of(texts, trained.parent / "model", tmp_path / "run"))
     assert (tmp_path / "run" / "model.safetensors").is_file() and not (tmp_path / "run" / CERTIFICATE).exists()
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
@@ -210,10 +212,10 @@ def test_touched_counts_what_differs(trained, texts, tmp_path, capsys):
     [
         (lambda folder: retrained(folder, TABLE), "does not fit the folder: the table of memory 'ngram' changed"),
         (lambda folder: retrained(folder, TABLE, beside="zz.safetensors"), "the table of memory 'ngram' changed"),
-        (lambda folder: retrained(folder, "model.norm.weight"), "does not fit the folder: a tensor beside the memory changed"),
+        (lambda folder: retrained(folder, "model.norm.weight"), "does not fit the folder: a tensor outside the memory changed"),
         (lambda folder: tiny_tokenizer(bos_token="<bos>", unk_token="w4").save_pretrained(folder), "the tokenizer"),
         (lambda folder: edited(folder, rms_norm_eps=0.5), "does not fit the folder: the config changed"),
-        (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is no certificate of midus train; remove it"),
+        (lambda folder: (folder / CERTIFICATE).write_text("[]"), "is not a certificate of midus train; remove it"),
         (None, "has no memory of known n-grams"),
     ],
 )  # fmt: skip
@@ -252,12 +254,12 @@ TO_UPSCALE = "--method engram --set table=exact"
         ("midus-hml", {}, [f"and an inserted layer (headwise) {BY_HIDDEN_STATES}", TO_UPSCALE]),
         ("ultramem-v2", {}, [f"and ultramem (ultramem) {BY_HIDDEN_STATES}", TO_UPSCALE]),
         ("hashed", {}, ["has table 'hashed' and addressing 'content', where texts share rows"]),
-        ("base", {"trainable": "all"}, [f"{EVERY_TEXT}; expected memories of known n-grams alone.", f"upscaled with {TO_UPSCALE}"]),
+        ("base", {"trainable": "all"}, [f"{EVERY_TEXT}; expected only memories of known n-grams.", f"upscaled with {TO_UPSCALE}"]),
         ("model", {"trainable": "all"}, [f"protect is given, and model.embed_tokens.weight {EVERY_TEXT}"]),
         ("model", {"adapters": {"r": 2}}, ["adapters is set and protect is"]),
         ("model", {"protect": "nowhere.txt"}, ["protect is 'nowhere.txt', which does not exist"]),
         ("model", {"protect": "empty.txt"}, ["empty"]),
-        ("model", {"protect": "corpus"}, ["n-grams of memory 'ngram' is left, since the protected texts have all of them"]),
+        ("model", {"protect": "corpus"}, ["n-grams of memory 'ngram' is left, since protected texts contain all of them"]),
     ],
     ids=str,
 )  # fmt: skip

@@ -211,23 +211,23 @@ REFUSED = [
     ("qwen3_5_text", "avg-deus", "layers 3 and 2, which differ in .*; expected .* Pass --set neighbours=same_type"),
     ("lfm2", "avg-deus", "expected layers of one kind. .* or choose another placement. Or choose llama-pro or solar"),
     ("qwen3_5_text", "lesa", "layers 0 and 3, which differ in .*; expected layers of one kind. lesa learns from all layers"),
-    ("persimmon", "opt-deus", r"no key of its own that is known \(self_attn.query_key_value.weight stacks several projections\)"),
-    ("youtu", "lesa", "has no key of its own that is known; lesa needs it"),
+    ("persimmon", "opt-deus", r"no separate key that is known \(self_attn.query_key_value.weight stacks several projections\)"),
+    ("youtu", "lesa", "has no separate key that is known; lesa needs it"),
     ("falcon_h1", "opt-deus", r"several matrices of the role output_projection \(mamba.out_proj.*, self_attn.o_proj.weight\)"),
-    ("inkling2_text", "llama-pro", "has no down of its own that is known; llama-pro fills it with zeros. Choose solar, or"),
-    ("diffllama", "solar", "compute otherwise at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
-    ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, 0.7. Choose a method"),
+    ("inkling2_text", "llama-pro", "has no separate down that is known; llama-pro fills it with zeros. Choose solar, or"),
+    ("diffllama", "solar", "compute differently at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
+    ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, has 0.7. Choose a method"),
     ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
     ("deepseek_v3", "solar", "the layers of 'deepseek_v3' differ, and a new layer gets another kind"),
     ("mixtral", "hier-lora-ffn",
-     r"model_type 'mixtral' takes no memory of type '\S+' at the site 'inside-ffn' \(its proof .*every layer of 'mixtral' has no "
-     r"part for a memory at the site 'inside-ffn'.*\)\. Choose one of .*, ultramem-v2 \(docs/families\.md\)\."),
+     r"model_type 'mixtral' does not support memory of type '\S+' at the site 'inside-ffn' \(proof .*every layer of 'mixtral' has "
+     r"no part for a memory at the site 'inside-ffn'.*\)\. Choose one of .*, ultramem-v2 \(docs/families\.md\)\."),
     ("mimo_v2_flash", "hier-kv",
      r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
      r"output_projection from 32 to 32, as config\.json says\. Choose another method\."),
     ("qwen3_5_text", "hier-kv --set layers=[0]", r"layers is \[0\]; expected .* of the base that have the projections: 3\."),
     ("cohere", "moc --set chapters=8 --set k=2",
-     r"model_type 'cohere' takes no memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
+     r"model_type 'cohere' does not support memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
      r".* Pass --set site=behind-layer, or choose one of .*midus-hml"),
     ("minimax", "moc --set site=behind-layer --set chapters=8 --set k=2 --dry-run",
      r"at the site 'behind-layer' .*MiniMax uses cache of its own .*\. Choose one of .*, ultramem-v2 "),
@@ -253,7 +253,7 @@ def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(s
 def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(shared_base, tmp_path):
     """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
     request = {"base": shared_base("zaya"), "method": "solar", "output": tmp_path / "out"}
-    message = r"layer \d \(base \d.*\) computes otherwise than base layer \d, .* cannot move"
+    message = r"layer \d \(base \d.*\) computes differently than base layer \d, .* cannot move"
     with pytest.raises(VerificationError, match=message):
         upscale(**request)
     assert not (tmp_path / "out").exists()

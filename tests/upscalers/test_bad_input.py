@@ -82,7 +82,7 @@ REQUESTS = [
     (["--num-new-layers", "two"], r"Invalid value for '--num-new-layers': .* See 'upscale --help'"),
     (["--dtype", "fp16"], "dtype is 'fp16'; expected one of: auto, float32, bfloat16, float16"),
     (["--max-shard-size", "big"], "max-shard-size is 'big'; expected a positive size such as 5GB"),
-    (["--base", "/no/such/folder"], "'/no/such/folder' is no folder and no hub id; expected one of them"),
+    (["--base", "/no/such/folder"], "'/no/such/folder' is neither a folder nor a hub id; expected one of them"),
     (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the Hub cannot be reached .or HF_HUB_OFFLINE"),
     (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--base", __file__], r"test_bad_input\.py' is a file; expected a folder, .* Give the folder of the checkpoint"),
@@ -101,16 +101,16 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "an adapter": (
         lambda base: (base / "config.json").rename(base / "adapter_config.json"),
-        "has no config.json, but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter",
+        "has no config.json, but a PEFT adapter; expected a model. Give the adapter's base, and --adapter",
     ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON, or cannot be read .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
-    "unknown family": (config(model_type="lama"), "'lama' is no causal language model of .* expected one\\. Install a newer"),
+    "unknown family": (config(model_type="lama"), "'lama' is not a causal language model of .* expected one\\. Install a newer"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
     "too many layers": (
         config(num_hidden_layers=6),
-        r"the base lacks 18 tensors that its config asks for, model\.layers\.4\..* and 14 more\. Download or save it again, or "
+        r"the base lacks 18 tensors that its config requires, model\.layers\.4\..* and 14 more\. Download or save it again, or "
         "correct config.json, which has num_hidden_layers = 6.",
     ),
     "a gap in the layers": (
@@ -118,7 +118,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
             edit_config(base, num_hidden_layers=3),
             write_tensors(base, {n: t for n, t in read_tensors(base).items() if ".layers.1." not in n}),
         ),
-        r"the base lacks 9 tensors that its config asks for, model\.layers\.1\.",
+        r"the base lacks 9 tensors that its config requires, model\.layers\.1\.",
     ),
     "too few types of layers": (
         another("gemma3", layer_types=["full_attention"] * 3),
@@ -151,11 +151,11 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "cut weights": (
         lambda base: os.truncate(base / "model.safetensors", (base / "model.safetensors").stat().st_size - 1),
-        "is not a sound safetensors file: .*it may be truncated. Download or save it",
+        "is not a valid safetensors file: .*it may be truncated. Download or save it",
     ),
     "missing tensor": (
         set_tensor("model.layers.2.mlp.up_proj.weight", lambda _: None),
-        "the base lacks 1 tensors that its config asks for, model.layers.2.mlp.up_proj.weight. Download or save it",
+        "the base lacks 1 tensors that its config requires, model.layers.2.mlp.up_proj.weight. Download or save it",
     ),
     **{
         f"weights in {stored}": (
@@ -187,7 +187,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "index points outside": (
         edit_index(lambda names: names.update({"lm_head.weight": "../other.safetensors"})),
-        "index.json names the shard '../other.safetensors'; expected a .safetensors file beside it",
+        "index.json names the shard '../other.safetensors'; expected a .safetensors file in the same folder",
     ),
     "D no multiple of H": (
         lambda base: (shutil.rmtree(base), save_base(base, "qwen3", hidden_size=34)),

@@ -162,5 +162,5 @@ def test_a_composite_model_may_store_its_tied_head_alone_and_a_head_that_is_not_
     plain = save_base(tmp_path / "plain", tie_word_embeddings=True)
     store_the_head(plain, None)
     edit_config(plain, tie_word_embeddings=False)
-    with pytest.raises(RequestError, match=r"lacks 1 tensors that its config asks for, model\.embed_tokens\.weight"):
+    with pytest.raises(RequestError, match=r"lacks 1 tensors that its config requires, model\.embed_tokens\.weight"):
         with_memory(plain, tmp_path / "none")

@@ -257,7 +257,7 @@ def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refus
     (tmp_path / "base" / "tokenizer.json").write_text("{")
     with pytest.raises(RequestError, match="the tokenizer of the base cannot be loaded: "):
         made(tmp_path / "base", tmp_path)
-    with pytest.raises(RequestError, match="has no tokenizer, by which the corpus becomes tokens"):
+    with pytest.raises(RequestError, match="has no tokenizer, to tokenize the corpus"):
         made(base, tmp_path, **EXACT, corpus=str(corpus))
     without("datasets")
     with pytest.raises(RequestError, match="a corpus needs datasets, which is not installed; in the clone"):

@@ -37,7 +37,7 @@ from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Fill
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXACT, OTHERWISE = "Before any training it computes exactly", "before that it is not promised to compute"
+EXACT, OTHERWISE = "Before any training it computes exactly", "before that it is not guaranteed to compute"
 FAMILY_OF = dict(taking_turns(KINDS, NATIVE_FAMILIES))
 
 

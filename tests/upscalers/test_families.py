@@ -210,7 +210,7 @@ REFUSED = [
     ({"model_type": "mixtral", "quantization_config": {"quant_method": "mxfp4"}}, r"quantised \(quantization_config: mxfp4\)"),
     ({"model_type": "mixtral", "num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive"),
     ({"model_type": "llama", "quantization_config": 8}, r"the base is quantised \(quantization_config: unknown\)"),
-    ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base brings code of its own"),
+    ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base has custom code"),
     ({"hidden_size": "32"}, "hidden_size = '32'; expected a positive integer"),
     ({"hidden_size": True}, "hidden_size = True; expected a positive integer"),
     ({"num_key_value_heads": 2.0}, "num_key_value_heads = 2.0; expected a positive integer"),

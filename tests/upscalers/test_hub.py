@@ -280,7 +280,7 @@ def test_a_revision_that_cannot_be_is_refused_and_a_folder_with_an_at_in_its_nam
     absent = (
         "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for"
     )
-    none = "has no revision behind '@', or is local, where there are none; expected a hub id"
+    none = "has no revision after '@', or is local, where there are none; expected a hub id"
     for base, message in (
         ("org/base@v9", absent),
         ("org/base@", f"'org/base@' {none}"),

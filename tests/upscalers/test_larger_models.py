@@ -180,13 +180,13 @@ def test_a_composite_model_that_cannot_be_changed_is_refused(model_type, message
 
 
 def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(base, tmp_path):
-    message = "is a language model alone, of type 'llama'; expected one within a composite model"
+    message = "is a separate language model, of type 'llama'; expected one within a composite model"
     with pytest.raises(RequestError, match=message):
         extract(base, tmp_path / "alone")
     composite_model("llava").save_pretrained(tmp_path / "base")
     vision = {**config_of(tmp_path / "base")["vision_config"], "num_hidden_layers": 3}
     edit_config(tmp_path / "base", vision_config=vision)
-    with pytest.raises(RequestError, match=r"the base lacks .* tensors that its config asks for, vision_tower"):
+    with pytest.raises(RequestError, match=r"the base lacks .* tensors that its config requires, vision_tower"):
         upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
 
 

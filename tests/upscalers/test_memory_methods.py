@@ -179,7 +179,7 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met_and_a_cau
     again = unverified(out, tmp_path / "again")
     assert config_of(again)["upscale"]["causal"] is False
     assert command("inspect", out, "--json").json()["causal"] is False
-    assert "what a token gets depends on later tokens" in command("inspect", out).out
+    assert "the output of a token depends on later tokens" in command("inspect", out).out
     for routing in ("chunk", "token"):
         out = tmp_path / routing
         assert "causal" not in upscaled_with(command, base, out, routing).err
@@ -292,7 +292,7 @@ def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command,
             leave_free(free)
             done = command(*words, "--output", tmp_path / name)
             assert done.status == status, done.err
-            assert status == 0 or "GB free. Make room or" in done.err
+            assert status == 0 or "GB free. Free some space or" in done.err
 
 
 def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):

@@ -195,7 +195,7 @@ REFUSED = {
     "no matrices": (without("adapter_model.safetensors"), r"or no adapter_model.safetensors \(FileNotFoundError\)"),
     "no config": (
         without("adapter_config.json"),
-        r"has no sound adapter_config.json or no .* \(FileNotFoundError\); expected a LoRA that PEFT saved. Give its folder",
+        r"has no valid adapter_config.json or no .* \(FileNotFoundError\); expected a LoRA that PEFT saved. Give its folder",
     ),
 }  # fmt: skip
 
@@ -214,7 +214,9 @@ def test_what_is_no_plain_lora_of_the_base_is_refused(tmp_path, command, refused
 
 def test_an_adapter_that_is_not_there_is_refused(base, command, refused):
     words = ("--base", base, "--method", "llama-pro", "--output", "out", "--adapter")
-    refused(command(*words, "/no/such"), "adapter '/no/such' is no folder and no hub id; expected one of them", None)
+    refused(
+        command(*words, "/no/such"), "adapter '/no/such' is neither a folder nor a hub id; expected one of them", None
+    )
     refused(command(*words, "no-such"), "'no-such' is no local folder, and the Hub cannot be reached", None)
 
 

@@ -86,7 +86,7 @@ def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_p
     checkpoint(left, "unfinished")
     checkpoint(aside, "replaced")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
-    message = r"the output needs 0\.06 GB, but .* has 0\.00 GB free. Make room or choose another disk"
+    message = r"the output needs 0\.06 GB, but .* has 0\.00 GB free. Free some space or choose another disk"
     for output in (tmp_path / "new" / "out", tmp_path / "out"):
         with pytest.raises(RequestError, match=message):
             unverified(base, output)

@@ -141,7 +141,7 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
 
 
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
-    with pytest.raises(RequestError, match="has no tokenizer, by which names are found in texts; expected one beside"):
+    with pytest.raises(RequestError, match="has no tokenizer, to find names in texts; expected one in the folder of"):
         made(save_base(tmp_path / "base"), tmp_path)
     with pytest.raises(
         RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"
@@ -152,7 +152,7 @@ def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
 def test_protected_texts_hold_no_name(base, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "word1 WORD20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
-    message = r"hold names of the corpus: 'word20 word21' \(1 texts\); expected none"
+    message = r"contain names of the corpus: 'word20 word21' \(1 texts\); expected none"
     with pytest.raises(RequestError, match=message):
         made(base, tmp_path, protect=str(texts))
     made(base, tmp_path, rows=[ENTRIES[0], ENTRIES[2]], protect=str(texts))
@@ -163,7 +163,7 @@ def test_how_much_is_read_is_said(base, tmp_path):
     progress, told = Progress(), []
     progress.note = told.append
     made(base, tmp_path, max_tokens=2, progress=progress)
-    assert "entries longer than 2 tokens, of which the rest is not read: 2" in told
+    assert "entries longer than 2 tokens, whose rest is not read: 2" in told
     assert "3 entries of 7 tokens" in told
 
 
@@ -260,7 +260,7 @@ def test_what_is_printed_and_the_card_promise_the_base_for_texts_without_a_name_
     ):
         upscale_command([*request, *more])
         assert said in " ".join(capsys.readouterr().out.split())
-    start = "Before any training it computes exactly what the base computes"
+    start = "Before any training it computes exactly the same as the base"
     assert f"{start}{left_out}.\n" in (model / CARD_FILE).read_text()
     upscale_command(["methods", "packs"])
     assert f"exact at the start{left_out}" in " ".join(capsys.readouterr().out.split())

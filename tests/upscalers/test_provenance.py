@@ -100,7 +100,7 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
         assert row in body
     counts = report.parameters
     assert f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |" in body
-    assert "Before any training it computes exactly what the base computes." in body
+    assert "Before any training it computes exactly the same as the base." in body
     assert "MIDUS: Memory-Infused Depth Up-Scaling (arXiv:2512.13751)." in body
     assert "@article{midus," in body
     assert "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)" in body

@@ -20,7 +20,7 @@ from upscalers.runs.upscale import parse_size, upscale
 ONLY_CONFIG = "llama-3.2-1b"
 
 NO_NORMS = (
-    "identity is 'zero_out_norm', but llama has no norm behind its projections; expected 'zero_out_proj' or 'auto'."
+    "identity is 'zero_out_norm', but llama has no norm after its projections; expected 'zero_out_proj' or 'auto'."
 )
 ORDERED = "placement is {}, but solar orders the layers itself; expected none. Pass --num-new-layers."
 COUNT = (
@@ -79,8 +79,8 @@ FUSING = [
 ]
 EXAMPLE = r" Pass, for example, --set 'layers=\[0-3, 1-3\]'\."
 STACK = [
-    ("llama", ["--num-new-layers", "2"], "num-new-layers is 2, but stack goes by the option layers; expected none. Leave it out."),
-    ("llama", ["--placement", "1,2"], "placement is '1,2', but stack goes by the option layers; expected none. Leave it out."),
+    ("llama", ["--num-new-layers", "2"], "num-new-layers is 2, but stack uses the option layers; expected none. Leave it out."),
+    ("llama", ["--placement", "1,2"], "placement is '1,2', but stack uses the option layers; expected none. Leave it out."),
     ("llama", [], f"layers is missing; expected ranges of the 4 layers of the base.{EXAMPLE}"),
     *(
         ("llama", ["--set", f"layers={layers}"], f"layers has {told}; expected single layers of the base, 0 to 3, and ascending "
@@ -91,7 +91,7 @@ STACK = [
         )
     ),
     ("llama", ["--set", "layers=[0-1, 1, 0]"], "layers leaves out 2, 3; expected every layer of the base, 0 to 3, or strip could not "
-     f"give it back.{EXAMPLE}"),
+     f"restore it.{EXAMPLE}"),
     ("llama", ["--set", "layers=[2-3, 0-1]"], f"layers repeats no layer of the base; expected one at least twice.{EXAMPLE}"),
     ("one layer", ["--set", "layers=1"], r"'1'; expected single layers of the base, 0 to 0, .*'layers=\[0-0, 0-0\]'"),
 ]  # fmt: skip
@@ -176,8 +176,8 @@ SETTINGS = {
     "hier-ffn": HIER_FFN,
 }
 
-ATTACHED = "attaches memory to layers that there are"
-INFINITE = "came out as NaN or infinite, though what it is made from is finite"
+ATTACHED = "attaches memory to existing layers"
+INFINITE = "came out as NaN or infinite, although its sources are finite"
 CASES = [
     *((method, *case) for method, cases in DENSE.items() for case in cases),
     *(

@@ -67,8 +67,8 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
     assert progress.warnings == [
         "the base was float32, and its tensors are bfloat16 since it was upscaled; they stay so.",
-        "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
-        "needed, take the base's own checkpoint.",
+        "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. If you need the base "
+        "itself, use the base's checkpoint.",
     ]
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 
@@ -94,7 +94,7 @@ def test_a_record_that_was_tampered_with_decides_nothing_and_one_that_is_not_jso
         assert [path.name for path in tensor_files(output)] == ["model.safetensors"] and same_tensors(output, base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (model / "upscale.json").write_text("{")
-    with pytest.raises(RequestError, match=r"upscale.json is not JSON .* Delete it to go by config.json alone"):
+    with pytest.raises(RequestError, match=r"upscale.json is not JSON .* Delete it to use only config.json"):
         strip(model, tmp_path / "again")
 
 
@@ -117,7 +117,7 @@ TAMPERED = [
     ({"plan": [{"base": 0}, NEW_AFTER, {"base": 1}, {"base": 2}, NEW_AFTER, NEW_AFTER]}, NOT_OF_THE_MODEL),
     (
         {"plan": [NEW_BEFORE, {"base": 0}, {"base": 1}, {"base": 2}, NEW_AFTER, {"base": 3}]},
-        r"the base lacks \d+ tensors that its config asks for",
+        r"the base lacks \d+ tensors that its config requires",
     ),
 ]
 

@@ -47,11 +47,11 @@ def gemma4(tmp_path):
 
 
 NO_MEMORY = (
-    rf"^model_type '{TYPE}' takes no memory of type '.*' at the site '{{}}' .* Choose one of engram, hier-ffn, hier-kv, "
+    rf"^model_type '{TYPE}' does not support memory of type '.*' at the site '{{}}' .* Choose one of engram, hier-ffn, hier-kv, "
     r"hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2 \(docs/families\.md\)\.$"
 )
 IN_FRONT = (
-    "{}.*Choose a --placement of new layers in front of base layer 2, which gives its keys and values to later layers, or a method "
+    "{}.*Choose a --placement of new layers before base layer 2, which gives its keys and values to later layers, or a method "
     r"that adds no layer\.$"
 )
 REFUSED = [
@@ -173,7 +173,7 @@ def test_tensors_that_the_architecture_does_not_have_move_with_their_layer_and_c
 ):
     words = ("--base", with_experts, "--method", method, "--output", tmp_path / "out", "--no-verify")
     outcome = command(*words)
-    message = "the base holds 17 tensors its architecture does not have; they are carried along."
+    message = "the base holds 17 tensors that its architecture does not have; they are copied."
     assert outcome.status == 0 and outcome.err.startswith(f"upscale: warning: {message}\n")
     old, new = read_tensors(with_experts), read_tensors(tmp_path / "out")
     moved = {expert(layer, number): expert(source, number) for layer, source in sources.items() for number in range(4)}

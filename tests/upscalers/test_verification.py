@@ -47,7 +47,7 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
         ("embed_tokens.weight", "in the embedding"),
         ("layers.3.mlp.down_proj.weight", "in layer 3 (base 2)"),
         ("layers.4.memory.value_bank", "in layer 4 (new, between base 2 and base 3, made from 3)"),
-        ("norm.weight", "behind the last layer"),
+        ("norm.weight", "after the last layer"),
     ],
 )
 def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, file):
@@ -119,9 +119,9 @@ def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, base,
 
 
 PROMISED = (
-    "Before any training it computes exactly what the base computes, as the method promises; nothing was compared."
+    "Before any training it computes exactly the same as the base, as the method promises; nothing was compared."
 )
-NOT_PROMISED = "It is meant to be trained: before that it is not promised to compute what the base computes; nothing was compared."
+NOT_PROMISED = "It is meant to be trained: before that it is not guaranteed to compute the same as the base; nothing was compared."
 
 
 def overflow(base, part):
@@ -147,7 +147,7 @@ def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, ov
     promise = "promised" if start == PROMISED else "not promised"
     assert done.status == 0
     assert f"identity {promise} by the method; nothing was compared" in " ".join(done.out.split())
-    assert ("every logit of the base is NaN or infinite, so that nothing was compared" in done.err) == overflows
+    assert ("every logit of the base is NaN or infinite, so nothing was compared" in done.err) == overflows
     record = record_of(tmp_path / "out")
     assert record["identity"] == {"checked": None, "max_abs_diff": None, "compared": None}
     assert record["kl_divergence"] is None
@@ -249,7 +249,7 @@ def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
         ("solar", {"tie_word_embeddings": False}, MethodError, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
         (
             "midus-hml", {"layer_types": ["full_attention"] * 6}, RequestError,
-            r"layer 3 has .* = 'full_attention' and its source, layer 2, 'sliding_attention'",
+            r"layer 3 has .* = 'full_attention' and its source, layer 2, has 'sliding_attention'",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Which bases are read: the family of a config, and the forms of quantised weights."""
+"""Which bases are supported: the family of a config, and the formats of quantised weights."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from upscalers.architecture.family import Config, Family
 from upscalers.architecture.written import written_family
 from upscalers.request.errors import RequestError, one_line
 
-# Rows and columns of the blocks in FP8 that transformers assumes where a config does not say them.
+# Block size in FP8 that transformers assumes if a config has none.
 _FP8_BLOCK = (128, 128)
 
 
@@ -16,7 +16,7 @@ def family_of(config: Config) -> Family:
 
     Raises:
         RequestError: If transformers does not know the config's model type, or the type cannot host memory, or the model is
-            quantised or brings code of its publisher.
+            quantised or has custom code.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -34,7 +34,7 @@ def family_of(config: Config) -> Family:
 
     if native_type not in CONFIG_MAPPING or CONFIG_MAPPING[native_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(
-            f"model_type {native_type!r} is no causal language model of transformers {__version__}; expected one. Install a newer "
+            f"model_type {native_type!r} is not a causal language model of transformers {__version__}; expected one. Install a newer "
             "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
             "model."
         )
@@ -46,7 +46,7 @@ def family_of(config: Config) -> Family:
 
 
 def check_readable(config: Config) -> None:
-    """Refuse a model whose weights are quantised, or that brings code of its publisher.
+    """Refuse a model whose weights are quantised, or that has custom code.
 
     Raises:
         RequestError: If the config says so.
@@ -66,7 +66,7 @@ def check_readable(config: Config) -> None:
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
         raise RequestError(
-            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
 

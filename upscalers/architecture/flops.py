@@ -18,7 +18,7 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlo
         batch: B, sequences in the batch. Default: 1.
 
     Raises:
-        ValueError: If the type has other parts than are counted, or if the config, tokens or batch are refused.
+        ValueError: If the type has parts that are not counted, or if the config, tokens or batch are invalid.
     """
     model_type = config.get("model_type")
     native = model_type.removeprefix(MEMORY_PREFIX) if isinstance(model_type, str) else None

@@ -1,7 +1,7 @@
 """Roles of a decoder layer's tensors, read from the layer that transformers builds on the meta device.
 
-Projections are known by their names and shapes, and norms around them from the recorded pass of the type. What a norm multiplies
-by, its weight or 1 + weight, is read from what the norm computes.
+Projections are identified by their names and shapes, and norms around them from the recorded pass of the type. Whether a norm
+multiplies by its weight or by 1 + weight is determined from its outputs.
 """
 
 import copy
@@ -25,21 +25,21 @@ _NORMS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_nor
 # Names of the projections by which mixers and feed-forward networks write to the residual stream.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo")
 _DOWNS = frozenset({"down_proj", "down_proj_bias", "c_proj", "fc2", "w2", "output_linear", "dense_4h_to_h", "Wo"})
-# Names of the other projections of a dense feed-forward network; what holds rows of both is known by its shape.
+# Names of the other projections of a dense feed-forward network; a stacked projection is identified by its shape.
 _GATES = ("gate_proj", "w1")
 _UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi")
 # Names of feed-forward networks in stored checkpoints.
 _NETWORKS = frozenset(FEED_FORWARDS)
 # Names of projections that hold rows of queries, keys and values.
 _STACKED = ("qkv_proj", "query_key_value")
-# Roles by name: what writes what a layer reads from embeddings per layer to the residual stream, and the number that a layer's
-# output is multiplied by.
+# Roles by name: the modules that write per-layer embeddings to the residual stream, and the number that a layer's output is
+# multiplied by.
 _OF_LAYERS = {
     "per_layer_projection": "per_layer_projection",
     "post_per_layer_input_norm": "per_layer_output_norm",
     "layer_scalar": "layer_scalar",
 }
-# Seed of what modules are tried on, rows for a norm, and tokens for stacked projections.
+# Seed of test inputs: rows for a norm, and tokens for stacked projections.
 _SEED, _ROWS, _LENGTH = 0, 4, 7
 
 
@@ -51,7 +51,7 @@ class LayerRoles:
         modules: Role of each module whose role is known, by its name within the layer. The role is also that of the modules
             within, unless these have their own.
         offsets: What a norm's weight is added to before it multiplies, by the name of the weight within the layer; None if that
-            could not be read.
+            could not be determined.
         parts: Roles of the projections whose rows a linear module stacks, each with its number of rows, by the name of the
             module within the layer; empty if they are stacked in an unknown order.
         has_experts: Whether a feed-forward network of the layer is a mixture of experts.
@@ -89,7 +89,7 @@ def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRol
 def gain_offset(norm: nn.Module) -> float | None:
     """Return what a norm adds to its weight before it multiplies: 0 or 1; None if the norm is neither kind.
 
-    A norm without gain and bias gives zero, so the norm is tried with the weight that would be no gain.
+    A norm without gain and bias gives zero, so the norm is tested with the weights that would mean a gain of zero.
     """
     tried: Any = copy.deepcopy(norm).to_empty(device="cpu").float()
     hidden = torch.randn((_ROWS, tried.weight.shape[0]), generator=torch.Generator().manual_seed(_SEED))
@@ -162,8 +162,8 @@ def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Mod
 def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, ...]:
     """Return the roles of the halves of a feed-forward network's stacked projection, `gate` and `up`; empty if they have others.
 
-    The output of a tiny random model grows with what the up projection gives, and not with what the activation of the gate is
-    taken of. `kind` names the class of the network, `name` and `down` the stacked projection and the one behind.
+    The output of a tiny random model grows with the up projection's output, and not with the gate's input to the
+    activation. `kind` names the class of the network, `name` and `down` the stacked projection and the one after it.
     """
     network: Any = _first(tiny_model(model_type), kind)
     if network is None:
@@ -191,7 +191,7 @@ def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, 
 def values_are_last(model_type: str, kind: str, name: str, output: str) -> bool:
     """Return whether an attention's stacked projection ends with the rows of all values: without them, the attention gives zero.
 
-    Queries are the first rows of the projection `name`, and `output` is the projection behind; see `gate_and_up`.
+    Queries are the first rows of the projection `name`, and `output` is the projection after it; see `gate_and_up`.
     """
     model: Any = tiny_model(model_type)
     attention: Any = _first(model, kind)

@@ -1,7 +1,7 @@
-"""The layout of a model: what surgery needs, as it is written down of the proven families (`written.py`).
+"""The layout of a model, which editing its tensors needs; for the proven families it is stored in a file (`written.py`).
 
 Other layouts are read from the model that transformers builds from the config on the meta device, which imports torch and
-transformers: seconds, but no memory.
+transformers: this takes seconds, but no memory.
 """
 
 import json
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _LAYERS = "model.layers."
 _PLAIN = (bool, int, float, str, type(None))
-# Sizes that a config must have, and others that are positive where it has them.
+# Sizes that a config must have, and others that must be positive if present.
 _NEEDED, _POSITIVE = ("hidden_size", "num_attention_heads", "vocab_size"), ("num_key_value_heads", "head_dim")
 
 
 def layout_of(config: Config) -> Layout:
-    """Return what the raw config of a model says, with its memories.
+    """Return the layout of a model by its raw config, with its memories.
 
     Raises:
         RequestError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
@@ -113,7 +113,7 @@ def _resolved(native: Config) -> Any:
 
 @cache
 def _backbone(content: str) -> Layout:
-    """Return the layout of a model without memories, by its config in JSON: written down, or else read from the built model."""
+    """Return the layout of a model without memories, by its config in JSON: stored, or else read from the built model."""
     native = json.loads(content)
     _check_values(native)
     written = written_model(native)
@@ -179,7 +179,7 @@ def _described(native: Config, config: Any, layers: list[dict[str, LayerTensor]]
         for key, values in lists.items()
         if key in PER_LAYER_KEYS
     ]
-    # The last layers may take keys and values of earlier ones of their type.
+    # The last layers may reuse keys and values of earlier ones of their type.
     types_or_blank, first_shared = types or [""] * len(layers), len(layers) - num_shared
     sources = (  # of the keys and values that later layers take
         max((layer for layer in range(first_shared) if types_or_blank[layer] == each), default=first_shared)
@@ -205,7 +205,7 @@ def _described(native: Config, config: Any, layers: list[dict[str, LayerTensor]]
 
 
 def _check_values(native: Config) -> None:
-    """Refuse sizes that are no positive integers, and types of layers that are no list of known names."""
+    """Refuse sizes that are not positive integers, and types of layers that are not a list of known names."""
     for key in (*_NEEDED, *_POSITIVE, "intermediate_size"):
         value = native.get(key)
         is_list = key == "intermediate_size" and isinstance(value, list) and value  # one per layer
@@ -230,7 +230,7 @@ def _check_values(native: Config) -> None:
 
 
 def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
-    """Return the types that layers have where a config lists none; `types` has those of this config."""
+    """Return the types that layers have if a config lists none; `types` has those of this config."""
     if native.get("layer_types") is None:
         return types
     unlisted = {key: value for key, value in native.items() if key != "layer_types"}
@@ -246,8 +246,8 @@ def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
 
     Args:
         layer: A layer of the model.
-        num_shared_layers: Number of layers that take keys and values of earlier layers. If there are none, which layers would give
-            theirs is no setting: Transformers 5.24 marks these layers all the same. Default: 0.
+        num_shared_layers: Number of layers that reuse keys and values of earlier layers. If there are none, the marks of the layers
+            that would be reused are ignored, which Transformers 5.24 sets all the same. Default: 0.
     """
     idle = () if num_shared_layers else ("store_full_length_kv",)
     return {
@@ -261,14 +261,14 @@ def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
 def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int]) -> str | None:
     """Return which layer of a new model has another setting than its source, and what it is; None if none has.
 
-    The index of a layer and the number of layers, which differ by right, are not compared. `sources` has the layer that
+    The index of a layer and the number of layers are expected to differ, and are not compared. `sources` has the layer that
     each layer of the new model is made from.
     """
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):
-                return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, {pair[0]!r}"
+                return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, has {pair[0]!r}"
     return None
 
 

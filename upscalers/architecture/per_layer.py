@@ -20,8 +20,8 @@ LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs",
 # Names of mappings by layer index, with entries for some layers: each entry follows its layer.
 PER_LAYER_MAPPING_KEYS = frozenset({"per_layer_config"})
 
-# Names of indices that part leading layers from the others, each with what must be added to it for the number of leading
-# layers: layers in front of a mixture of experts, or up to the last one.
+# Names of indices that separate leading layers from the others, each with what must be added to it for the number of leading
+# layers: layers before a mixture of experts, or up to the last one.
 LEADING_LAYERS_KEYS = {
     "first_k_dense_replace": 0,
     "num_dense_layers": 0,
@@ -29,10 +29,10 @@ LEADING_LAYERS_KEYS = {
     "moe_layer_end_index": 1,
 }
 
-# Name of the number of last layers that take keys and values of earlier layers.
+# Name of the number of last layers that reuse keys and values of earlier layers.
 SHARED_LAYERS_KEY = "num_kv_shared_layers"
 
-# Names of values that do not describe single layers of the base, whatever their length, or that other code updates.
+# Names of values that never describe single layers of the base, whatever their length, or that other code updates.
 NOT_PER_LAYER_KEYS = frozenset(
     {
         "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens",
@@ -43,7 +43,7 @@ NOT_PER_LAYER_KEYS = frozenset(
 
 
 def check_list(key: str, values: list[Any], num_layers: int, path: str | None = None) -> None:
-    """Check that a list which describes single layers fits the number of layers; other lists are passed over.
+    """Check that a list which describes single layers fits the number of layers; other lists are ignored.
 
     Args:
         key: Name of the list.

@@ -1,7 +1,7 @@
-"""Models of the proven families, as `scripts/families.py --modules` wrote them down in `written.json`: no torch is imported.
+"""Models of the proven families, which `scripts/families.py --modules` stored in `written.json`: torch is not imported.
 
-What is written are keys of a config with their types and defaults, and the tensors of a layer with their roles. A config that says
-anything else, or a value that transformers may read otherwise or refuse, is left to transformers.
+The file has keys of a config with their types and defaults, and the tensors of a layer with their roles. A config with other keys,
+or with a value that transformers may read differently or refuse, is left to transformers.
 """
 
 import json
@@ -23,11 +23,11 @@ from upscalers.architecture.per_layer import (
 FILE = Path(__file__).with_name("written.json")
 
 _TYPES = "layer_types"
-# Keys that change layers in ways that are not written down.
+# Keys that change layers in ways that the file does not cover.
 _UNUSUAL = (PER_LAYER_KEYS - {_TYPES}) | LAYER_INDEX_KEYS | PER_LAYER_MAPPING_KEYS | {SHARED_LAYERS_KEY}
 # Number of layers from one with full attention to the next in families that alternate; a config of Gemma 3 may say another.
 _PERIOD_KEY, _PERIODS = "sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}
-# What rotary embeddings of each type need, in a config of the family or, in Gemma 3, for each type of layers.
+# Keys that rotary embeddings of each type need, in a config of the family or, in Gemma 3, for each type of layers.
 _ROPE_NEEDS: dict[Any, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -102,7 +102,7 @@ def written_model(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
-    """Return whether a config has no value that changes what is written down, or that transformers might refuse."""
+    """Return whether a config has no value that the file does not cover, or that transformers might refuse."""
     num_layers, pad = values["num_hidden_layers"], values.get("pad_token_id")
     period = native.get(_PERIOD_KEY, 1)
     activations = [values[key] for key in ("hidden_act", "hidden_activation") if key in kinds]
@@ -155,7 +155,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _implied_types(values: Config) -> list[str] | None:
-    """Return the types of layers where a config lists none; None if the family has no types."""
+    """Return the types of layers if a config lists none; None if the family has no types."""
     if "max_window_layers" in values and values["model_type"].startswith("qwen"):
         slides = values["use_sliding_window"] and values["sliding_window"] is not None
         first = values["max_window_layers"] if slides else values["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""Banks beside a checkpoint, of whichever memories: they are created, copied and tied with it."""
+"""Banks of a checkpoint's memories: they are created and copied with the checkpoint, and name its model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +15,11 @@ def copy_banks(source: Path, folder: Path, banks: Mapping[str, Bank]) -> None:
 
 
 def tie_banks(folder: Path, banks: Mapping[str, Bank]) -> None:
-    """Let banks in the folder of a checkpoint name the layers and the base of the model beside them."""
+    """Write the layers and the base of the model into the banks in its checkpoint's folder."""
     for bank in banks.values():
         bank.tie(folder)
 
 
 def bytes_of_banks(folder: Path, banks: Mapping[str, Bank]) -> int:
-    """Return the bytes of disk that banks take."""
+    """Return the bytes that banks take on disk."""
     return sum(bank.num_bytes(folder) for bank in banks.values())

@@ -33,7 +33,7 @@ from upscalers.request.errors import RequestError
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
-# Number of layers behind the last that predict further tokens; transformers does not load them.
+# Number of layers after the last that predict further tokens; transformers does not load them.
 _PREDICTING = "num_nextn_predict_layers"
 # Heads of Transformers' general classes for tasks (`transformers.modeling_layers`).
 _TASK_HEADS = ("score.weight", "qa_outputs.weight")
@@ -48,13 +48,13 @@ class BaseCheckpoint:
     config: Config
     family: Family
     layout: Layout
-    tensors: dict[str, StoredTensor]  # by the names that they have in a language model alone
-    unexpected: tuple[str, ...] = ()  # stored, but not of the architecture; copied to the result
+    tensors: dict[str, StoredTensor]  # by the names that they have in a separate language model
+    unexpected: tuple[str, ...] = ()  # stored, but not part of the architecture; copied to the result
     composite: CompositeModel | None = None
     parts: frozenset[str] = frozenset()  # parts of quantised weights, such as scales; among the unexpected
-    packed: frozenset[str] = frozenset()  # weights that are stored as parts alone
+    packed: frozenset[str] = frozenset()  # weights that are stored only as parts
     prefix: str = _PREFIX
-    tied_head: str | None = None  # under whose name alone the embedding is stored
+    tied_head: str | None = None  # the head, if the embedding is stored only under its name
 
     @property
     def num_layers(self) -> int:
@@ -88,7 +88,7 @@ class BaseCheckpoint:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of heads that are tied to the embedding and repeat its bytes; transformers does not tie a head of other values."""
+        """Names of heads that are tied to the embedding and repeat its bytes; transformers does not tie different values."""
         return frozenset(
             name
             for name in self.layout.tied
@@ -144,7 +144,7 @@ def _renamed(tensors: Mapping[str, StoredTensor], old: str, new: str) -> dict[st
 
 
 def read_config(path: Path) -> Config:
-    """Read the `config.json` of a folder, or a config of any name; refuse one that is missing or no JSON object."""
+    """Read the `config.json` of a folder, or a config of any name; refuse one that is missing or not a JSON object."""
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
@@ -159,9 +159,9 @@ def read_config(path: Path) -> Config:
 
 
 def _held_instead(folder: Path) -> str:
-    """Return what a folder without `config.json` holds and what was expected, as the end of a message."""
+    """Return what a folder without `config.json` contains and what was expected, as the end of a message."""
     if (folder / ADAPTER_CONFIG).is_file():
-        return f", but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter {folder}."
+        return f", but a PEFT adapter; expected a model. Give the adapter's base, and --adapter {folder}."
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         return f", but {gguf_refusal(ggufs[0])}"
@@ -229,8 +229,8 @@ def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
 def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
-            "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
-            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
+            "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
+            "expected only a model. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
 
 
@@ -254,19 +254,19 @@ def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
         raise RequestError(
-            f"the checkpoint has {task_head}, the head of a classifier, reward model or finder of answers, which the result would "
+            f"the checkpoint has {task_head}, the head of a classifier, reward or question-answering model, which the result would "
             "lack; expected a language model. Upscale the language model, and load the result with "
-            "AutoModelForSequenceClassification or its kin."
+            "AutoModelForSequenceClassification or a similar class."
         )
 
 
 def _with_embedding(
     stored: dict[str, StoredTensor], embedding: str, expected: Mapping[str, Shape], layout: Layout
 ) -> tuple[dict[str, StoredTensor], str | None]:
-    """Return tensors with the embedding under its own name, and the head's name if it was stored under that alone."""
+    """Return tensors with the embedding under the embedding's name, and the head's name if it was stored only under that."""
     if embedding not in expected or embedding in stored:
         return stored, None
-    # What is left where duplicates were removed may be the head; transformers ties the embedding to it.
+    # Where duplicates were removed, the head may be the one that is left; transformers ties the embedding to it.
     held = (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding])
     tied_head = next(held, None)
     return (stored if tied_head is None else _renamed(stored, tied_head, embedding)), tied_head
@@ -277,7 +277,7 @@ def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, S
     if missing:
         check_lists(config)
         raise RequestError(
-            f"the base lacks {len(missing)} tensors that its config asks for, {first_few(missing)}. Download or save it again, or "
+            f"the base lacks {len(missing)} tensors that its config requires, {first_few(missing)}. Download or save it again, or "
             f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
         )
 
@@ -288,7 +288,7 @@ def _check_shapes_and_dtypes(
     carried: Mapping[str, Shape],
     integers: Mapping[str, str],
 ) -> None:
-    """Check tensors against their expected shapes, and that all but those that are only carried along hold weights."""
+    """Check the shapes of tensors, and that all tensors hold weights except those that are only copied."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(

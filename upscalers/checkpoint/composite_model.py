@@ -1,7 +1,7 @@
 """A language model within a composite model, such as one that reads images, seen as a separate checkpoint.
 
 Everything is planned and verified on the language model alone, under the names that its tensors have in a separate checkpoint. Only
-reading and writing know the composite model: its config, and the names that it stores the tensors under. Both are read from the
+the code that reads and writes knows the composite model: its config, and the names of its stored tensors. Both are read from the
 model that transformers builds on the meta device.
 """
 
@@ -20,7 +20,7 @@ from upscalers.architecture.layout import model_on_meta
 from upscalers.request.errors import RequestError, one_line
 
 _STACK, _HEAD = "model.", "lm_head."
-_HOST = "Midus"  # what the names of classes begin with that host memory
+_HOST = "Midus"  # prefix of the names of classes that host memory
 # Keys of a config that describe the file, and not the architecture.
 _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map")
 
@@ -34,14 +34,14 @@ class Spelling:
     others: dict[str, Shape]
 
     def language_name(self, stored: str) -> str:
-        """Return the name that a stored tensor would have if the language model stood alone; other tensors keep their names."""
+        """Return the name that a stored tensor would have in a separate language model; other tensors keep their names."""
         for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
             if stored.startswith(prefix):
                 return own + stored.removeprefix(prefix)
         return stored
 
     def stored_name(self, name: str) -> str:
-        """Return the stored name of a tensor, by the name that it would have if the language model stood alone."""
+        """Return the stored name of a tensor, by the name that it would have in a separate language model."""
         if name in self.others:
             return name
         for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
@@ -65,7 +65,7 @@ class CompositeModel:
         return self.spellings[0]
 
     def with_stored_names(self, stored: Iterable[str]) -> "CompositeModel":
-        """Return the model with the first spelling alone under which a checkpoint stores tensors of the stack, by their names."""
+        """Return the model with only the spelling that the checkpoint uses for tensors of the stack."""
         names = tuple(stored)
         present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
@@ -82,12 +82,12 @@ class CompositeModel:
             host_type(model_type)
         except ValueError as error:
             raise RequestError(
-                f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds layers of "
-                "the family's own kind, or take the language model out first (upscale extract)."
+                f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds ordinary "
+                "layers of the family, or extract the language model first (upscale extract)."
             ) from None
 
     def wrapped(self, config: Config) -> Config:
-        """Return the config of the composite model around a config of the language model; a host of memories if the latter is."""
+        """Return the config of the composite model around a config of the language model; it hosts memories if the latter does."""
         inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
         outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
         outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
@@ -103,7 +103,7 @@ class CompositeModel:
 
 
 def composite_model_of(config: Config) -> CompositeModel:
-    """Return the composite model that a raw config with a language model's config within describes, or refuse it."""
+    """Return the composite model of a raw config that contains a language model's config, or refuse it."""
     native = _native(config)
     built = _built(json.dumps(native, sort_keys=True))
     inner = language_entry(config)
@@ -144,7 +144,7 @@ def _built(native: str) -> CompositeModel:
     def refused(reason: str, expected: str) -> RequestError:
         return RequestError(
             f"model_type {model_type!r} {reason} (transformers {__version__}); expected {expected}. Install a newer transformers if "
-            "the model is newer, or save the language model as a checkpoint of its own first."
+            "the model is newer, or save the language model as a separate checkpoint first."
         )
 
     if model_type not in CONFIG_MAPPING:
@@ -169,7 +169,7 @@ def _built(native: str) -> CompositeModel:
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     if len(paths) != 1 or len(heads) != 1 or type(getattr(alone, _STACK.rstrip("."), None)) is not stack_class:
-        reason = f"holds its language model otherwise than {causal_lm.__name__}"
+        reason = f"contains its language model in a different form than {causal_lm.__name__}"
         raise refused(reason, f"one stack of class {stack_class.__name__} and one head")
     held = model.state_dict(keep_vars=True)
     embedding = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())

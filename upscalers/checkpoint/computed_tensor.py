@@ -1,4 +1,4 @@
-"""Tensors of a base that lie in no file as they are read: they are computed from what is stored, at each read."""
+"""Tensors of a base that are not stored in the form in which they are read: they are computed at each read."""
 
 import os
 from abc import abstractmethod
@@ -15,7 +15,7 @@ FP8_NAMES = {"F8_E4M3": "float8_e4m3fn"}
 
 @dataclass(frozen=True)
 class ComputedTensor(StoredTensor):
-    """A tensor that is computed from a stored `weight`; its dtype and shape are what the computation gives."""
+    """A tensor that is computed from a stored `weight`; dtype and shape are those of the result."""
 
     weight: StoredTensor | None = None
 

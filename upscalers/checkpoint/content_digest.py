@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's weights that do not depend on its files; `strip` confirms the base's weights by them."""
+"""Digests of a checkpoint's weights that do not depend on its files; `strip` verifies the base's weights with them."""
 
 import hashlib
 import threading
@@ -19,7 +19,7 @@ def weight_names(model: BaseCheckpoint) -> dict[str, str]:
 
 
 def content_sha256(digests: Mapping[str, str]) -> str:
-    """Return the SHA-256 of a whole checkpoint from the digests of its tensors by name, in whatever order they come."""
+    """Return the SHA-256 of a whole checkpoint from the digests of its tensors by name, in any order."""
     lines = (f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -38,7 +38,7 @@ class TensorDigests:
         return self
 
     def add(self, name: str) -> None:
-        """Begin with a tensor, best right after other code has read it; one that is not in `names` or was added is passed over."""
+        """Start hashing a tensor, ideally right after other code has read it; a tensor not in `names` or already added is skipped."""
         if name in self._names and name not in self._futures:
             self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 

@@ -18,7 +18,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_account(repo_id: str) -> None:
-    """Ask the hub who the account is, before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
+    """Check the hub login before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -47,14 +47,14 @@ def prepare_repository(repo_id: str, private: bool) -> str:
 
 
 def _refusal(repo_id: str, error: Exception) -> RequestError:
-    """Return what a person should know and do about an error of the hub's client."""
+    """Return a message with the cause and remedy of an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
     if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
         return RequestError(
-            f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected a repository of "
-            "your own, or of an organisation that you may write in. Log in with 'hf auth login', with a token that may write."
+            f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected your own "
+            "repository, or one of an organisation with write access. Log in with 'hf auth login' and a token with write access."
         )
     answer = answer_of_hub(error) or f"the Hub does not answer ({type(error).__name__}: {reason}); try again later"
     return RequestError(f"push-to-hub is {repo_id!r}, but {answer}, or upload the output afterwards.")

@@ -27,7 +27,7 @@ _READ = {
     *("exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
     *("eva_config", "runtime_config", "fan_in_fan_out"),  # PEFT ignores the last for `nn.Linear`, which all families have
 }  # fmt: skip
-# Starts of training that leave the base's weights as they are; others take away from the base what the adapter begins with.
+# Initialisations that leave the base's weights unchanged; others subtract the adapter's initial product from the base.
 _HARMLESS_STARTS = (True, False, None, "gaussian", "eva")
 
 
@@ -47,14 +47,14 @@ class Adapter:
 
     @classmethod
     def open(cls, name: str) -> "Adapter":
-        """Open the adapter in a folder or a repository of the hub; refuse what is no LoRA, rsLoRA or DoRA."""
+        """Open the adapter in a folder or a repository of the hub; refuse anything but LoRA, rsLoRA and DoRA."""
         folder = adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
         try:
             config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             (folder / ADAPTER_WEIGHTS).open("rb").close()
         except (OSError, ValueError) as error:
             raise RequestError(
-                f"adapter {name!r} has no sound {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
+                f"adapter {name!r} has no valid {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
                 "that PEFT saved. Give its folder."
             ) from None
         adapter = cls(name, folder, config if isinstance(config, dict) else {})
@@ -158,7 +158,7 @@ def _stored_name(name: str, prefix: str) -> str:
 
 
 def _is_unchanged(name: str, tensor: StoredTensor, base: Mapping[str, StoredTensor], prefix: str) -> bool:
-    """Return whether a tensor is the base's embedding or head, which PEFT saves beside matrices that change an embedding."""
+    """Return whether a tensor is the base's embedding or head, which PEFT saves together with matrices that change an embedding."""
     kept = _stored_name(name.removeprefix(_PREFIX).replace(".base_layer.", "."), prefix)
     if kept == "lm_head.weight" and kept not in base:  # the head is tied to the embedding
         kept = f"{prefix}embed_tokens.weight"

@@ -1,10 +1,10 @@
-"""Weights in FP8 and MXFP4: kept as they are stored where they are copied, and multiplied out where they are read.
+"""Weights in FP8 and MXFP4: copied as they are stored, and dequantised when they are read.
 
-In FP8, a module `m` has `m.weight` and `m.weight_scale_inv`, one scale per block of the weight, or one for the weight. Blocks
-have the size that the config says; those at the end of a row or a column may be partial. In MXFP4, experts have `w_blocks`, two
-numbers of 4 bits per byte, and `w_scales`, one exponent per 32 numbers, for a weight `w`. What transformers computes on a machine
-that has no kernels for these formats, and what new tensors are made from, is the product of numbers and scales in the dtype of
-the config.
+In FP8, a module `m` has `m.weight` and `m.weight_scale_inv`, one scale per block of the weight, or one for the weight. The
+config gives the block size; blocks at the end of a row or a column may be partial. In MXFP4, experts have `w_blocks`, two
+numbers of 4 bits per byte, and `w_scales`, one exponent per 32 numbers, for a weight `w`. The product of numbers and scales in the
+dtype of the config is what transformers computes with on a machine
+without kernels for these formats, and what new tensors are made from.
 """
 
 import math
@@ -30,7 +30,7 @@ _EXPONENT_OF_ONE = 127
 
 @dataclass(frozen=True)
 class ScaledTensor(ComputedTensor):
-    """A weight in FP8, read as its product with `scales`, one per `block` of rows and columns; without blocks, one in all."""
+    """A weight in FP8, read as its product with `scales`, one per `block` of rows and columns, or a single one without blocks."""
 
     scales: StoredTensor | None = None
     block: tuple[int, int] | None = None
@@ -55,7 +55,7 @@ class ScaledTensor(ComputedTensor):
 
 @dataclass(frozen=True)
 class PackedTensor(ComputedTensor):
-    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under names of their own."""
+    """Matrices of experts `[experts, inputs, outputs]` in MXFP4, whose parts are stored under separate names."""
 
     scales: StoredTensor | None = None
 
@@ -75,7 +75,7 @@ class PackedTensor(ComputedTensor):
 def with_products(
     stored: Mapping[str, StoredTensor], config: Config
 ) -> tuple[dict[str, StoredTensor], frozenset[str], frozenset[str]]:
-    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored otherwise."""
+    """Return the tensors of a checkpoint with quantised weights as they are read, and which of them are stored differently."""
     if quantised_form(config) == "mxfp4":
         packed = _packed(stored, config)
         return (

@@ -1,7 +1,7 @@
 """The safetensors file format: a length, a JSON header, and bytes.
 
 The safetensors library writes a file only from tensors that are all in memory. This module writes shards as a stream,
-one tensor at a time, and reads tensors by position, so that no shard is ever held whole.
+one tensor at a time, and reads tensors by position, so that a whole shard is never in memory.
 """
 
 import errno
@@ -35,7 +35,7 @@ _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of a tensor: its dtype, as safetensors names it, shape, file (None if it is only planned) and first byte in it."""
+    """Position of a tensor: its dtype, as safetensors names it, shape, file (None if only planned) and first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class StoredTensor:
 
     @property
     def in_file(self) -> "StoredTensor":
-        """The tensor whose bytes lie in a file; some tensors are computed from what is stored."""
+        """The tensor whose bytes are in a file; some tensors are computed from stored ones."""
         return self
 
 
@@ -75,13 +75,13 @@ def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the dtype, shape and position of each tensor of a file; refuse one that the library finds unsound or cut."""
+    """Return the dtype, shape and position of each tensor of a file; refuse one that the library finds invalid or truncated."""
     try:
         with safe_open(file, "np"):  # checks the header and where tensors lie
             pass
     except SafetensorError as error:
         raise RequestError(
-            f"{file.name} is not a sound safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
+            f"{file.name} is not a valid safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
         ) from None
     with file.open("rb") as stream:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
@@ -100,7 +100,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes in front of the data of a file of tensors (name, dtype, shape), and positions; wide dtypes come first."""
+    """Return the bytes before the data of a file of tensors (name, dtype, shape), and positions; wide dtypes come first."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0

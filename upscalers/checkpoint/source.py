@@ -41,7 +41,7 @@ _ANY_FOLDER = "*/*"
 
 @dataclass(frozen=True)
 class Source:
-    """A base that lies in a folder, by the name that the person gave, without revision; a base of the hub has a commit."""
+    """A base in a local folder, with the name that the user gave, without revision; a base of the hub has a commit."""
 
     name: str
     folder: Path
@@ -54,20 +54,20 @@ class Source:
 
 
 def name_and_revision(base: str) -> tuple[str, str | None]:
-    """Return the name of a base (a folder or hub id), and the branch, tag or commit behind `@`; None where none is named."""
+    """Return the name of a base (a folder or hub id), and the branch, tag or commit after `@`; None if there is none."""
     name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
         return base, None
     if not revision or Path(name).expanduser().exists():
         raise RequestError(
-            f"{base!r} has no revision behind '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
+            f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
 
 
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Bring a base (a folder, `config.json` or hub id with or without `@revision`) into a folder for the time of the context."""
+    """Make a base (a folder, `config.json` or hub id with or without `@revision`) available in a folder within the context."""
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -86,7 +86,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise RequestError(f"{name!r} is no folder and no hub id; expected one of them.")
+        raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
 
 
 def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
@@ -97,12 +97,12 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
         return path
     repository, revision = name_and_revision(name)
     if path.exists() or not _HUB_ID.match(repository):
-        raise RequestError(f"adapter {name!r} is no folder and no hub id; expected one of them.")
+        raise RequestError(f"adapter {name!r} is neither a folder nor a hub id; expected one of them.")
     return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
-    """Copy a model's files beside weights and config; a line says what code a tokenizer or processor has, which is not run."""
+    """Copy a model's files other than weights and config; a message lists code of a tokenizer or processor, which is not run."""
     for file in travelling_files(folder):
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
@@ -167,6 +167,6 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
 
 
 def _unavailable(name: str, error: Exception) -> RequestError:
-    """Return what a person should know about a name that the hub did not resolve."""
+    """Return a message about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
     return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")

@@ -13,7 +13,7 @@ _NOT_WEIGHTS = "training_args.bin"
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    """Return the position of each tensor of a checkpoint, by its stored name; None without weights that it needs not have."""
+    """Return the position of each tensor of a checkpoint, by its stored name; None if there are no weights and none are needed."""
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
@@ -48,7 +48,9 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
+            raise RequestError(
+                f"{index_path.name} names the shard {name!r}; expected a .safetensors file in the same folder."
+            )
         if not (folder / name).is_file() and not needs_weights:
             return None
         headers[name] = read_header(folder / name) if (folder / name).is_file() else {}

@@ -1,4 +1,4 @@
-"""Tokenizer and processors of a result, which must read as the base's do, although Transformers goes by `model_type`."""
+"""Tokenizer and processors of a result, which must work like the base's although Transformers chooses them by `model_type`."""
 
 # ruff: noqa: RUF001 - texts have letters that look alike
 import hashlib
@@ -39,8 +39,8 @@ _FILES = (
     *(TOKENIZER_JSON, "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
-# What families, and repairs of their tokenizers, part or normalise differently: capitals within words, digits, signs, marks, scripts
-# with and without spaces, joined emoji, code, runs of white space.
+# Text that tokenizers of families, and their fixes, split or normalise differently: capitals within words, digits, punctuation,
+# diacritics, scripts with and without spaces, joined emoji, code, runs of white space.
 _TEXTS = (
     "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東京, don't! DON'T we'LL O'Neil",
     "eBay sells NaOH at pH 7 in mL; McDonald's iPhone, HTTPServer.getURL, XMLHttpRequest, snake_case, kebab-case, v2Beta3",
@@ -59,17 +59,17 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Let `AutoTokenizer` read the tokenizer of a result's folder as it reads the base's.
+    """Make `AutoTokenizer` load the tokenizer in a result's folder as it loads the base's.
 
-    By `model_type`, it chooses a class, and mends what it knows to be wrong in the files of some types. If it would load another
-    tokenizer than the base's, the folder gets the name of the class. If that is not enough, it gets the tokenizer as loaded from
-    the base, which a line says.
+    It chooses a class by `model_type`, and fixes known errors in the files of some types. If it would load a different tokenizer
+    than the base's, the name of the class is written to the folder. If that is not enough, the tokenizer is saved as loaded from
+    the base, with a message.
 
     Returns:
-        What `strip` must know of it: `changed_files`, the text of the config before, or `rewritten_tokenizer`.
+        What `strip` needs to undo this: `changed_files`, the text of the config before, or `rewritten_tokenizer`.
 
     Raises:
-        VerificationError: If the result reads text otherwise even so.
+        VerificationError: If the result still tokenizes text differently.
     """
     if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
         return {}
@@ -77,14 +77,14 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
 
     load = partial(AutoTokenizer.from_pretrained, local_files_only=True, trust_remote_code=False)
     try:
-        # By its name, since transformers knows some repositories of the hub by theirs.
+        # By its name, since transformers has special cases for the names of some repositories.
         base = load(source.folder) if source.revision is None else load(source.name, revision=source.revision)
         expected = _reading(base)
     except MemoryError:
         raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
         is_code = isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
-        reason = "it is code of its publisher, which is never run" if is_code else first_line(error).rstrip(".")
+        reason = "it is custom code, which is never run" if is_code else first_line(error).rstrip(".")
         progress.warn(f"the base's tokenizer does not work here ({reason}); its files are copied unchanged.")
         return {}
     record: dict[str, Any] = {}
@@ -96,16 +96,16 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         record, new = {CHANGED_KEY: {TOKENIZER_CONFIG: before}}, load(folder)
     if _whole(new) != _whole(base) or _reading(new) != expected:
-        base.init_kwargs.pop("local_files_only", None)  # how it was loaded here says nothing of the tokenizer
+        base.init_kwargs.pop("local_files_only", None)  # an argument of this load, not of the tokenizer
         base.save_pretrained(folder)
         record, new = {REWRITTEN_KEY: True}, load(folder)
         progress.note(
-            "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files otherwise."
+            "the tokenizer is written as transformers loads the base's: by the base's model_type it reads the same files differently."
         )
     if _reading(new) != expected:
         raise VerificationError(
-            f"the result's tokenizer ({type(new).__name__}) reads a text otherwise than the base's ({type(base).__name__}); expected "
-            "the same ids."
+            f"the result's tokenizer ({type(new).__name__}) tokenizes a text differently than the base's ({type(base).__name__}); "
+            "expected the same ids."
         )
     return record
 
@@ -170,7 +170,7 @@ def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[s
     """Name the classes of processors in the files of a result's folder that Transformers would choose by the base's `model_type`.
 
     Returns:
-        The text that each changed file had before, which `strip` gives back.
+        The text that each changed file had before, which `strip` restores.
     """
     from importlib import import_module
 
@@ -196,13 +196,13 @@ def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[s
 
 
 def _whole(tokenizer: Any) -> tuple[Any, ...]:
-    """Return all that a tokenizer of the package tokenizers does with a text, and the class."""
+    """Return the full definition of a tokenizer of the package tokenizers, and its class."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return type(tokenizer), None if backend is None else backend.to_str()
 
 
 def _reading(tokenizer: Any) -> tuple[Any, ...]:
-    """Return what a tokenizer makes of texts, and what other programs read from it."""
+    """Return a tokenizer's tokens for test texts, and the attributes that other programs read."""
     ids = [tokenizer(text)["input_ids"] for text in _TEXTS]
     specials = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")]
     return ids, [tokenizer.decode(each) for each in ids], specials, getattr(tokenizer, "chat_template", None)

@@ -43,32 +43,32 @@ if TYPE_CHECKING:
 # A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
 Node = tuple[int, int]
 
-# The number that stands for the generic memory.
+# The number of the generic memory's nodes.
 GENERIC = -1
 
 _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 
 
 def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
-    """Delete the blocks of nodes in every bank, so that they are as if they were never written: what they learned is gone.
+    """Delete the blocks of nodes in every bank, as if they had never been written: what they learned is gone.
 
-    No file of the output holds any of the deleted blocks: they are not copied into the banks, and states to resume training
-    from are left out with the checkpoints that hold them. A node at and below which no block is left has no centroid in the
+    No file of the output contains any of the deleted blocks: they are not copied into the banks, and checkpoints with states to
+    resume training from are left out. A node without a remaining block at or below it has no centroid in the
     output's tree either, so no text is assigned to it; other nodes keep their numbers and centroids. The centroids above it, means
-    over all their windows, stay.
+    over all their windows, remain.
 
     Args:
-        request: The checkpoint to read and the folder to make; the memory whose bank alone is edited, by default all banks.
+        request: The checkpoint to read and the folder to make; the memory whose bank is edited, by default all banks.
         nodes: Nodes whose blocks are deleted, each `LEVEL:NODE`.
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
         `{"command", "model", "output", "banks", "centroids", "also_taught", "copies", "seconds"}`, where `banks` has, by the name of
         the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
-        below, and `kept`, because texts find other blocks by them; None if the model has no tree. `also_taught` has the written
-        blocks that stay and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
-        `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` names folders and
-        files that still hold what the topics taught, or their texts.
+        below, and `kept`, because they lead texts to other blocks; None if the model has no tree. `also_taught` has the written
+            blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
+        `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` lists folders and
+            files that still contain what was learned from the topics, or their texts.
 
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
@@ -123,7 +123,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
 
 
 def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]) -> dict[str, Any]:
-    """Return what else of a checkpoint texts of the named topics have taught: blocks on their paths, and perhaps weights."""
+    """Return what else in a checkpoint was trained on texts of the named topics: blocks on their paths, and perhaps weights."""
     topics = [node for node in named if node[1] != GENERIC]
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
     for name, layout in find_layouts(folder).items():
@@ -146,7 +146,7 @@ def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequ
 
 
 def _trained_weights(folder: Path) -> bool | None:
-    """Return whether the recorded run trained other weights than blocks, adapters merged into them among these."""
+    """Return whether the recorded run trained other weights than blocks, including merged adapters."""
     record, upscaling = folder / RUN_CONFIG, read_record(folder) or {}
     if not record.is_file():
         return None
@@ -158,7 +158,7 @@ def _trained_weights(folder: Path) -> bool | None:
 
 
 def _copies(folder: Path, model: str) -> list[str]:
-    """Return where else what topics taught, or their texts, can lie, as far as a checkpoint and the record of its run say it."""
+    """Return other places that may contain what was learned from topics, or their texts, by the record of a checkpoint's run."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
@@ -181,7 +181,7 @@ def _tree_of(folder: Path) -> "ClusterTree | None":
 def _centroids(
     folder: Path, tree: "ClusterTree", named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]
 ) -> tuple[list[Node], list[Node]]:
-    """Return the named nodes whose centroids go, with all below, and those whose centroids lead to blocks that stay."""
+    """Return the named nodes whose centroids are deleted, with all below, and those whose centroids lead to remaining blocks."""
     left: set[Node] = set()  # nodes with blocks, in any bank, after the deletion
     for name, layout in find_layouts(folder).items():
         with open_bank(folder, name, layout) as bank:
@@ -193,7 +193,7 @@ def _centroids(
         node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
     ]
     gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
-    # A path ends at a leaf: where none is left below a node, texts no longer find the node's own block either.
+    # A path ends at a leaf: if none is left below a node, texts no longer find the block of the node itself either.
     before, after = tree.takeable, tree.without(gone)
     lost = [
         (level, number)
@@ -205,7 +205,7 @@ def _centroids(
 
 
 def _lies_in(node: Node, other: Node, branching: int) -> bool:
-    """Return whether a node is another node, or lies below it."""
+    """Return whether a node is another node, or is below it."""
     return node[0] >= other[0] and node[1] // branching ** (node[0] - other[0]) == other[1]
 
 
@@ -249,9 +249,9 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 
 
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
-    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
+    """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
-        raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
+        raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
         level, number = parse_node(name, layout)
@@ -262,7 +262,7 @@ def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False)
 
 
 def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node that a person names `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
+    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
     match = _NODE.fullmatch(name)
     if match is None:
         raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
@@ -272,7 +272,7 @@ def parse_node(name: str, layout: BankLayout) -> Node:
     count = layout.blocks.nodes(level)
     number = GENERIC if match[2] == "generic" else int(match[2])
     if number >= count:
-        raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+        raise RequestError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
     return level, number
 
 
@@ -295,7 +295,7 @@ def written_node(node: Node) -> str:
 
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone, or raise `RequestError`."""
+    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `RequestError`."""
     banks = block_layouts(open_base(folder, needs_weights=False).layout.memories)
     chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
     if not chosen:
@@ -308,7 +308,7 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory in the folder of a checkpoint; errors of reading it inside the context are a `RequestError`."""
+    """Open the bank of a memory in the folder of a checkpoint; errors of reading it in the context become a `RequestError`."""
     from midus_hf.memories.hierarchical.bank.level_file import BankError
     from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
@@ -319,14 +319,14 @@ def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBa
 
 
 def files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that are of no bank; states that a run resumes from hold some of one."""
+    """Return the files of a checkpoint without those of banks, including states to resume from, which contain blocks."""
     weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
     beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*beside, *travelling_files(folder)})
 
 
 def copy_for_edit(files: Iterable[Path], source: Path, folder: Path) -> None:
-    """Copy files of the checkpoint `source` to the folder of its edit, the card without results, which were measured before."""
+    """Copy files of the checkpoint `source` to the folder of its edit, and the card without results, since they no longer hold."""
     for path in files:
         target = folder / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 
-# For each position of the result the chapter of the model that comes there; None is a chapter of zeros.
+# For each position of the result the chapter of the model that is moved there; None is a chapter of zeros.
 Origins = Sequence[int | None]
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -66,7 +66,7 @@ class ChapterMemory:
 
 
 def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
-    """Return a checkpoint's memories of chapters, or the one of a name; refuse if there is none, or several and `only` one may be."""
+    """Return a checkpoint's memories of chapters, or the named one; refuse if there is none, or several if `only` one may be."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
@@ -107,9 +107,9 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
 
 
 def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Remove chapters with their router weights and biases, in every bank. The chapters behind them move up.
+    """Remove chapters with their router weights and biases, in every bank. The chapters after them move up.
 
-    It takes the arguments of `zero` and gives the same result.
+    Arguments and result are as for `zero`.
 
     Raises:
         RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
@@ -136,7 +136,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 def _arranged(
     memory: ChapterMemory, numbers: Sequence[int], rows: Origins, routers: Origins, options: dict[str, Any]
 ) -> EditDetails:
-    """Return the edit that gives each chapter memory tokens and router of its origins."""
+    """Return the edit that gives each chapter the memory tokens and the router of its origin."""
     tensors: dict[str, list[OutputTensor]] = {}
 
     def make(name: str, origins: Origins, rows_of_chapter: int) -> None:
@@ -169,7 +169,7 @@ def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
 
 
 def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
-    """Return the numbers of chapters in a list such as `"3,7-9"`, in its order; refuse other texts, repeats, and others' numbers."""
+    """Return the numbers of chapters in a list such as `"3,7-9"`, in its order; refuse other text, repeats, and stray numbers."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())

@@ -33,7 +33,7 @@ class EditRequest:
     Args:
         model: A checkpoint with memory, trained or not: a folder or a hub id.
         output: The folder to make.
-        memory: Name of the memory, or type of an inserted one. Default: all memories, or the only one where an edit is of one.
+        memory: Name of the memory, or type of an inserted one. Default: all memories, or the only one if an edit needs one.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
         progress: Display that shows every step. Default: none.
     """
@@ -47,7 +47,7 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class EditDetails:
-    """What an edit does: its memories, tensors that replace others, what the record says, and options that change, by memory."""
+    """An edit: its memories, tensors that replace others, entries for the record, and changed options, by memory."""
 
     memories: Sequence[str]
     tensors: Mapping[str, Sequence[OutputTensor]]
@@ -58,7 +58,7 @@ class EditDetails:
 def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
 ) -> dict[str, Any]:
-    """Write a copy of a checkpoint with the edit that `decide` gives, which config, record and card list as `command`."""
+    """Write a copy of a checkpoint with the edit that `decide` returns, listed as `command` in config, record and card."""
     started = time.perf_counter()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
@@ -68,7 +68,7 @@ def edit_checkpoint(
             plan = read_plan(opened.config[CONFIG_KEY], opened)
             if not all(plan.owns(name) for name in decided.tensors):
                 progress.warn(
-                    "some of what is edited belongs to the base of this upscaling: what strip gives back will have the edit too."
+                    "some of the edited tensors belong to the base of this upscaling: the base that strip restores has the edit too."
                 )
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
@@ -88,7 +88,7 @@ def edit_checkpoint(
 
 
 def name_of(entry: MemoryEntry) -> str:
-    """Return the name by which an edit knows a memory: that of an attached one, and the type of an inserted one."""
+    """Return the name of a memory in edits: that of an attached one, or the type of an inserted one."""
     return entry.name or entry.options.type
 
 
@@ -110,7 +110,7 @@ def value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTens
 def edited_shards(
     model: BaseCheckpoint, edited: Mapping[str, Sequence[OutputTensor]]
 ) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of the result, `edited` ones in place of their own, in the files and the order of the model."""
+    """Return the tensors of the result, with the `edited` ones replaced, in the files and the order of the model."""
     shards: dict[str, list[OutputTensor]] = {}
     tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
     for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
@@ -123,7 +123,7 @@ def edited_shards(
 def _write_siblings(
     model: BaseCheckpoint, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
 ) -> None:
-    """Write the files beside the weights: config, record and card with the edit, code, and copies of the other files."""
+    """Write the files other than weights: config, record and card with the edit, code, and copies of the other files."""
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
@@ -140,7 +140,7 @@ def _write_siblings(
 
 
 def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
-    """Return the config after an edit, with the edit recorded; if it is of memories of the base, in the base's config too."""
+    """Return the config after an edit, with the edit recorded; if memories of the base are edited, in the base's config too."""
     config = copy.deepcopy(config)
     memories = [(entry.get("name", entry["type"]), entry) for entry in config.get("memory") or []]
     own = [name for name in edit["memories"] if name in dict(memories)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def list_chapters(model: str | Path, memory: str | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Return what the banks of a checkpoint hold, reading one chapter at a time.
+    """Return statistics of the banks of a checkpoint, reading one chapter at a time.
 
     Args:
         model: A checkpoint with chapters: a folder or a hub id.

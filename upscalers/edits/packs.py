@@ -37,7 +37,7 @@ def add_entries(request: EditRequest, corpus: str, common_names: bool = False) -
 
 
 def replace_entries(request: EditRequest, corpus: str) -> dict[str, Any]:
-    """Give entries the texts of a corpus, whose rows have one of their names, and return what `add_entries` does.
+    """Replace the texts of entries by those of a corpus, whose rows have one of the entry's names; returns as `add_entries`.
 
     Raises:
         RequestError: If the model has no packs, a row is no entry, or a name has no entry.
@@ -46,13 +46,13 @@ def replace_entries(request: EditRequest, corpus: str) -> dict[str, Any]:
 
 
 def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Delete the entries of names, and return what `add_entries` does: no file of the output has their names or texts.
+    """Delete the entries of names, so that no file of the output has their names or texts; returns as `add_entries`.
 
     A text with the name is then computed as without the entry, and every other text as before.
 
     Args:
         request: The checkpoint to read and the folder to make.
-        names: Names in any form that texts may have. An entry of several names goes as a whole.
+        names: Names in any form in which they are found in texts. An entry with several names is deleted as a whole.
 
     Raises:
         RequestError: If the model has no packs, or a name has no entry.

@@ -26,11 +26,11 @@ _ROWS_AT_ONCE = 1 << 12
 
 
 def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
-    """Round the tables of values of a model's memories to integers with one scale per row. The tables no longer train.
+    """Round the tables of values of a model's memories to integers with one scale per row. The tables can no longer be trained.
 
     A row is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits), and rounded to the nearest integers. Integers take one
     byte, or half a byte, and scales have the dtype of the table. A pass dequantises the rows that it reads. Keys, transforms and
-    projections stay as they are.
+    projections do not change.
 
     Args:
         request: The checkpoint to read and the folder to make. Its memories are of the types `headwise`, `product-key`, `linear`,
@@ -41,8 +41,9 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         As from `edit_checkpoint`, with `bits`.
 
     Raises:
-        RequestError: If `bits` is neither 8 nor 4; if no memory has this name, or has values; if values are rounded already, are of
-            another type of memory, have an odd width with 4 bits, or hold a number that is not finite; or if the output cannot be
+        RequestError: If `bits` is neither 8 nor 4; if no memory has this name, or has values; if values are rounded already, belong
+        to
+            another type of memory, have an odd width with 4 bits, or contain a number that is not finite; or if the output cannot be
             made.
     """
     if bits not in get_args(ValueBits):
@@ -79,7 +80,7 @@ def _bits_of(options: Any) -> int | None:
 
 
 def _checked_option(entry: MemoryEntry, bits: int, sizes: ModelSizes) -> str:
-    """Return the name of the option that holds the bits of a memory, or refuse one that cannot be rounded to these bits."""
+    """Return the name of the option for the bits of a memory, or refuse a memory that cannot be rounded to these bits."""
     name = bits_option(entry.options)
     if name is None:
         raise RequestError(

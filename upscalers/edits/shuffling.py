@@ -25,7 +25,7 @@ def shuffle(
     """Permute the rows of all tables of values, so that a selected slot yields the value of another slot.
 
     All tables of one memory in one layer, or in one table that layers share, get the same order if they have the same
-    number of rows, so that a slot's pre-value stays with its value. No row stays where it was. One table is in memory
+    number of rows, so that a slot's pre-value stays with its value. Every row is moved. One table is in memory
     at a time.
 
     Args:
@@ -63,7 +63,7 @@ def _permuted(model: BaseCheckpoint, name: str, seed: int) -> OutputTensor:
 
 @dataclass(frozen=True)
 class PermutedRows(Recipe):
-    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was."""
+    """Recipe that reorders the rows of a table, its dimension before the last, so that every row is moved."""
 
     source: str
     seed: int
@@ -73,7 +73,7 @@ class PermutedRows(Recipe):
 
 
 def row_order(rows: int, seed: int) -> "torch.Tensor":
-    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
+    """Return the row that is moved to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
     import torch
 
     cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

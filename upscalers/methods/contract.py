@@ -54,13 +54,13 @@ class Paper:
 
 @dataclass
 class NoOptions:
-    """Options of a method that leaves nothing to choose."""
+    """Options of a method without options."""
 
 
 class Method(ABC):
     """An upscaling method: a plan, and a recipe for each tensor that the plan needs.
 
-    A subclass states facts about every run in class attributes, and overrides what differs from plain insertion.
+    A subclass declares properties in class attributes, and overrides methods where it differs from plain insertion of layers.
     """
 
     name: ClassVar[str]
@@ -69,8 +69,8 @@ class Method(ABC):
     #: The paper of the method; None for a common practice without a paper.
     paper: ClassVar[Paper | None]
     options_class: ClassVar[type] = NoOptions
-    #: Whether the upscaled model computes exactly what the base computes: of the class, with the default options; of a method,
-    #: with its own.
+    #: Whether the upscaled model computes exactly the same as the base: on the class, with the default options; on an instance,
+    #: with its options.
     identity: bool
     #: Texts or tokens of which `identity` does not hold, in words behind "but for"; None if it holds of all.
     identity_except: ClassVar[str | None] = None
@@ -88,7 +88,7 @@ class Method(ABC):
 
     @property
     def recorded_options(self) -> dict[str, Any]:
-        """The options by name, as records of the upscaling have them, which reveal no folders."""
+        """The options by name, as they are recorded, without local folders."""
         return asdict(self.options)
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
@@ -99,7 +99,7 @@ class Method(ABC):
         """
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
-        """Return what a person should know of how the base was checked or read, and cannot see in the result."""
+        """Return notes for the user about how the base was checked or read."""
         return []
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
@@ -114,9 +114,9 @@ class Method(ABC):
 
         Args:
             base: The base checkpoint.
-            num_new_layers: K, number of new layers. None stands for half the layers of the base, or the nearest number
+            num_new_layers: K, number of new layers. None: half the layers of the base, or the nearest number
                 that the placement allows.
-            placement: Name of a placement policy, or indices joined by commas. None stands for the method's default.
+            placement: Name of a placement policy, or indices joined by commas. None: the method's default.
         """
         policy = self.default_placement if placement is None else placement
         assert policy is not None, "a method without a placement plans for itself"
@@ -141,18 +141,18 @@ class Method(ABC):
         return (source,)
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
-        """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
+        """Return the arguments of a request, such as `placement`, with which the method would make this plan again."""
         return {} if self.default_placement is None else {"placement": plan.new_indices}
 
     def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        """Return remarks that a person should read before the work begins, for warnings and the model card."""
+        """Return remarks to be shown before the work begins, as warnings and in the model card."""
         return []
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         """Return warnings about the measurements of solvers.
 
         Raises:
-            RequestError: If the result is to be refused; nothing of the result is left.
+            RequestError: If the result has to be rejected; nothing of it is left.
         """
         return []
 
@@ -194,7 +194,7 @@ class Method(ABC):
         return 0
 
     def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:  # noqa: B027 - most have none
-        """Fill the banks of the result, whose other files are in the folder, and which was compared with the base."""
+        """Fill the banks of the result, after its other files have been written and it was compared with the base."""
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.
@@ -208,8 +208,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is taken or is not lower-case words joined by hyphens, or the class does not say whether the method
-            keeps what the base computes.
+        ValueError: If the name is taken or is not lower-case words joined by hyphens, or the class does not set
+            `identity`.
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
@@ -230,7 +230,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
 
 
 def load_plugin_methods() -> None:
-    """Register the methods of other packages, also those beside a memory. A method that cannot be imported is a warning."""
+    """Register the methods of other packages, including those registered with a memory; warn of one that cannot be imported."""
     for group in ("midus_hf.memories", "upscalers.methods"):
         load_plugins(group, refuse=False)
 

@@ -1,4 +1,4 @@
-"""Base classes and helpers of dense methods, whose new layers are whole decoder blocks of the family's own kind."""
+"""Base classes and helpers of dense methods, whose new layers are ordinary decoder layers of the family."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
-# Methods whose new layers are made from one layer each, whatever the layer has.
+# Methods whose new layers are each made from one layer, of any kind.
 COPYING = "llama-pro or solar"
-# Roles of what writes to the residual stream.
+# Roles of tensors that write to the residual stream.
 _WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
-# Roles of what writes to the residual stream in some layers alone, by the role that is filled in these layers too.
+# Roles of tensors that write to the residual stream only in some layers, by the role that is filled in these layers too.
 _ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_output_norm"}
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
     "what makes a new block the identity: zero_out_proj zeroes the two projections that write to the residual stream, "
-    "zero_out_norm the gains of the norms behind them; auto takes the second where the family has such norms"
+    "zero_out_norm the gains of the norms after them; auto uses the second if the family has such norms"
 )
 
 
@@ -32,13 +32,13 @@ class FusionOptions:
     identity: IdentityInit = option("none", IDENTITY_HELP)
     neighbours: Literal["adjacent", "same_type"] = option(
         "adjacent",
-        "adjacent fuses the base layers on both sides; same_type looks further back where the one before attends "
-        "otherwise (sliding or full) than the one after",
+        "adjacent fuses the base layers on both sides; same_type looks further back if the attention of the one before "
+        "(sliding or full) is not that of the one after",
     )
 
 
 class DenseMethod(Method):
-    """Method that inserts blocks of the family's own classes, so that the result is saved as the native architecture."""
+    """Method that inserts blocks of the family's classes, so that the result is saved as the native architecture."""
 
     def __init__(self, options: Any):
         super().__init__(options)
@@ -49,7 +49,7 @@ class DenseMethod(Method):
     def check(self, base: BaseCheckpoint) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
             raise RequestError(
-                f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
+                f"identity is 'zero_out_norm', but {base.family.model_type} has no norm after its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
 
@@ -75,7 +75,7 @@ class DenseMethod(Method):
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
             others_that_do = COPYING if set(missing) - _WRITING_ROLES else "solar"
             raise RequestError(
-                f"{layer} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
+                f"{layer} would be made from base layer {sources[0]}, which has no separate {missing[0]} that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
                 f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
                 "memory."
@@ -89,7 +89,7 @@ class DenseMethod(Method):
         """Return the roles whose tensors are filled to make a block the identity.
 
         Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
-        sqrt(eps). In families with norms behind the projections, the gains of these norms are zeroed instead, which
+        sqrt(eps). In families with norms after the projections, the gains of these norms are zeroed instead, which
         keeps the first training step small.
         """
         if self.identity_init == "none":
@@ -145,7 +145,7 @@ class FusionMethod(DenseMethod):
         """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
 
         Raises:
-            RequestError: If layers have other tensors than one another, or experts, or lack projections that the method needs or
+            RequestError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
                 that the identity fills.
         """
         first, *others = (base.layout.backbone_layers[source] for source in sources)
@@ -232,7 +232,7 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
 
 
 def mean(base: BaseCheckpoint, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
-    """Return the recipe for the mean of a tensor of several base layers; a buffer, which is no parameter, is the first layer's.
+    """Return the recipe for the mean of a tensor of several base layers; a buffer is copied from the first layer.
 
     Args:
         base: The base checkpoint.

@@ -1,4 +1,4 @@
-"""Engram: rows of a table by the last tokens of the text, beside the feed-forward networks of two layers."""
+"""Engram: rows of a table chosen by the last tokens of the text, in parallel to the feed-forward networks of two layers."""
 
 import importlib.util
 import textwrap
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from midus_hf.memories.packs.names import Spelling
 
 _PUBLISHED = "published"
-# Text of a token that holds a part of a character.
+# Text of a token that is part of a character.
 _BROKEN = "\ufffd"
-# What stands in front of names, beside what tokens merge with their beginnings; and behind a sign, with which tokens may merge it.
+# Characters tried before names, in addition to those that tokens merge with their beginnings; and characters tried after a name that
+# ends in punctuation, with which tokens may merge it.
 _FRONTS = ("", " ", "\n", "\n\n", *"\"'\u201c\u201d\u2018\u2019([{<*-/#$:")
 _BEHIND_SIGNS = ("", *".,'\")")
 
 
 @register_method("engram")
 class Engram(AttachedMemoryMethod):
-    """Rows of a table for the n-grams that end at each token, which the base's tokenizer and a corpus may number."""
+    """Rows of a table for the n-grams that end at each token, numbered by hashes or by the base's tokenizer and a corpus."""
 
     summary = "rows of a table by the last two and three tokens, in two layers (identity at start)"
     paper = ENGRAM
@@ -53,20 +54,21 @@ class Engram(AttachedMemoryMethod):
             "names",
             bool,
             option(
-                False, "whether each text is a name: only its last tokens have rows, whatever sign stands in front"
+                False,
+                "whether each text is a name: only its last tokens have rows, whatever character comes before it",
             ),
         ),
         (
             "compress",
             bool,
-            option(True, "whether tokens alike but for case, accents and kinds of white space count as one"),
+            option(True, "whether tokens that differ only in case, accents and kinds of white space count as one"),
         ),
     ]
 
     def __init__(self, options: Any):
         super().__init__(options)
         self._keys: torch.Tensor | None = None
-        # Names by the n-gram that has their row, those that are longer, and those that are not found in what their tokens spell.
+        # Names by the n-gram that has their row, names that are longer, and names that their tokens do not spell.
         self._names: dict[int, dict[str, None]] = {}
         self._cut: dict[str, None] = {}
         self._unspelled: dict[str, None] = {}
@@ -106,7 +108,7 @@ class Engram(AttachedMemoryMethod):
             raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
         if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
-                f"{base.folder} has no tokenizer, by which the corpus becomes tokens; expected one beside the weights. Copy it "
+                f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
                 "there, or choose --set table=hashed."
             )
         super().check(base)
@@ -164,13 +166,13 @@ class Engram(AttachedMemoryMethod):
         return recipes
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
-        """Return whether tokens of like text have one number. A dry run may have the base's config alone, and expects a tokenizer."""
+        """Return whether tokens of similar text share a number. A dry run may have only a config, and assumes a tokenizer."""
         files = [path.name for path in base.folder.iterdir()]
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
         return self.options.compress and (has_tokenizer(files) or not has_weights)
 
     def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":
-        """Return the number of each token, `[V]`, int64: the smallest id among tokens of like text."""
+        """Return the number of each token, `[V]`, int64: the smallest id among tokens of similar text."""
         import torch
 
         numbers = torch.arange(vocabulary_of(base))
@@ -203,7 +205,7 @@ class Engram(AttachedMemoryMethod):
         return self._keys
 
     def _ends_of_names(self, names: Iterable[str], tokenizer: Any, numbers: "torch.Tensor") -> "torch.Tensor":
-        """Return the keys of the n-grams in which names end, `[N]`, int64, ascending, and note whose they are."""
+        """Return the keys of the n-grams with which names end, `[N]`, int64, ascending, and record the name of each."""
         import torch
         from tqdm import tqdm
 
@@ -231,7 +233,7 @@ class Engram(AttachedMemoryMethod):
 
 
 def merged_fronts(spelling: "Spelling") -> dict[str, dict[str, None]]:
-    """Return what tokens have in front of a beginning of a word: signs, white space, and words of scripts without spaces."""
+    """Return the texts that tokens have before the beginning of a word: punctuation, spaces, words of scripts without spaces."""
     from midus_hf.memories.packs.names import characters_of
 
     fronts: dict[str, dict[str, None]] = {}
@@ -247,7 +249,7 @@ def merged_fronts(spelling: "Spelling") -> dict[str, dict[str, None]]:
 def ends_of_name(
     name: str, spelling: "Spelling", fronts: Mapping[str, Iterable[str]]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], None]]:
-    """Return the tokens of a name alone, and those that it reaches into behind each front: none if they do not spell it."""
+    """Return the tokens of a name alone, and those that it reaches into after each prefix: none if they do not spell it."""
     from midus_hf.memories.packs.names import NameTable, name_of, names_in
 
     name, table = name.strip(), NameTable([name_of(0, name)])
@@ -257,7 +259,7 @@ def ends_of_name(
     written = [*map(tuple, spelling.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])]
     found: dict[tuple[int, ...], None] = {}
     for ids in written:
-        # Most fronts are tokens of their own, behind which the name has the tokens that it has behind another.
+        # Most prefixes are separate tokens, after which the name has the same tokens as after any other.
         if not any(ids[-len(each) :] == each for each in found):
             pieces = [spelling.piece(token) or b"" for token in ids]
             for end, token in enumerate(names_in(table, map(spelling.piece, ids)), 1):
@@ -288,7 +290,7 @@ def tokenizer_of(base: BaseCheckpoint) -> Any:
 
 
 def like_tokens(tokenizer: Any) -> list[int]:
-    """Return for each id of a tokenizer the smallest id whose token has a like text (Engram, arXiv 2601.07372, section 2.2)."""
+    """Return for each id of a tokenizer the smallest id whose token has a similar text (Engram, arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 
     spaces, accents = normalizers.Replace(Regex(r"\s+"), " "), normalizers.StripAccents()

@@ -1,4 +1,4 @@
-"""Hierarchical memories: methods with a bank beside the checkpoint, from which texts fetch blocks, and no new tensors."""
+"""Hierarchical memories: methods with a bank next to the checkpoint, from which texts fetch blocks, and no new tensors."""
 
 from midus_hf.memories.hierarchical.options import (
     HierFFNOptions,
@@ -14,7 +14,7 @@ _FETCHED = "fetched for a text from a bank by its topic (identity at start)"
 
 
 class FetchedMemoryMethod(AttachedMemoryMethod):
-    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics."""
+    """Method in which layers of the base also compute with blocks that each text fetches, one per level of a tree of topics."""
 
     paper = HIERARCHICAL_MEMORIES
     identity = True
@@ -31,9 +31,9 @@ class HierFFN(FetchedMemoryMethod):
 
 @register_method("hier-kv")
 class HierKV(FetchedMemoryMethod):
-    """Fetched keys and values that every token attends to beside the sequence."""
+    """Fetched keys and values that every token attends to in addition to the sequence."""
 
-    summary = f"keys and values beside those of the sequence, {_FETCHED}"
+    summary = f"keys and values in addition to those of the sequence, {_FETCHED}"
     memory_options = HierKVOptions
 
 

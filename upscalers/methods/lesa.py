@@ -1,4 +1,4 @@
-"""LESA: new layers predicted from their neighbours by networks that are trained on the base's own layers."""
+"""LESA: new layers predicted from their neighbours by networks that are trained on the layers of the base."""
 
 import math
 import time
@@ -40,7 +40,7 @@ class LesaOptions(FusionOptions):
     learning_rate: float = option(1e-3, "of AdamW")
     weight_decay: float = option(0.01, "of AdamW")
     norm_weight: float = option(
-        5e-4, "lambda, weight of the loss on the norm of predictions; with 0 what cannot be predicted shrinks"
+        5e-4, "lambda, weight of the loss on the norm of predictions; with 0, unpredictable weights shrink"
     )
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
 
@@ -117,14 +117,14 @@ class Lesa(MatrixMethod):
         collapsed = _worst(weak, "norm_ratio")
         if collapsed:
             concerns.append(
-                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({collapsed}); they do little at "
-                "the start. More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction."
+                f"predictions collapsed: norms below {_COLLAPSED} of their neighbours' ({collapsed}); they have little effect "
+                "at the start. More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction."
             )
         guarded = {row["tensor"]: row["directions_left_out"] for row in measurements if row["directions_left_out"]}
         if guarded:
             listed = ", ".join(f"{role} {count}" for role, count in guarded.items())
             concerns.append(
-                f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
+                f"the base's layers do not span all directions: {listed} singular values are below the threshold and left out."
             )
         others = [row for row in measurements if row not in weak and row["cosine_to_mean"] < _UNRELATED]
         unrelated = _worst(others, "cosine_to_mean")
@@ -183,7 +183,7 @@ class MatrixPrediction(Solver):
         num_rows = len(basis.values)
         if not num_rows:
             raise RequestError(
-                f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
+                f"{self._sources[0]} and its counterparts are zero in every layer; lesa has nothing to learn from. Use another base."
             )
         with RowFile(scratch.folder / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):

@@ -18,7 +18,7 @@ class LlamaProOptions:
 
 @register_method("llama-pro")
 class LlamaPro(DenseMethod):
-    """Block expansion (section 3.2): a copy of the last layer of each group behind the group, made the identity."""
+    """Block expansion (section 3.2): a copy of the last layer of each group after the group, made the identity."""
 
     summary = "block expansion: copies of evenly spaced layers, made the identity"
     paper = LLAMA_PRO

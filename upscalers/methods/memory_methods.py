@@ -31,17 +31,17 @@ class HostedMemoryMethod(Method):
         name = bits_option(self.options)
         if name is not None and getattr(self.options, name) is not None:
             raise RequestError(
-                f"{name} is {getattr(self.options, name)}, but new values have yet to learn, which integers cannot; expected null. "
+                f"{name} is {getattr(self.options, name)}, but new values have to be trained, and integers cannot be; expected null. "
                 "Train the model, then round its values with midus edit quantise."
             )
 
     @classmethod
     @abstractmethod
     def positions(cls) -> list[tuple[SiteName, str]]:
-        """Return the sites at which the method can add its memory, the default first, each with the memory's type."""
+        """Return the sites where the method can add its memory, the default first, each with the memory's type."""
 
     def check_proven(self, model_type: str, site: SiteName) -> None:
-        """Refuse a type that was not proven with the memory at a site, and say which methods take the type.
+        """Refuse a model type that is not proven with the memory at a site, and list the methods that support the type.
 
         Raises:
             RequestError: If the proof fails.
@@ -57,7 +57,7 @@ class HostedMemoryMethod(Method):
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
         taking = [name for name, method in hosting.items() if not _failed_proof(model_type, *method.positions()[0])]
         raise RequestError(
-            f"model_type {model_type!r} takes no memory of type {memory_type!r} at the site {site!r} (its proof on a tiny model: "
+            f"model_type {model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny model: "
             f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
 
@@ -66,7 +66,7 @@ class HostedMemoryMethod(Method):
             return []
         return [
             f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
-            "bits at initialisation, bits equal to a base that states what the memory computes, gradients, cached steps."
+            "bits at initialisation, bits equal to a base that computes the same as the memory, gradients, cached steps."
         ]
 
     @abstractmethod
@@ -82,7 +82,7 @@ class HostedMemoryMethod(Method):
 
 
 def _failed_proof(model_type: str, site: SiteName, memory_type: str) -> str | None:
-    """Return why a memory of a type is not wired right at a site of a family's layers; None if it is."""
+    """Return why a type of memory does not work at a site of a family's layers; None if it does."""
     if model_type in PROVEN:
         return None
     from midus_hf.models.inference.proof import prove, wirings_of
@@ -114,13 +114,13 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     sites: ClassVar[list[SiteName]]
     # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
-    # Options that the method has beside those of the memory and of its position: name, type and field.
+    # Options of the method other than those of the memory and of its position: name, type and field.
     own_options: ClassVar[list[tuple[str, Any, Any]]] = []
     default_placement = None
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class of the method's options: options of its memory type, of the memory's position, and its own."""
+        """Make the class of the method's options: those of its memory type, of the memory's position, and of the method."""
         super().__init_subclass__(**kwargs)
         if "memory_options" not in vars(cls):
             return
@@ -131,10 +131,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
         places: list[tuple[str, Any, Any]] = [
             ("layers", Any, option(cls.default_layers, "which layers have it", forms)),
-            ("site", str, option(cls.sites[0], f"where it sits in them: {', '.join(cls.sites)}")),
+            ("site", str, option(cls.sites[0], f"where in the layer it is attached: {', '.join(cls.sites)}")),
         ]
         if "skip" in cls.sites:
-            span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
+            span = option(_SPAN, "of site skip: how many layers after the one that it reads it adds its output")
             places.append(("span", int, span))
         places += cls.own_options
         taken = {name for name, *_ in places} & {named.name for named in fields(memory)}
@@ -165,7 +165,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(
-                    f"{name} is {value!r}, but {self.name} attaches memory to layers that there are; expected none. Pass "
+                    f"{name} is {value!r}, but {self.name} attaches memory to existing layers; expected none. Pass "
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))
@@ -216,7 +216,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
-        """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
+        """Return the layers that can have the memory: for a memory inside a part, those whose projections have the needed widths."""
         widths, hosting = self._projections(base), []
         for layer in _own_layers(base):
             tensors = base.layout.backbone_layers[layer].values()
@@ -232,7 +232,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return hosting
 
     def _skips(self, base: BaseCheckpoint, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the layers that have another layer `span` layers behind them, and these other layers."""
+        """Return the layers that have another layer `span` layers after them, and these other layers."""
         own = _own_layers(base)
         span = self.options.span
         if span < 0:
@@ -296,7 +296,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the nearest base layer, behind or else before, that has all tensors which a block keeps.
+        """Return the nearest base layer, after or else before, that has all tensors that a block keeps.
 
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """

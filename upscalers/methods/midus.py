@@ -1,4 +1,4 @@
-"""MIDUS with the paper's own head-wise memory, and with the memories that the paper compares it with."""
+"""MIDUS with the head-wise memory of the paper, and with the memories that the paper compares it to."""
 
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions

@@ -24,6 +24,6 @@ class MixtureOfChapters(AttachedMemoryMethod):
             return []
         return [
             "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included, and the model is not "
-            "causal: its loss and perplexity are measured with a view of what is to be predicted, and generation computes every "
-            "token anew for each one that it adds. Choose routing = 'chunk' or 'token' for a model that is to generate."
+            "causal: its loss and perplexity are measured with a view of the tokens to be predicted, and generation recomputes every "
+            "token for each new one. Choose routing = 'chunk' or 'token' for a model that has to generate."
         ]

@@ -39,11 +39,11 @@ class OptDeusOptions(FusionOptions):
         "sinkhorn", "entropic transport, or the exact assignment: a permutation, slow beyond a few thousand rows"
     )
     plan_scale: Literal["barycentric", "raw"] = option(
-        "barycentric", "matched rows are means of rows, as the method says, or, as released, shrink by their number"
+        "barycentric", "matched rows are means of rows, as in the paper, or, as in the release, shrink by their number"
     )
     regularization: float = option(0.06, "of the entropy, in units of the distance between rows")
     tolerance: float = option(1e-4, "largest L1 violation of the plan's marginals at which Sinkhorn stops")
-    max_iterations: int = option(10000, "after which Sinkhorn stops all the same, with a warning")
+    max_iterations: int = option(10000, "after which Sinkhorn stops without converging, with a warning")
     mlp_t_in: Literal["o_proj", "residual_mean"] = option(
         "o_proj",
         "what maps inputs of gate and up: the output projection's plan, as released, or its mean with the identity",
@@ -112,14 +112,14 @@ class OptDeus(MatrixMethod):
         if weak and self.options.plan_scale == "barycentric":
             listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in weak.items())
             concerns.append(
-                f"matched rows keep little of their norm ({listed}): they have no counterparts, so that what is fused is near "
-                "half the next layer's. solver=hungarian keeps it."
+                f"matched rows keep little of their norm ({listed}): they have no counterparts, so that the result is close to "
+                "half the next layer's. solver=hungarian keeps the norm."
             )
         return concerns
 
 
 class BlockFusion(Solver):
-    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows, and b bytes per number."""
+    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows and b bytes per number."""
 
     def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
@@ -224,7 +224,7 @@ class BlockFusion(Solver):
             yield bias.key, ((carried + other) / 2).cpu()
 
     def _mlp_norm(self, residual: "Transport", scratch: Scratch) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the norm in front of the feed-forward network."""
+        """Yield the norm before the feed-forward network."""
         # The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         name = self._norms.get("mlp_norm")
         if name is not None:

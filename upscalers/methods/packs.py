@@ -1,4 +1,4 @@
-"""Packs: what a text says, opened by the names in it, from a glossary of names and texts."""
+"""Packs: a glossary of names and texts, whose entries tokens attend to once a name occurs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
 _COMMON_WORDS = 1000
-# Rotations whose angles depend on the length of the pass.
+# Rotary embeddings whose angles depend on the length of the pass.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -31,7 +31,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 class Packs(AttachedMemoryMethod):
     """Texts of a glossary, which tokens attend to from a name on."""
 
-    summary = "texts that every token attends to from their name on, without training (identity where no name stands)"
+    summary = "texts that every token attends to from their name on, without training (identity where no name occurs)"
     paper = None
     identity = True
     identity_except = "texts with a name of the glossary, which change from the name on"
@@ -39,7 +39,11 @@ class Packs(AttachedMemoryMethod):
     own_options = [
         ("corpus", str | None, option(None, 'rows {"name": ..., "text": ...}: a file, folder or Hub dataset')),
         ("common_names", bool, option(False, "whether a name may be a frequent word, which almost every text has")),
-        ("protect", str | None, option(None, "texts that must hold no name, and so keep their logits bit for bit")),
+        (
+            "protect",
+            str | None,
+            option(None, "texts that must not contain a name, and so keep their logits bit for bit"),
+        ),
     ]
 
     def __init__(self, options: Any):
@@ -69,7 +73,7 @@ class Packs(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is not None and not has_tokenizer(path.name for path in base.folder.iterdir()):
             raise RequestError(
-                f"{base.folder} has no tokenizer, by which names are found in texts; expected one beside the weights. Copy it there."
+                f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
             )
         if has_glossary(base.layout.memories):
             raise RequestError(
@@ -79,8 +83,8 @@ class Packs(AttachedMemoryMethod):
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
             raise RequestError(
-                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that the keys of a text that was read "
-                "on its own fit no other; expected a rotation by positions alone. Choose another method."
+                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of a text that was read "
+                "alone do not fit another text; expected a rotation by positions only. Choose another method."
             )
         super().check(base)
 
@@ -90,9 +94,9 @@ class Packs(AttachedMemoryMethod):
         glossary, most = self.glossary(base), self.options.max_tokens
         remarks = [*super().remarks(base), f"{len(glossary):,} entries of {sum(self._lengths):,} tokens"]
         if cut := sum(length > most for length in self._lengths):
-            remarks.append(f"entries longer than {most} tokens, of which the rest is not read: {cut:,}")
+            remarks.append(f"entries longer than {most} tokens, whose rest is not read: {cut:,}")
         if self.options.protect is not None:
-            remarks.append(f"protect: {self._protected(base):,} texts of {self.options.protect} hold no name")
+            remarks.append(f"protect: {self._protected(base):,} texts of {self.options.protect} contain no name")
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
@@ -110,7 +114,7 @@ class Packs(AttachedMemoryMethod):
         return self._glossary
 
     def _protected(self, base: BaseCheckpoint) -> int:
-        """Return the number of protected texts, which hold no name."""
+        """Return the number of protected texts; refuse those that contain a name."""
         from midus_hf.data.corpus import read_corpus
         from midus_hf.memories.packs.glossary import found_in
 
@@ -125,8 +129,8 @@ class Packs(AttachedMemoryMethod):
         if held:
             named = [f"{name!r} ({count} texts)" for name, count in held.items()]
             raise RequestError(
-                f"texts of {self.options.protect} hold names of the corpus: {first_few(named)}; expected none, for these texts would "
-                "change. Take the names out of the corpus, or protect other texts."
+                f"texts of {self.options.protect} contain names of the corpus: {first_few(named)}; expected none, since these texts "
+                "would change. Remove the names from the corpus, or protect other texts."
             )
         return len(texts)
 
@@ -142,7 +146,7 @@ class Packs(AttachedMemoryMethod):
 
 
 def _rotations(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of rotary embeddings of a config, of which some families have one for each kind of layer."""
+    """Yield the settings of rotary embeddings of a config; some families have several, one for each kind of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
         if isinstance(value, dict):
@@ -174,7 +178,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[in
 
     Args:
         glossary: The entries.
-        where: Where they stand, for messages.
+        where: Where they come from, for messages.
         common_names: Whether a name may be a frequent word or a single character.
 
     Raises:
@@ -193,7 +197,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[in
     if common:
         raise RequestError(
             f"names of {where} are single characters or frequent words, which almost every text has: "
-            f"{first_few([*map(repr, common)])}; expected names that few texts have. Take them out, or allow them "
+            f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
             "(common_names=true)."
         )
     return lengths

@@ -28,9 +28,9 @@ class StackOptions:
 
 @register_method("stack")
 class Stack(DenseMethod):
-    """Ranges of the base's layers, where a layer that stands in several is copied."""
+    """Ranges of the base's layers, where a layer that is in several of them is copied."""
 
-    summary = "ranges of the base's layers on top of one another, with copies of layers that stand in several"
+    summary = "ranges of the base's layers on top of one another, with copies of layers that are in several"
     paper: ClassVar[Paper | None] = None
     options_class: ClassVar[type] = StackOptions
     identity = False
@@ -50,7 +50,7 @@ class Stack(DenseMethod):
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(
-                    f"{name} is {value!r}, but stack goes by the option layers; expected none. Leave it out."
+                    f"{name} is {value!r}, but stack uses the option layers; expected none. Leave it out."
                 )
         given, last = self.options.layers, num_layers - 1
         remedy = f"Pass, for example, --set 'layers=[0-{last}, {last // 2}-{last}]'."
@@ -70,7 +70,7 @@ class Stack(DenseMethod):
         if left_out:
             raise RequestError(
                 f"layers leaves out {first_few([*map(str, left_out)])}; expected every layer of the base, 0 to {last}, or strip "
-                f"could not give it back. {remedy}"
+                f"could not restore it. {remedy}"
             )
         if sum(map(len, ranges)) == num_layers:
             raise RequestError(f"layers repeats no layer of the base; expected one at least twice. {remedy}")

@@ -1,4 +1,4 @@
-"""UltraMemV2: a large table of values beside every feed-forward network."""
+"""UltraMemV2: a large table of values in parallel to every feed-forward network."""
 
 from midus_hf.memories.ultramem.options import UltraMemOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -9,9 +9,9 @@ from upscalers.request.errors import RequestError
 
 @register_method("ultramem-v2")
 class UltraMemV2(AttachedMemoryMethod):
-    """Memories beside every feed-forward network that retrieve slots of a large table."""
+    """Memories in parallel to every feed-forward network that retrieve slots of a large table."""
 
-    summary = "a large value table beside every feed-forward network, retrieved by Tucker-decomposed keys (identity at start)"
+    summary = "a large value table in parallel to every feed-forward network, read by Tucker-decomposed keys (identity at start)"
     paper = ULTRAMEM_V2
     identity = True
     memory_options = UltraMemOptions

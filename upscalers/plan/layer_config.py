@@ -20,9 +20,9 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
 KEPT_KEY = "modules_to_not_convert"
-# Another name, which transformers reads only where the first is absent.
+# An alias, which transformers reads only if the first is absent.
 _KEPT_ALIAS = "ignored_layers"
-# The modules that transformers leaves as they are where a config does not list any.
+# The modules that transformers does not quantise if a config does not list any.
 _KEPT_BY_DEFAULT = ["lm_head"]
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
@@ -42,8 +42,8 @@ def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
 def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | None:
     """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
 
-    It would not where it misreads the base already, whose types are other than its family implies from the index. A model with
-    memory has a model type that no runtime of this kind reads, so the result needs no warning.
+    There is no warning if such a runtime already misreads the base, whose types are not those that its family implies from the index,
+    or for a model with memory, since no such runtime reads its model type.
     """
     if config["model_type"] != base.family.model_type or base.layout.layer_types != base.layout.implied_types:
         return None
@@ -52,14 +52,14 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
     if not num_moved:
         return None
     return (
-        f"{num_moved} of {len(listed)} layers attend otherwise than {base.family.model_type} implies by their "
-        "index. transformers reads layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another "
-        "function. Write the types into their file, as docs/serve.md says."
+        f"{num_moved} of {len(listed)} layers have another attention type than {base.family.model_type} implies by their "
+        "index. transformers reads layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different "
+        "function. Write the types into their file (see docs/serve.md)."
     )
 
 
 def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
-    """Return the `layers` of a base memory, every copy of the layers that have the memory, and where it skips to, `into`."""
+    """Return the `layers` of a base memory, with every copy of its layers, and the layers it skips to, `into`."""
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)
@@ -95,7 +95,7 @@ def _followed_values(config: Config, plan: Plan) -> Config:
         if key in LEADING_LAYERS_KEYS and type(value) is int:
             number = value + LEADING_LAYERS_KEYS[key]
             leading = [source < number for source in sources]
-            # Elsewhere no number describes the plan: the number stays, and layers that differ from the plan are refused later.
+            # Other numbers do not describe layers: they are kept, and layers that then differ from the plan are refused later.
             leads_the_plan = leading == sorted(leading, reverse=True)
             return sum(leading) - LEADING_LAYERS_KEYS[key] if leads_the_plan else value
         if isinstance(value, dict):

@@ -8,7 +8,7 @@ from upscalers.request.errors import RequestError
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
-    """Return the indices, in the upscaled model, of new layers that a policy's name or indices joined by commas stand for."""
+    """Return the indices of new layers in the upscaled model, by the name of a policy or by indices joined by commas."""
     if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():
         try:
             indices = [int(part) for part in placement.split(",")]

@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def renumbers(self) -> bool:
-        """True if some base layer has another index in the upscaled model, so that the base's adapters do not fit."""
+        """True if some base layer has a different index in the upscaled model, so that the base's adapters do not fit."""
         return any(layer != number for layer, number in self.kept_indices.items())
 
     def owns(self, name: str) -> bool:

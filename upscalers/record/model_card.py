@@ -21,8 +21,8 @@ from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Measurement, summary_table
 
 _ADAPTERS = [
-    "An adapter, such as a LoRA, finds layers by their number. One that was made for the base does not fit this model, whose layers",
-    "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` writes it for this model.",
+    "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
+    "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` rewrites it for this model.",
     "",
 ]
 
@@ -45,10 +45,10 @@ def model_card(
     """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
     writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
-    # Once the model is trained, the card says the same, which holds of what it was.
-    start = "It is meant to be trained: before that it is not promised to compute what the base computes"
+    # The card is kept when the model is trained, so the text must stay true.
+    start = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
     if method.identity:
-        start = "Before any training it computes exactly what the base computes"
+        start = "Before any training it computes exactly the same as the base"
         if method.identity_except is not None:
             start += f", but for {method.identity_except}"
         start += ", as the method promises" * (not compared)
@@ -61,7 +61,7 @@ def model_card(
     measured = _measured(measurements) if measurements else []
     paper = method.paper
     bank = (
-        f"Beside the checkpoint lies a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
+        f"The checkpoint comes with a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
         "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
     )
     return "\n".join(
@@ -124,9 +124,9 @@ def _measured(measurements: Sequence[Measurement]) -> list[str]:
     header, *rows = summary_table(measurements, with_seconds=False)  # so that the same request gives the same card
     lines = [header, ["---"] * len(header), *rows]
     return [
-        "## What was measured while making the new layers",
+        "## Measurements of the new layers",
         "",
-        "Mean over layers, and lowest to highest; `upscale.json` has every layer.",
+        "Mean over layers, with lowest and highest value; `upscale.json` has every layer.",
         "",
         *(f"| {' | '.join(line)} |" for line in lines),
         "",
@@ -137,7 +137,7 @@ _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """Return what the base's model card says of licence, languages and own base, as `ModelCardData` takes it."""
+    """Return licence, languages and base model from the base's model card, as `ModelCardData` takes them."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
     path = base.folder / CARD_FILE
@@ -162,7 +162,7 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML at the top of a card, with what is `carried` of the base's; a base on the hub is named as the base model."""
+    """Return the YAML at the top of a card, with entries `carried` over from the base's; a base on the hub is the `base_model`."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
@@ -185,7 +185,7 @@ def licence_section(carried: dict[str, Any]) -> list[str]:
     if not names:
         return []
     links = "".join(f" ({link})" for link in _words(carried.get("license_link")))
-    return ["## Licence", "", f"That of the base, whose terms hold for this model too: {', '.join(names)}{links}.", ""]
+    return ["## Licence", "", f"That of the base, whose terms apply to this model too: {', '.join(names)}{links}.", ""]
 
 
 def _words(value: Any) -> list[str]:

@@ -18,13 +18,13 @@ from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
-# Entry with the `config.json` of the composite model that holds the base; `base_config` then is that of the base itself.
+# Entry with the `config.json` of the composite model that contains the base; `base_config` then is that of the base itself.
 COMPOSITE_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
 def config_entry(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> Config:
-    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base."""
+    """Return the config entry of an upscaled model, from which training knows what to train and `strip` restores the base."""
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
@@ -52,7 +52,7 @@ def whole_base_config(entry: Config) -> Config:
 
 
 def resized_vocabulary(config: Config) -> tuple[int, int] | None:
-    """Return the number of tokens of the base's and of the model's vocabulary, if it was resized since; None if not."""
+    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not."""
     language = language_entry(config)
     base = language[CONFIG_KEY].get("base_config")  # `read_plan` refuses one that is malformed
     before, size = base.get("vocab_size") if isinstance(base, dict) else None, language.get("vocab_size")
@@ -91,14 +91,14 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None if it is missing, as after further training, or no object. What is no JSON is refused."""
+    """Read `upscale.json`; None if it is missing, as after further training, or not an object. Invalid JSON is refused."""
     path = folder / RECORD_FILE
     if not path.is_file():
         return None
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
+        raise RequestError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
     return record if isinstance(record, dict) else None
 
 
@@ -113,7 +113,7 @@ def read_config_entry(config: Config, folder: Path) -> Config:
 
 
 def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
-    """Return the plan in a config's entry; one that is malformed or of another model is refused."""
+    """Return the plan in a config's entry; one that is malformed or belongs to another model is refused."""
     try:
         memories = tuple(entry.get("new_memories", ()))
         rows = range(*entry.get(NEW_ROWS, (0,)))

@@ -27,7 +27,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whether the result computes what the base does: what was compared, the largest difference, and both sides in words."""
+    """Whether the result computes the same as the base: what was compared, the largest difference, and both sides in words."""
 
     checked: str | None
     max_abs_diff: float | None
@@ -40,7 +40,7 @@ class UpscaleReport:
 
     Args:
         method: Name of the method.
-        base: The base as the person gave it.
+        base: The base as given in the request.
         output: The output folder; None for a dry run without one.
         model_type: Model type of the upscaled model.
         num_layers: L + K, number of layers of the upscaled model.
@@ -55,8 +55,8 @@ class UpscaleReport:
         identity_except: Texts or tokens of which that does not hold, in words behind "but for"; None if it holds of all.
         kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
             nats; None if nothing was compared, or the base has no token with finite logits.
-        measurements: What solvers measured about each tensor they made; empty for methods without solvers.
-        renumbers_layers: Whether layers of the base have other indices in the upscaled model.
+        measurements: Measurements of solvers for each tensor they made; empty for methods without solvers.
+        renumbers_layers: Whether layers of the base have different indices in the upscaled model.
     """
 
     method: str
@@ -92,7 +92,7 @@ class PushError(RuntimeError):
     Args:
         message: What happened, and how to upload the folder.
         report: Report of the upscaling.
-        interrupted: Whether a person interrupted the upload.
+        interrupted: Whether the user interrupted the upload.
     """
 
     def __init__(self, message: str, report: UpscaleReport, interrupted: bool):

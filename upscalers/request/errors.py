@@ -1,4 +1,4 @@
-"""Errors meant for people."""
+"""Errors whose messages are shown to users."""
 
 import contextlib
 import textwrap

@@ -1,4 +1,4 @@
-"""Options of methods and runs, as people request them."""
+"""Options of methods and runs, as given in a request."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,6 +24,6 @@ def parse_options(options_class: type, values: Mapping[str, Any], subject: str) 
 
 
 def check_seed(seed: Any) -> None:
-    """Raise `RequestError` if a seed, of any type, is no whole number from 0 to 2^63 - 1."""
+    """Raise `RequestError` if a seed, of any type, is not an integer from 0 to 2^63 - 1."""
     if type(seed) is not int or not 0 <= seed < _SEEDS:
         raise RequestError(f"seed is {seed!r}; expected an integer from 0 to {_SEEDS - 1}.")

@@ -20,7 +20,7 @@ class Progress:
         """Show a warning."""
 
     def note(self, message: str) -> None:
-        """Show a message that a person will want to see."""
+        """Show a message to the user."""
 
     def finish(self) -> None:
         """Stop showing progress, when all work is done or has failed."""

@@ -1,4 +1,4 @@
-"""A LoRA of a base is written for the model that was upscaled from the base: its layers get the numbers of the plan."""
+"""Rewriting of a base's LoRA for the model that was upscaled from it: its layers are renumbered by the plan."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"(?P<before>(?:^|.*?\.)layers\.)(?P<layer>\d+)(?=\.|$)")
 def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> dict[str, Any]:
     """Write an adapter of a base (LoRA, rsLoRA or DoRA) for the model that was upscaled from the base.
 
-    Layers get the numbers that the plan of the upscaled model gives them. The config names each module with its layer, so that PEFT
+    Layers are renumbered by the plan of the upscaled model. The config names each module with its layer, so that PEFT
     puts no adapter on a new layer or memory. Tensors keep their bytes.
 
     Args:
@@ -37,7 +37,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
 
     Returns:
         `{"adapter", "onto", "output", "peft_type", "layers", "modules", "bytes_written", "seconds"}`: `layers` are the layers of the
-        upscaled model that have the adapter, `modules` is the number of modules and of single parameters that have.
+        upscaled model that have the adapter, `modules` is the number of modules and single parameters with the adapter.
 
     Raises:
         RequestError: If the adapter cannot be read or has layers that the base lacks, the model was not made by `upscale`, or the
@@ -54,7 +54,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
     names = _read_names(source)
     renamed = {name: _renumbered(name, plan, source, config) for name in names}
     if str(model.config["model_type"]).startswith(MEMORY_PREFIX):
-        # Some families call the stack of a question-answering head otherwise than models with memory do.
+        # Some families have a different name for the stack of a question-answering head than models with memory.
         renamed = {name: new.replace(f"{_PREFIX}transformer.", f"{_PREFIX}model.") for name, new in renamed.items()}
     moved, modules = _moved_config(config, renamed)
     folder = CheckpointFolder(output, source)
@@ -83,7 +83,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
 
 
 def _read_adapter_config(folder: Path) -> Config:
-    """Return the config of an adapter, whose layers can get other numbers."""
+    """Return the config of an adapter whose layers can be renumbered."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise RequestError(
@@ -94,13 +94,13 @@ def _read_adapter_config(folder: Path) -> Config:
         if (config.get(key) or None) != expected:
             raise RequestError(
                 f"{path} has {key} = {config.get(key)!r}; expected {expected!r}, as LoRA, rsLoRA and DoRA have. Merge the adapter "
-                "into the base with PEFT (merge_and_unload), and upscale what comes out."
+                "into the base with PEFT (merge_and_unload), and upscale the result."
             )
     return config
 
 
 def _read_names(folder: Path) -> list[str]:
-    """Return the names of an adapter's tensors; nothing that is pickled is read."""
+    """Return the names of an adapter's tensors; pickled files are not read."""
     weights = folder / ADAPTER_WEIGHTS
     names = list(read_header(weights)) if weights.is_file() else []
     if not names:
@@ -120,13 +120,13 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
     if layer >= plan.num_base_layers:
         raise RequestError(
             f"the adapter in {folder} was made for another base, perhaps {config.get('base_model_name_or_path')!r}: {name} is of "
-            f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or what was made from its base."
+            f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or a model made from its base."
         )
     return f"{match['before']}{plan.kept_indices[layer]}{name[match.end() :]}"
 
 
 def _moved_config(config: Config, renamed: dict[str, str]) -> tuple[Config, list[str]]:
-    """Return the config for the upscaled model, and modules and parameters that have the adapter, by tensors' old and new names."""
+    """Return the config for the upscaled model, and the modules and parameters with the adapter, from tensors' old and new names."""
     modules: dict[str, str] = {}  # in the base, by name in the upscaled model
     parameters: dict[str, str] = {}
     whole: list[tuple[str, str]] = []  # tensors of modules that were trained whole

@@ -59,7 +59,7 @@ def base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
 
 
 def keeps_base(model: str | Path) -> bool | None:
-    """Return whether a checkpoint holds all layers of its base with the weights they had; None if its config has no digest."""
+    """Return whether a checkpoint has all layers of its base with unchanged weights; None if its config has no digest."""
     with resolve_source(str(model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)

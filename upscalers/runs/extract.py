@@ -1,4 +1,4 @@
-"""Extraction of the language model out of a composite model, as a separate checkpoint."""
+"""Extraction of the language model of a composite model, as a separate checkpoint."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def extract(
         opened = open_base(source.folder)
         if opened.composite is None:
             raise RequestError(
-                f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a "
+                f"{source.folder} is a separate language model, of type {opened.config['model_type']!r}; expected one within a "
                 "composite model. Use it as it is."
             )
         outside = {*opened.surroundings, *opened.unexpected}

@@ -89,7 +89,7 @@ def _in_new_rows(model: BaseCheckpoint, plan: Plan) -> int:
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:
-    """Return `{"file", "version", "as_generated"}` of the code that a checkpoint carries; None if it carries none."""
+    """Return `{"file", "version", "as_generated"}` for the code in a checkpoint; None if there is none."""
     path = folder / CODE[0]
     if not path.is_file():
         return None

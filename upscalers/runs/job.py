@@ -1,4 +1,4 @@
-"""One upscaling that was decided on: its config, tensors, parameter counts, and the check of the result."""
+"""One planned upscaling: its config, tensors, parameter counts, and the check of the result."""
 
 import math
 
@@ -55,7 +55,7 @@ class Job:
             self.config["dtype"] = dtype
         self._check(layers, outer)
 
-        # Quantised weights and their scales keep their dtypes where they are carried along.
+        # Quantised weights and their scales keep their dtypes where they are copied.
         stored_dtypes = {name: stored.as_stored.dtype for name, stored in base.tensors.items()}
         carried = {name: stored if name in base.parts else self.cast(stored) for name, stored in stored_dtypes.items()}
         made_outer, made_layers, in_parts = [], [], set()
@@ -72,11 +72,11 @@ class Job:
                     new_dtype = carried[recipe.source]
                     if recipe.source in base.packed:
                         in_parts.add(full_name)
-                else:  # new layers are trained, and no weight in FP8 can be
+                else:  # new layers are trained, and weights in FP8 cannot be
                     like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
                     new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
                 made_layers.append(OutputTensor(full_name, recipe, new_dtype))
-        # As the model reads them, and as they are written: layers of the base carry parts of packed weights, not the weights.
+        # As the model reads them, and as they are written: layers of the base store parts of packed weights, not the weights.
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.concerns = method.concerns(base, plan)
@@ -92,7 +92,7 @@ class Job:
         except MethodError as error:
             layouts = (base.layout.backbone_layers, self.layout.backbone_layers)
             if all(tensors == of_model[0] for of_model in layouts for tensors in of_model):
-                raise  # where layers do not differ, what is wrong is the method's
+                raise  # if layers do not differ, the mistake is the method's
             difference = (
                 f"the layers of {base.family.model_type!r} differ, and a new layer gets another kind than its source has "
                 f"({one_line(error)})"
@@ -101,11 +101,11 @@ class Job:
             change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources)
             if change is None:
                 return
-            difference = f"layers of {base.family.model_type!r} compute otherwise at another index or among more layers: {change}"
+            difference = f"layers of {base.family.model_type!r} compute differently at another index or among more layers: {change}"
         leading, remedy = base.layout.num_leading_layers, "Choose a method that adds no layer."
         if leading < base.num_layers and method.adds_layers:
             remedy = (
-                f"Choose a --placement of new layers in front of base layer {leading}, which gives its keys and values to later "
+                f"Choose a --placement of new layers before base layer {leading}, which gives its keys and values to later "
                 "layers, or a method that adds no layer."
             )
         raise RequestError(f"{difference}. {remedy}")

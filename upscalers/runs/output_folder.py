@@ -1,4 +1,4 @@
-"""Output folder of all commands that write a checkpoint, and the files beside the weights of one that was made from another one."""
+"""Output folder of all commands that write a checkpoint, and the files other than weights of one that is made from another."""
 
 import contextlib
 import shutil
@@ -28,16 +28,16 @@ class CheckpointFolder(OutputFolder):
         return (*super().own_files(), *bank_patterns())
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the output's disk, with what a killed run left there, which is removed first."""
+        """Return the free bytes of the output's disk, after removing files that a killed run left there."""
         left = sum(file.lstat().st_blocks * 512 for file in self.partial.rglob("*") if not file.is_dir())
         return shutil.disk_usage(self.disk).free + left
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise `RequestError` if the disk has less room than `num_bytes` bytes."""
+        """Raise `RequestError` if the disk has less free space than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
             raise RequestError(
-                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Make room or "
+                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Free some space or "
                 "choose another disk."
             )
 
@@ -52,7 +52,7 @@ def written_from(
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
 ) -> Iterator[WriteSummary]:
-    """Write tensors and banks to a folder that appears after the block, which writes the files beside them to `folder.partial`."""
+    """Write tensors and banks to a folder that appears after the block, which writes the other files to `folder.partial`."""
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
     with shown(progress), folder.writing() as partial:
@@ -63,7 +63,7 @@ def written_from(
 
 
 def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:
-    """Write the files beside weights and banks of a checkpoint that has a part of the tensors of the one in the folder `source`."""
+    """Write the files other than weights and banks of a checkpoint that has part of the tensors of the one in `source`."""
     copy_travelling_files(source, partial, progress)
     write_config(partial, config)
     tie_banks(partial, banks_of(open_base(partial).layout.memories))

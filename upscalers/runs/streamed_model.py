@@ -20,7 +20,7 @@ _NAMED = 3
 
 
 class RunningModel:
-    """A checkpoint's language model, complete and exact, in eval mode; memories fetch the blocks of `path`, if they fetch any."""
+    """A checkpoint's language model, complete and exact, in eval mode; memories that fetch blocks fetch those of `path`."""
 
     def __init__(self, model: Any, path: tuple[int, ...] | None):
         self._model, self._path = model, path
@@ -33,7 +33,7 @@ class RunningModel:
         see: Callable[[int, torch.Tensor], None],
         entering: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits `[B, T, V]`; `see` gets 0 and the stream before the layers, then i and that behind the i-th, from 1."""
+        """Return logits `[B, T, V]`; `see` gets 0 and the stream before the layers, then i and that after the i-th, from 1."""
         layers = self._stack.layers
         # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
         handles = [
@@ -75,7 +75,7 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A language model that holds the weights of one module at a time; of a composite model, the language model runs alone."""
+    """A language model that has the weights of one module in memory at a time; of a composite model, only the language model runs."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
         config = language_config_in(folder)
@@ -105,12 +105,12 @@ def language_config_in(folder: Path) -> Any:
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the residual stream behind a layer; some layers return it with values that they pass to later layers."""
+    """Return the residual stream after a layer; some layers return it with values that they pass to later layers."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
-    """Return the path to the last leaf of the tree that memories fetch blocks by; None if no memory fetches blocks."""
+    """Return the path to the last leaf of the tree of blocks that memories fetch; None if no memory fetches blocks."""
     banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)

@@ -37,8 +37,8 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    What training changed in base layers stays changed, what `--dtype` cast stays cast, and a vocabulary that was resized keeps its
-    size. The digest of the base in the config reveals it, and the result reports it. A small `upscale.json` says what was stripped.
+    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary are not undone. They are detected by the
+    digest of the base in the config, and reported. A small `upscale.json` records what was stripped.
 
     Args:
         model: An upscaled checkpoint, trained or not.
@@ -84,7 +84,7 @@ def strip(
                     (folder.partial / name).unlink(missing_ok=True)
             if record.get(REWRITTEN_KEY):
                 progress.note(
-                    "the tokenizer's files are not the base's own: they stay as transformers had loaded them, and read text alike."
+                    "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
             if plan.new_rows and not remove_tokens(folder.partial, plan.new_rows, record):
                 progress.note(
@@ -97,8 +97,8 @@ def strip(
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
                 size = "of another size, " if resized else ""
                 progress.warn(
-                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. Where the base "
-                    "itself is needed, take the base's own checkpoint."
+                    f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. If you need the base "
+                    "itself, use the base's checkpoint."
                 )
             removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}

@@ -60,7 +60,7 @@ def upscale(
         num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the
             placement allows.
         placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or
-            `[1, 4, 7]`. Default: the method's own.
+            `[1, 4, 7]`. Default: the method's default.
         options: The method's options. Default: none.
         seed: Random seed. Default: 0.
         dtype: Dtype of the output: `auto`, `float32`, `bfloat16` or `float16`. Default: `"auto"`, the base's.
@@ -68,8 +68,8 @@ def upscale(
         dry_run: Whether to only report what would be done. Default: False.
         verify: Whether to refuse NaN and infinite values in the base, and to compare both models' logits, layer by layer,
             in the memory that one module takes. Default: True.
-        overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is
-            beside it. Default: False.
+        overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and the folder
+            contains nothing else. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
@@ -110,7 +110,7 @@ def upscale(
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
             progress.warn(
-                f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
+                f"the base holds {len(unknown)} tensors that its architecture does not have; they are copied."
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
@@ -150,7 +150,7 @@ def upscale(
 
 
 def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Return a method with its options. Texts that it would read are looked for at once."""
+    """Return a method with its options. Check at once that texts that it would read exist."""
     method_class = get_method(name)
     chosen = method_class(parse_options(method_class.options_class, options, f"method {name}"))
     if (corpus := getattr(chosen.options, "corpus", None)) is not None:
@@ -181,7 +181,7 @@ def _check_destination(output: str | Path | None, push_to_hub: str | None, priva
 def _checked_revision(
     name: str, lora: Adapter | None, chosen: Method, num_new_layers: int | None, placement: str | None
 ) -> str:
-    """Check that the request fits a base's config, before a long download or conversion, and return the base with its revision."""
+    """Check the request against the base's config, before a long download or conversion, and return the base with its revision."""
     with resolve_source(name, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False, adapter=lora)
         chosen.check(opened)
@@ -194,7 +194,7 @@ def _say_what_is_made(job: Job, progress: Progress) -> None:
     if base.composite is not None:
         progress.note(
             f"the base is a {base.composite.config['model_type']} model. Its language model ({base.config['model_type']}) is "
-            f"upscaled; {len(base.surroundings)} other tensors are carried along byte for byte."
+            f"upscaled; {len(base.surroundings)} other tensors are copied byte for byte."
         )
     for remark in job.method.remarks(base):
         progress.note(remark)
@@ -210,8 +210,8 @@ def _warn_of_full_banks(job: Job, folder: CheckpointFolder, progress: Progress) 
         if taken > folder.free_bytes():
             progress.warn(
                 f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
-                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes none. Lower branching, or "
-                "the sizes of deep levels, if texts are to fetch more of it than there is room for."
+                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes no space. Lower branching, or "
+                "the sizes of deep levels, if texts will fetch more of it than fits on the disk."
             )
 
 

@@ -1,4 +1,4 @@
-"""Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
+"""Comparison of two whole models: whether the upscaled model computes the same as the base, layer by layer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 16
 
 
 class _Mismatch(NamedTuple):
-    """The first hidden state that differs: in front of layer `number`, or behind the last, and by how much at most."""
+    """The first hidden state that differs: before layer `number`, or after the last, and the largest difference."""
 
     number: int
     difference: float
@@ -68,7 +68,7 @@ def compare_models(
         for replay in replays:
             _compare_layers(again, tokens, replay, new_streams, plan, progress)
     if broken.all():
-        progress.warn("every logit of the base is NaN or infinite, so that nothing was compared.")
+        progress.warn("every logit of the base is NaN or infinite, so nothing was compared.")
         return Identity(None, None), None
     stored, run_in = TORCH_NAMES[base.dtype], TORCH_NAMES[dtype]
     sides = f"base and result in {stored}"
@@ -86,7 +86,7 @@ def _of_base(logits: torch.Tensor, plan: Plan, vocab_size: int) -> torch.Tensor:
 def _run_base(
     base: BaseCheckpoint, plan: Plan, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a batch of tokens, the base's logits, and, if kept, the hidden states in front of layers and behind the last."""
+    """Return a batch of tokens, the base's logits, and, if kept, the hidden states before each layer and after the last."""
     hidden_states: list[torch.Tensor] = []
 
     def remember(number: int, hidden: torch.Tensor) -> None:
@@ -103,8 +103,8 @@ def _run_base(
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:
         raise RequestError(
-            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
-            "it only does not fit in memory, pass --no-verify."
+            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; if "
+            "it just does not fit in memory, pass --no-verify."
         ) from None
 
 
@@ -116,7 +116,7 @@ def _run_result(
     keeps_streams: bool,
     progress: Progress,
 ) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
-    """Return the upscaled model's logits, the first difference from expected hidden states, and, if they are kept, its own."""
+    """Return the upscaled model's logits, the first difference from expected hidden states, and, if kept, its hidden states."""
     streams: list[torch.Tensor] = []
     mismatches: list[_Mismatch] = []
     counterparts = _counterparts(plan)
@@ -139,7 +139,7 @@ def _run_result(
         raise
     except Exception as error:
         raise VerificationError(
-            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
+            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). If it just does not fit in "
             "memory, pass --no-verify."
         ) from None
     return logits, next(iter(mismatches), None), streams
@@ -148,12 +148,12 @@ def _run_result(
 def _not_identical(
     base_logits: torch.Tensor, new_logits: torch.Tensor, mismatch: _Mismatch | None, plan: Plan
 ) -> VerificationError:
-    """Return the error that says by how much results differ, and where they first do."""
+    """Return the error with the size and the place of the first difference."""
     if mismatch is not None and _are_same(base_logits, new_logits):
         compared, difference = "hidden states", mismatch.difference
     else:
         compared, difference = "logits", _largest_difference(base_logits, new_logits)
-    position = "behind the last layer" if mismatch is None else "in the embedding"
+    position = "after the last layer" if mismatch is None else "in the embedding"
     if mismatch is not None and mismatch.number:
         position = f"in layer {mismatch.number - 1} ({plan.describe(mismatch.number - 1)})"
     return VerificationError(
@@ -182,7 +182,7 @@ def _compare_layers(
     plan: Plan,
     progress: Progress,
 ) -> None:
-    """Check that layers of the base compute in the result what they compute in the base, for the same input."""
+    """Check that layers of the base compute the same in the result as in the base, for the same input."""
 
     def compare(number: int, hidden: torch.Tensor) -> None:
         if number == 0:
@@ -191,7 +191,7 @@ def _compare_layers(
         index = replay.get(number - 1)
         if index is not None and not _are_same(streams[index + 1], hidden):
             raise VerificationError(
-                f"layer {index} ({plan.describe(index)}) computes otherwise than base layer {number - 1}, by up to "
+                f"layer {index} ({plan.describe(index)}) computes differently than base layer {number - 1}, by up to "
                 f"{_largest_difference(streams[index + 1], hidden):g}; expected the same bits for the same input. The layers of this "
                 "type cannot move; choose a method that adds no layer."
             )
@@ -209,7 +209,7 @@ def _running(
 
 
 def _counterparts(plan: Plan) -> list[int]:
-    """Return how many base layers the residual stream has passed in front of each layer, and behind the last."""
+    """Return how many base layers the residual stream has passed before each layer, and after the last."""
     passed = [0]
     for layer in plan.layers:
         passed.append(layer.index + 1 if isinstance(layer, Base) else passed[-1])

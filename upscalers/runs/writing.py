@@ -1,4 +1,4 @@
-"""Writing of a decided job: tensors, config, verification, provenance, and the move of the folder to its final path."""
+"""Writing of a planned job: tensors, config, verification, provenance, and the move of the folder to its final path."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class Writing:
         return outcome
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
-        """Write the files beside the weights, and return what `strip` must know to undo changes to them."""
+        """Write the files other than weights, and return what `strip` needs to undo changes to them."""
         self.progress.stage("checking config and tokenizer", 2)
         copy_travelling_files(self.job.source.folder, partial, self.progress)
         validated = _validated(partial)
@@ -95,7 +95,7 @@ class Writing:
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
     ) -> tuple[Identity, float | None]:
-        """Compare the result with the base, if that is wanted, and return what was compared, and the KL divergence."""
+        """Compare the result with the base, if requested, and return what was compared, and the KL divergence."""
         if not self.verify:
             return Identity(None, None), None
         from upscalers.runs.verify import compare_models
@@ -163,7 +163,7 @@ class Writing:
 
 
 def _validated(folder: Path) -> Any:
-    """Return the config as transformers constructs it, which checks values that this package does not know."""
+    """Return the config as constructed by transformers, which checks values that this package does not know."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes

@@ -62,7 +62,7 @@ def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done
 
 
 class RowFile:
-    """File with the coordinates [r, L, in] of all layers, float32, of which any rows are read; it is gone after the context."""
+    """Temporary file with the coordinates [r, L, in] of all layers, float32, for reading any rows; the context removes it."""
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
         self.num_rows, self.num_layers, self.width = num_rows, num_layers, width

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class LayerBlocks(Recipe):
     """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base.
 
-    The `num_blocks` blocks of the `source` stand along the dimension `dim`.
+    The `num_blocks` blocks of the `source` are along the dimension `dim`.
     """
 
     source: str
@@ -75,7 +75,7 @@ def _with_blocks(model: BaseCheckpoint, other: Layout) -> Iterator[tuple[str, in
 
 
 def with_blocks_of_base(model: BaseCheckpoint, plan: Plan) -> BaseCheckpoint:
-    """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
+    """Return a model, made by a plan that keeps all layers of its base, with only the base's blocks in tensors per layer."""
     if not plan.new_indices:
         return model
     blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))

@@ -107,7 +107,7 @@ class Integers(Recipe):
 
 @dataclass(frozen=True)
 class RowRange:
-    """A range of `count` successive rows of the tensor `source`, from row `first` on; None for rows of zeros."""
+    """A range of `count` successive rows of the tensor `source`, starting at row `first`; None for rows of zeros."""
 
     source: str | None
     first: int

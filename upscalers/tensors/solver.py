@@ -21,7 +21,7 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a solver works with: `read` for tensors of the base, a folder that is removed when the work is done, and the display."""
+    """Context of a solver: `read` for tensors of the base, a folder that is removed when the work is done, and the display."""
 
     read: "ReadTensor"
     folder: Path
@@ -29,7 +29,7 @@ class Scratch:
 
 
 class Solver(ABC):
-    """Maker of tensors that depend on each other, or on one long computation; `label` names it in progress displays."""
+    """Computes tensors that depend on each other, or on one long computation; `label` names it in progress displays."""
 
     # The most bytes that the solver writes into the scratch folder. Default: 0.
     scratch_bytes: int = 0
@@ -68,7 +68,7 @@ class SolverStack(Recipe):
 
 
 def solved_parts(recipe: Recipe) -> tuple[SolverTensor, ...]:
-    """Return the recipes of the parts of a tensor that solvers make; nothing if solvers make none."""
+    """Return the recipes of the parts of a tensor that solvers make; empty if there are none."""
     if isinstance(recipe, SolverStack):
         return recipe.parts
     return (recipe,) if isinstance(recipe, SolverTensor) else ()

@@ -32,11 +32,11 @@ _CHUNK_ELEMENTS = 1 << 20
 _ROWS_AT_ONCE = 1024
 _DEFAULT_SHARD_BYTES = 5 * 10**9
 _SCRATCH = ".scratch"
-# What is said of tensors that are not finite: of the base's, of those that new ones are computed from, and of new ones.
+# Messages about tensors that are not finite: the base's, those that new ones are computed from, and new ones.
 _HELD = ("holds NaN or infinite values", "Repair the base, or pass --no-verify to go on.")
 _READ = ("holds NaN or infinite values, and new weights are computed from it", "Repair the base.")
 _MADE = (
-    "came out as NaN or infinite, though what it is made from is finite",
+    "came out as NaN or infinite, although its sources are finite",
     "Lower the factors or the learning rate for it.",
 )
 
@@ -57,7 +57,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class WriteSummary:
-    """The bytes that a writer read from the base and wrote, headers included, and what solvers measured, sorted by layer."""
+    """The bytes that a writer read from the base and wrote, including headers, and measurements of solvers, sorted by layer."""
 
     bytes_read: int
     bytes_written: int
@@ -65,7 +65,7 @@ class WriteSummary:
 
 
 def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor]) -> list[OutputTensor]:
-    """Return tensors in the order in which a model uses them: embeddings, the layers, then what else is outside the layers."""
+    """Return tensors in the order in which a model uses them: embeddings, the layers, then other tensors outside the layers."""
     embeddings = [tensor for tensor in outer if "embed" in tensor.name]
     return [*embeddings, *layers, *(tensor for tensor in outer if "embed" not in tensor.name)]
 
@@ -88,7 +88,7 @@ def split_shards(
 
 
 class CheckpointWriter:
-    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads; with `scan`, it refuses NaN."""
+    """Writer of a checkpoint's tensors that keeps in memory at most what one recipe reads; with `scan`, it refuses NaN."""
 
     def __init__(
         self,
@@ -288,14 +288,14 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Placement:
-    """A tensor that is still to be made, with the file and position that its bytes belong to."""
+    """A tensor that is still to be made, with the file and position of its bytes."""
 
     tensor: OutputTensor
     file: Path
     start: int
 
     def parts(self) -> "Iterator[_Placement]":
-        """Yield the parts of the tensor that solvers make, each with its own position."""
+        """Yield the parts of the tensor that solvers make, each with its position."""
         start = self.start
         for recipe in solved_parts(self.tensor.recipe):
             part = OutputTensor(self.tensor.name, recipe, self.tensor.dtype)

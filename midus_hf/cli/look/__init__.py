@@ -14,7 +14,7 @@ from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, f
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
 from midus_hf.model_names import check_sources
 
-app = command_line("Look into a model: what its memories read and do, and what has changed.")
+app = command_line("Look inside a model: what its memories read and do, and what has changed.")
 
 
 def _writable(files: list[Path] | None) -> list[Path] | None:
@@ -91,7 +91,7 @@ def heads(
     limit: Annotated[int | None, cli_option("Questions per task.  [default: all]", "N", min=1)] = None,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show how much each head matters for answers of tasks."""
+    """Show how important each head is for answers of tasks."""
     asked = [Model(model, dtype, device) for model in models]
     check_sources([] if data is None else [("data", data)])
     names = names_of_tasks(tasks)
@@ -108,7 +108,7 @@ def depth(
 ) -> None:  # fmt: skip
     """Show what heads read of earlier layers (moda)."""
     if (layer is None) != (head is None):
-        raise ValueError("layer and head name one head together; expected both or neither. Give the other as well.")
+        raise ValueError("layer and head together name one head; expected both or neither. Give the other as well.")
     texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
     _answer(lambda: questions.depth(texts, layer, head), output, json_)
 
@@ -134,7 +134,7 @@ def glossary(
     batch_size: Annotated[int, cli_option("Values per forward pass.", "N", min=1)] = 4,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show whether the texts of a glossary come back, and which names are found (packs)."""
+    """Show whether the model reproduces the texts of a glossary, and which names are found (packs)."""
     asked = Model(model, dtype, device)
     _answer(lambda: questions.glossary(asked, limit, at_least, batch_size), output, json_)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _about(texts: Texts, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
-    """Return a sentence that says what the model read, with which losses, and the same as the head of a report."""
+    """Return a sentence with the texts that the model read and their losses, and the same as the head of a report."""
     read = {
         text.name: {
             "documents": len(set(text.documents)),
@@ -62,7 +62,7 @@ def ablation(texts: Texts) -> Answer:
     rows = [effect.row() for effect in measured.effects]
     summary, head = _about(texts, measured.losses)
     return Answer(
-        title="What texts lose without parts of the model",
+        title="Loss of texts without parts of the model",
         summary=summary,
         report={**head, "all_of_them_is_the_base": measured.whole_base, "rows": rows},
         finding=parts_lost.ablation_finding(measured),
@@ -105,7 +105,7 @@ def _logits_of_base(asked: Model, base: str) -> "LogitsOfBase":
     other, base_tokenizer = dataclasses.replace(asked, name=base, label="base").load()
     if base_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"base is {base!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."
+            f"base is {base!r}, whose tokenizer has different tokens than the model's; expected the same tokenizer."
         )
     return other_base(model, other)
 
@@ -149,16 +149,16 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
 
 
 def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size: int) -> Answer:
-    """Answer whether numbers and names of a glossary's texts come back behind the names of its entries, and which names are found."""
+    """Answer whether the model reproduces numbers and names of a glossary's texts after entries' names, and which names are found."""
     from midus_hf.look import glossary as entries
 
     model, _ = asked.loaded
     rows = entries.glossary_rows(entries.check_glossary(model, limit, batch_size))
     share, failure = entries.share_of_values(rows), ""
     if at_least is not None and share < at_least:
-        failure = f"{share:.1%} of the values come back; expected {at_least:.1%} at least (--at-least)."
+        failure = f"{share:.1%} of the values come back; expected at least {at_least:.1%} (--at-least)."
     return Answer(
-        title="What a glossary gives back",
+        title="What the model reproduces of a glossary",
         summary=f"{asked.name}: {len(rows):,} entries.",
         report={"model": asked.name, "share": share, "rows": rows},
         finding=entries.glossary_finding(rows),
@@ -170,7 +170,7 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
 
 
 def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | None) -> Answer:
-    """Answer how much each head of attention matters for right answers, and how much heads of a layer differ in that."""
+    """Answer how important each attention head is for right answers, and how much this differs between the heads of a layer."""
     from tqdm import tqdm
 
     from midus_hf.look import heads as important_heads
@@ -193,7 +193,7 @@ def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | 
                 title = f"{label}: {importance.answers:,} answers, {importance.loss:.3f} nats each"
                 tables.append(important_heads.heads_table(title, rows[label]))
     return Answer(
-        title="How much heads matter",
+        title="How important heads are",
         summary=f"{', '.join(rows)} answered {', '.join(tasks)}.",
         report={
             "models": names,
@@ -207,7 +207,7 @@ def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | 
 
 
 def depth(texts: Texts, layer: int | None = None, head: int | None = None) -> Answer:
-    """Answer which share of attention goes to the depth, and which earlier layers are read."""
+    """Answer what share of attention goes to the depth, and which earlier layers are read."""
     from midus_hf.evaluation.text_rows import row_losses
     from midus_hf.look import depth as depth_read
 
@@ -230,7 +230,7 @@ def depth(texts: Texts, layer: int | None = None, head: int | None = None) -> An
 
 
 def page(texts: Texts, base: str) -> Answer:
-    """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
+    """Answer every question about the model that needs only texts: usage, ablation, drift and reading of the depth."""
     from midus_hf.look.depth import record_depth
     from midus_hf.look.usage import record_usage
 

@@ -1,4 +1,4 @@
-"""The models, texts and rows of tokens that a question about a model names."""
+"""The models, texts and rows of tokens of a question about a model."""
 
 import dataclasses
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Model:
-    """A model by its name, loaded when it is asked. An unknown dtype is refused before torch is imported."""
+    """A model by its name, loaded on first use. An unknown dtype is refused before torch is imported."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ class Model:
 
 @dataclass
 class Texts:
-    """A model and the texts that it reads, whose documents are read at once, before torch is imported."""
+    """A model and the texts that it reads; the documents are read at once, before torch is imported."""
 
     model: Model
     text: list[str]
@@ -84,7 +84,7 @@ class Texts:
 
 
 def read_documents(text: list[str], column: str) -> dict[str, list[str]]:
-    """Return the documents of each text, by the text's name. What was not read is printed on standard error."""
+    """Return the documents of each text, by the text's name. Files that were not read are listed on standard error."""
     from midus_hf.data.corpus import read_corpus
 
     paths: dict[str, str] = {}
@@ -131,7 +131,7 @@ def check_base(base: str, model: str) -> None:
     kept = keeps_base(model)
     if not kept:
         trained = "are not those that it was upscaled from: trained since, or cast"
-        why = trained if kept is False else "are of no known base"
+        why = trained if kept is False else "do not belong to a known base"
         raise ValueError(
             f"base is 'self', but the base's weights in {model!r} {why}; expected the base itself. Give its folder as base."
         )

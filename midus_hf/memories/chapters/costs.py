@@ -27,10 +27,10 @@ def chapters_flops(
 ) -> dict[str, int]:
     """Count the operations as `flops` does.
 
-    For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected for each
-    sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and
+    For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected separately for
+    each sequence. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and
     projected once, at most the whole bank, and weights scale scores and weighted sums instead.
-    Chunks are pooled by a running sum, divided once per chunk. A quantised bank is scaled where it is read. The
+    Chunks are pooled by a running sum, divided once per chunk. A quantised bank is dequantised when it is read. The
     router's losses count as in the paper; turning its probabilities into weights does not count.
     """
     hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens

@@ -81,7 +81,7 @@ class Chapters(MemoryModule):
 
         Args:
             hidden_states: `[B, T, D]`.
-            tables: The bank, if layers share one. Default: the layer's own bank.
+            tables: The bank, if layers share one. Default: the layer's bank.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
             report: Receives the router's logits and losses. Default: not reported.
@@ -115,14 +115,14 @@ class Chapters(MemoryModule):
         tokens: TokenPlaces | None = None,
         state: MemoryState | None = None,
     ) -> Routing:
-        """Choose chapters, with the arguments of `forward`, and change nothing."""
+        """Choose chapters, with the arguments of `forward`, without side effects."""
         return self._route(_rms_normalised(hidden_states), tokens, state)
 
     def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
         """Choose chapters for hidden states that are divided by their root mean square.
 
-        Elements are limited to -1 ... 1: in trained models a few elements are many times larger in every token of every text, and
-        would make the means of all texts much the same.
+        Elements are clamped to -1 ... 1: in trained models a few elements are many times larger in every token of every text, and
+        would make the means of all texts nearly equal.
         """
         pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
@@ -269,8 +269,8 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tenso
     The loss is `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is
     chapter i's mean probability. An even choice gives k, since the `f_i` add up to k.
 
-    Every one of the C chapters must be choosable. If `logits` had a chapter that is never chosen, moving all probability to this
-    chapter would take the loss to 0, whatever the router chooses.
+    All C chapters must be choosable. If `logits` had a chapter that is never chosen, moving all probability to this chapter
+    would reduce the loss to 0, whatever the router chooses.
 
     Args:
         logits: `[S, C]`, for each segment of tokens that is routed as one, over the chapters that can be chosen.

@@ -45,7 +45,7 @@ class ChaptersOptions(MemoryOptions):
         "one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
         **RANDOM_SLOTS,
     }
-    # The output projection starts at zero and must train, or nothing is ever added; its role covers the other projections too.
+    # The output projection starts at zero and must train, or the memory never adds anything; its role covers other projections too.
     value_roles = ("value", "projection")
     presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": PAPER}
 

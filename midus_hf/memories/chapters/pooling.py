@@ -1,7 +1,7 @@
 """Pooling of hidden states, for each scope of routing, into the states by which chapters are chosen.
 
-Hidden states are divided by their root mean square first, and elements are limited to -1 ... 1. The first token of a document is
-left out unless it is the only one: in trained models it draws attention whatever it is, and its state is large and alike everywhere.
+Hidden states are divided by their root mean square first, and elements are clamped to -1 ... 1. The first token of a document is
+left out unless it is the only one: in trained models it is an attention sink, whose state is large and similar in all texts.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from midus_hf.ops.dispatch.precision import wide_dtype
 
 
 class PooledStates(NamedTuple):
-    """PooledStates states, by which chapters are chosen.
+    """Pooled states, by which chapters are chosen.
 
     Args:
         states: `[N, D]`, float32 at least, one state for each segment of tokens that is routed as one.
@@ -100,7 +100,7 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_chunks`.
 
-    The documents of packed rows are counted, which waits for the device, and read side by side, filled up to the longest: one long
+    The documents of packed rows are counted, which waits for the device, and read side by side, padded to the longest: one long
     document among many short ones costs as much as if all were long. A compiled graph cannot wait: it assumes one document per
     token.
     """
@@ -150,7 +150,7 @@ def pool_chunks(
         places: Padding and documents; the tokens of a row that are not padding must be consecutive.
         sizes: Sizes of the chunks.
         kept: Tensors that earlier passes of the sequence kept, per row: the `count` of tokens so far, the sum `total` of all these
-            tokens but the first, and the sum of the tokens `before` the chunk that the next token belongs to.
+            tokens except the first, and the sum of the tokens `before` the chunk that the next token belongs to.
         keeps: Whether to keep tensors for later passes. Default: true.
     """
     if states.shape[1] == 1:

@@ -16,7 +16,7 @@ Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Segments of a pass in any order, so that every token reads by itself.
+    """Segments of a pass in any order, so that every token reads separately.
 
     Args:
         segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to, from 0 to N - 1.
@@ -48,7 +48,7 @@ class EqualSegments(Segments):
 
 @dataclasses.dataclass(frozen=True)
 class PaddedSegments(Segments):
-    """Segments of different lengths, which are filled up to equal length.
+    """Segments of different lengths, which are padded to equal length.
 
     Args:
         numbers: `[S]`, int64, number of the segment of each row; several rows may have one segment.
@@ -78,7 +78,7 @@ def padded(
     alike_room: int = 0,
     shrinks: bool = False,
 ) -> Segments:
-    """Lay segments of consecutive tokens side by side, filled up to equal length.
+    """Lay segments of consecutive tokens side by side, padded to equal length.
 
     Args:
         segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
@@ -89,7 +89,7 @@ def padded(
         shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
 
     Returns:
-        The segments; plain `Segments` if `room` is too small for filling up to pay.
+        The segments; plain `Segments` if `room` is too small for padding to pay off.
     """
     flat = segment_of_token.flatten()
     every = torch.arange(len(flat), device=flat.device)

@@ -34,7 +34,7 @@ class DepthAttention(MemoryModule):
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Refuse an implementation that does not tell the log-sum-exp of its softmax."""
+        """Refuse an implementation that does not return the log-sum-exp of its softmax."""
         require_log_sum_exp(implementation)
 
     def forward(self, read: torch.Tensor, *, slot: SlotSource | None = None, **depth: Any) -> Any:
@@ -72,7 +72,7 @@ class DepthAttention(MemoryModule):
 
         Args:
             query: `[B, H, T, d]`, rotated as the keys of the slots are.
-            sequence: The layer's own attention to the sequence.
+            sequence: The layer's attention to the sequence.
             keys: n tensors `[B, K, T, d]`, from the oldest slot to the newest.
             values: n tensors `[B, K, T, d]`, in the same order.
 
@@ -98,7 +98,7 @@ class DepthAttention(MemoryModule):
 
 
 class _Bounded(torch.autograd.Function):
-    """Numbers limited to 0 ... 1. The gradient passes unchanged, unless a step along it would leave the range.
+    """Numbers clamped to 0 ... 1. The gradient passes unchanged, unless a step along it would leave the range.
 
     So a gate of 0 learns, and no gate moves so far out of the range that it cannot come back.
     """

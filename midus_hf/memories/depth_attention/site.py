@@ -37,8 +37,9 @@ class DepthHeads(InsideAttention):
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
         self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
-        # Where the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the newest, and of
-        # slots that it writes and later layers read, by their source.
+        # Keys under which the key and the value of each slot are carried: for slots that the layer reads, from the oldest to the
+        # newest,
+        # and for slots that it writes and later layers read, by their source.
         self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
         own = self.options.sources if self.index + 1 < len(entry.layers) else ()
         self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
@@ -57,7 +58,7 @@ class DepthHeads(InsideAttention):
         return self.memory in self.layer.at(self.name, self.layer.call.memory_inputs)
 
     def note_input(self, attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Note what attention reads, and the keys and values of the tokens of the pass, if later layers read them."""
+        """Record the input of attention, and the keys and values of the tokens of the pass, if later layers read them."""
         if not self.is_active:
             return None
         self.layer.call.attention_input = read_by(args, kwargs)
@@ -67,7 +68,7 @@ class DepthHeads(InsideAttention):
         return args, {**kwargs, CACHE: _NotingCache(cache, self.layer.call)}
 
     def write_slots(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Write the slots that later layers read, behind the feed-forward network."""
+        """Write the slots that later layers read, after the feed-forward network."""
         if not self.is_active:
             return
         call = self.layer.call
@@ -119,7 +120,7 @@ class DepthHeads(InsideAttention):
 
 
 class _NotingCache:
-    """The cache of a pass, which notes the rotated keys and the values that attention adds, each `[B, K, T, d]`."""
+    """The cache of a pass, which records the rotated keys and the values that attention adds, each `[B, K, T, d]`."""
 
     def __init__(self, cache: Any, call: LayerCall):
         self._cache, self._call = cache, call

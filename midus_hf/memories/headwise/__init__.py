@@ -1,1 +1,1 @@
-"""Head-wise memory (HML), MIDUS's own."""
+"""Head-wise memory (HML) of MIDUS."""

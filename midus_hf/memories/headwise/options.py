@@ -1,4 +1,4 @@
-"""Head-wise memory (HML), MIDUS's own: a product-key memory per attention head (section 4.2)."""
+"""Head-wise memory (HML) of MIDUS: a product-key memory per attention head (section 4.2)."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class HeadwiseOptions(RetrievalOptions):
     """Size of the memory: one bank of values, which each head transforms (HIVE).
 
     Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach
-    the values; the paper states the start of the values only. Transforms are normal with variance 1 / v, which keeps
+    the values; the paper gives only the initial values of the values. Transforms are normal with variance 1 / v, which keeps
     the scale of a value.
     """
 

@@ -1,4 +1,4 @@
-"""The bank of blocks beside a checkpoint: one folder per memory, with the blocks that texts fetch."""
+"""The bank of blocks of a checkpoint: one folder per memory, with the blocks that texts fetch."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
 
 @bank_of(HierarchicalOptions)
 class BlockFiles(Bank):
-    """Bank of blocks, in files of levels and a description; with the tree whose paths trained it, if one did."""
+    """Bank of blocks, in files of levels and a description; with the tree whose paths trained it, if there is one."""
 
     files = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
 
@@ -26,11 +26,11 @@ class BlockFiles(Bank):
         self.layout: BankLayout = block_layouts(memories)[entry.name]
 
     def folder(self, checkpoint: Path) -> Path:
-        """Return the folder of the bank in that of a checkpoint."""
+        """Return the folder of the bank in a checkpoint's folder."""
         return checkpoint / BANKS_FOLDER / self.entry.name
 
     def create(self, folder: Path, dtype: str, seed: int) -> None:
-        """Create blocks that were never written. Each memory derives a seed of its own from `seed`, or two would learn alike."""
+        """Create unwritten blocks. Each memory derives a different seed from `seed`, or two would start with equal values."""
         import torch
 
         from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
@@ -46,14 +46,14 @@ class BlockFiles(Bank):
         tree: Any = None,
         tree_folder: Path | None = None,
     ) -> None:
-        """Copy the blocks but those deleted, each a level and a node; those that were never written take no room there.
+        """Copy all blocks except those deleted, given by level and node; unwritten blocks take no space in the copy.
 
         Args:
             source: Folder of the checkpoint with the bank.
             folder: Folder of another checkpoint.
             deleted: Blocks that are left out. Default: none.
-            tree: The bank's tree as it has become, a `ClusterTree`. Default: as it was.
-            tree_folder: Folder of that tree. Default: the bank's own.
+            tree: The new tree of the bank, a `ClusterTree`. Default: unchanged.
+            tree_folder: Folder of that tree. Default: the bank's folder.
         """
         from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 
-# Size of the mark that a bank stores beside each block.
+# Size of the mark that a bank stores for each block.
 _MARK_BYTES = 1
 
 
@@ -25,7 +25,7 @@ class FetchedBlocks:
         levels: For each level, the tensors by name that one block has in one layer; empty for a level without blocks.
         without_ids: Blocks for a text that comes without block ids: none, or the blocks of the generic memory. Default:
             none.
-        roots: Nodes of the first level, which a tree that has grown has more than `branching` of; level l then has
+        roots: Nodes of the first level, more than `branching` in a tree that has grown; level l then has
             `roots * k ** (l - 1)` nodes. Default: None, for `branching`.
     """
 
@@ -51,7 +51,7 @@ class BlockPlace:
     Args:
         layer: Index of the layer in the model.
         name: Name of the tensor within the block.
-        start: Number of elements in front of the tensor.
+        start: Number of elements before the tensor.
         tensor: Declaration of the tensor.
     """
 
@@ -130,7 +130,7 @@ class BankLayout:
         return sum(self.record_numel(level) * self.blocks.nodes(level) for level in self.levels)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout as plain data, which tells the banks of different models apart."""
+        """Return the layout as plain data, which distinguishes the banks of different models."""
         return {
             "type": self.memory_type,
             "layers": list(self.layers),

@@ -1,4 +1,4 @@
-"""The service that fetches the blocks of the texts of a pass from the banks beside a checkpoint."""
+"""The service that fetches the blocks of the texts of a pass from the checkpoint's banks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +13,12 @@ from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.module import MemoryModule
 
-# Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
+# Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
 
 
 class BlockService(BankService):
-    """Blocks that the texts of a pass fetch from the banks beside the checkpoint, as `fetched`, a `FetchedLayer`."""
+    """Blocks that the texts of a pass fetch from the checkpoint's banks, as `fetched`, a `FetchedLayer`."""
 
     key = "fetched"
     is_required = True
@@ -56,7 +56,7 @@ class BlockService(BankService):
         return {"fetched": value[name].blocks_for(layer)}
 
     def check_continuous_batching(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse paths or blocks: a row fetches the same blocks for all of its tokens, of several requests."""
+        """Refuse paths or blocks: all tokens of a row fetch the same blocks, but they belong to several requests."""
         for name in (IDS, BLOCKS):
             if arguments.get(name) is not None:
                 raise ValueError(
@@ -65,12 +65,12 @@ class BlockService(BankService):
                 )
 
     def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
-        """Open the banks of all memories, or raise a `BankError`; if they are not at hand, they may be opened later."""
+        """Open the banks of all memories, or raise a `BankError`; if they are not available, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 
     def after_saving(self, folder: Any) -> None:
-        """Write open banks beside the weights."""
+        """Write open banks into the folder of the weights."""
         self.banks.save(folder)
 
     def digest(self) -> str | None:

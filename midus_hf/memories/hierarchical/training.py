@@ -1,4 +1,4 @@
-"""Training of blocks that texts fetch from a bank: blocks are no parameters of the model, and are updated when fetched."""
+"""Training of blocks that texts fetch from a bank: blocks are not parameters of the model, and are updated when fetched."""
 
 import inspect
 from functools import partial
@@ -22,7 +22,7 @@ BLOCKS_GROUP = "blocks"
 class Blocks:
     """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
 
-    If several processes train, each averages the gradients over all processes before a step, so that blocks which only
+    If several processes train, each averages the gradients over all processes before a step, so that blocks that only
     some processes fetched stay equal in all. A share of the sequences, `generic_share`, fetches the blocks of the generic memory
     instead of those of its path (hierarchical memories, section 4), by the seed and the index of a sequence among all of the run:
     the choice differs between epochs, and is the same when a run is resumed.
@@ -43,8 +43,8 @@ class Blocks:
             if given or trainer.optimizer is not None:
                 raise ValueError(
                     "blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which "
-                    f"{given or 'a Trainer with an optimizer of its own'} does not give; expected an optimizer such as optim: "
-                    "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains layers alone."
+                    f"{given or 'a Trainer with another optimizer'} does not have; expected an optimizer such as optim: "
+                    "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains only layers."
                 )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in train_blocks(bank).values()]
         self._are_averaged = False
@@ -58,7 +58,7 @@ class Blocks:
             if self.banks:
                 raise ValueError(
                     "blocks of a memory bank train, and this trainer generates its texts, for which it fetches none; expected a "
-                    "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains layers alone."
+                    "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
                 )
         elif IDS in inputs:
             args, step, paths = self._trainer.args, self._trainer.state.global_step, inputs[IDS]
@@ -110,7 +110,7 @@ def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
             bank.grow(tree=tree, **growth_of(folder))
             bank = banks.opened[name] = TrainedBank(bank)
         bank.tree = bank.bank.tree
-        # Paths of a tree that the bank's tree was grown from leave the bank its own tree.
+        # For paths of an earlier tree, from which the bank's tree was grown, the bank keeps its tree.
         bank.tree_folder = folder if bank.tree == tree else None
     return banks.opened
 

@@ -27,8 +27,8 @@ class CarriedKey(NamedTuple):
 class MemoryInputs:
     """Inputs of a model's memories in one forward pass.
 
-    One object is made per pass and passed through the layers as a keyword argument. Two passes may therefore run before one backward
-    pass, and activation checkpointing repeats a layer with the same inputs.
+    One object is made per pass and passed to the layers as a keyword argument. A layer's forward keeps it for its thread until it
+    returns. So two passes may run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
 
     Args:
         values: What each service made for the pass, by the key of the service. Default: nothing.

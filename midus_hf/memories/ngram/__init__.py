@@ -1,1 +1,1 @@
-"""N-gram memory, as Engram has it."""
+"""N-gram memory, as in Engram."""

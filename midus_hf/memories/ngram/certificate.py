@@ -18,7 +18,7 @@ _OF_SAVING = ("transformers_version", "_name_or_path")
 
 
 def texts_digest(documents: Sequence[str]) -> str:
-    """Return the SHA-256 of documents, in their order, each with its length in front."""
+    """Return the SHA-256 of documents, in order, each prefixed by its length."""
     digest = hashlib.sha256()
     for document in documents:
         content = document.encode("utf-8", errors="surrogatepass")
@@ -27,7 +27,7 @@ def texts_digest(documents: Sequence[str]) -> str:
 
 
 def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the SHA-256 of each memory's table in a saved model; and of what else certified texts depend on, by their keys."""
+    """Return the SHA-256 of each memory's table in a saved model, and of the other files that certified texts depend on, by key."""
     of_tables = {name: f"{TABLES}.{name}." for name in memories}
     of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tup
 
 
 def _tensors_digest(folder: Path, parts: Sequence[str], is_read: bool) -> str:
-    """Return the SHA-256 of the tensors whose names have one of some parts, or none of them."""
+    """Return the SHA-256 of the tensors whose names contain one of some parts, or none of them."""
     digest = hashlib.sha256()
     for name, tensor in sorted_tensors(folder, lambda name: any(part in name for part in parts) is is_read):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -63,7 +63,7 @@ def sorted_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[tup
 
 
 _CERTIFIED = {
-    "base_sha256": "a tensor beside the memory",
+    "base_sha256": "a tensor outside the memory",
     "config_sha256": "the config",
     "tokenizer_sha256": "the tokenizer",
 }
@@ -79,7 +79,9 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
         _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
         _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
     except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{path} is no certificate of midus train; remove it, or train with protect again.") from None
+        raise ValueError(
+            f"{path} is not a certificate of midus train; remove it, or train with protect again."
+        ) from None
     return certificate
 
 

@@ -1,4 +1,4 @@
-"""N-grams of texts, as memories with a table of known n-grams number them."""
+"""N-grams of texts, numbered as in memories with a table of known n-grams."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from midus_hf.memories.ngram.options import LONGEST, MOST_TOKENS, NgramOptions
 from midus_hf.ops.ngrams.addresses import known_rows, ngram_keys, numbered, windows
 from midus_hf.saved_models import open_ended
 
-# What stands in a table in place of an n-gram that was taken out: above all n-grams of texts.
+# Replaces a removed n-gram in a table: larger than all n-grams of texts.
 TAKEN_OUT = MOST_TOKENS**LONGEST - 1
 
 _TEXTS_AT_ONCE = 1000
 
 
 class TextKeys(NamedTuple):
-    """N-grams that end at each token of some texts, one text behind another.
+    """N-grams that end at each token of some texts, one text after the other.
 
     `keys`, `[T, orders]`, int64, are 0 where a text has fewer tokens up to this one; `texts`, `[T]`, int64, has the index of each
     token's text among all texts; `ids` are the tokens of each of these texts.
@@ -33,7 +33,7 @@ def keys_of_texts(
 ) -> Iterator[TextKeys]:
     """Yield the n-grams of texts of the orders of a memory, a thousand texts at a time; none reaches past the end of its text.
 
-    `token_numbers`, `[V]`, int64, are the numbers of tokens of like text, by default their ids.
+    `token_numbers`, `[V]`, int64, are the same for tokens of similar text, by default the ids.
     """
     starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), open_ended(tokenizer)
     for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
@@ -48,7 +48,7 @@ def keys_of_texts(
 
 
 def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tensor:
-    """Return the n-grams that at least so many texts have, `[N]`, int64, ascending."""
+    """Return the n-grams that occur in at least a number of texts, `[N]`, int64, ascending."""
     known, counts = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     for part in texts:
         keys, order = part.keys.flatten().sort(stable=True)  # of equal keys, texts are ascending
@@ -61,7 +61,7 @@ def known_ngrams(texts: Iterator[TextKeys], least_texts: int = 1) -> torch.Tenso
 
 
 class NgramTable(NamedTuple):
-    """The n-grams that a memory knows: `[N]`, int64, ascending, with `TAKEN_OUT` at the end; and numbers of tokens of like text."""
+    """The n-grams that a memory knows: `[N]`, int64, ascending, with `TAKEN_OUT` at the end; and token numbers."""
 
     memory: str
     options: NgramOptions

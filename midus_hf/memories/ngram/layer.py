@@ -61,7 +61,7 @@ class Ngrams(MemoryModule):
         self.sparse_gradient = False
         self.dilation = options.max_order
         self.moduli = options.moduli
-        # What the state keeps of tokens before the pass, beside the tokens that may be taken back.
+        # Number of tokens before the pass that the state keeps, in addition to those that may be rolled back.
         self.numbers_before = options.max_order - 1
         self.values_before = max(0, options.kernel - 1) * self.dilation
 
@@ -117,7 +117,7 @@ class Ngrams(MemoryModule):
         return numbers if places.real is None else torch.where(places.real, numbers, NO_TOKEN)
 
     def _before(self, kept: Mapping[str, torch.Tensor], name: str, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Return what earlier passes kept of the last `count` tokens, `[B, count, ...]`; zeros for tokens before the sequence."""
+        """Return the state of earlier passes for the last `count` tokens, `[B, count, ...]`; zeros for tokens before the sequence."""
         if name in kept:
             whole = kept[name]
             return whole[:, whole.shape[1] - count :].to(like.dtype)
@@ -182,7 +182,7 @@ class Ngrams(MemoryModule):
         """Return for each token the weighted sum of the values of the token and of earlier tokens of the same document.
 
         Args:
-            values: `[B, P + T, D]`, behind the P values that earlier passes kept.
+            values: `[B, P + T, D]`, after the P values that earlier passes kept.
             document: `[B, T]`, number of the document of each token. Default: a row is one document.
         """
         length = values.shape[1] - self.values_before

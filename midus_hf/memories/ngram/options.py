@@ -1,4 +1,4 @@
-"""N-gram memory: rows of a table by the last tokens of a text, as Engram has them."""
+"""N-gram memory: rows of a table chosen by the last tokens of a text, as in Engram."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
 
-# Numbers of tokens are below this number. Of the n-grams of `LONGEST` tokens each has a number below 2^63.
+# Numbers of tokens are below this number, so that n-grams of `LONGEST` tokens have numbers below 2^63.
 MOST_TOKENS = 2**21
 LONGEST = 3
 
@@ -121,7 +121,7 @@ class NgramOptions(MemoryOptions):
         return tensors
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
-        """Declare the tables of known tokens and n-grams, which all layers share: both say which rows are read."""
+        """Declare the tables of known tokens and n-grams, which all layers share: both decide which rows are read."""
         known = {"token_numbers": self.known_tokens, "ngrams": self.known_ngrams * (self.table == "exact")}
         tensors = {
             name: DeclaredTensor((count,), "buffer", ZEROS, dtype="int64") for name, count in known.items() if count

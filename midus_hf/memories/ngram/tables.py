@@ -29,7 +29,7 @@ def named_tables(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained_tables(model: Any) -> list[NgramTable]:
-    """Return the tables of the memories that train, or refuse a model in which anything else trains than exact tables."""
+    """Return the tables of the trained memories, or refuse a model in which anything but exact tables is trained."""
     memories: Memories | None = model.config.memories() if hasattr(model.config, "memories") else None
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     tables = [] if memories is None else exact_tables(memories, named_tables(model))
@@ -42,19 +42,19 @@ def trained_tables(model: Any) -> list[NgramTable]:
         options = entry.options
         if not entry.is_attached or any(_is_of(each, entry.name) for each in others):
             what = f"{entry.name if entry.is_attached else 'an inserted layer'} ({options.type})"
-            reason = "which chooses rows by hidden states, and few texts read nearly all of them"
+            reason = "which chooses rows by hidden states, so that a few texts read nearly all of them"
             if isinstance(options, NgramOptions):
                 reason = (
                     f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
                 )
     raise ValueError(
-        f"protect is given, and {what} trains, {reason}; expected memories of known n-grams alone. Set trainable: new, and use a "
+        f"protect is given, and {what} trains, {reason}; expected only memories of known n-grams. Set trainable: new, and use a "
         "model that was upscaled with --method engram --set table=exact."
     )
 
 
 def take_out(model: Any, table: NgramTable, taken: torch.Tensor) -> int:
-    """Take n-grams out of a memory's table, with their rows in all layers, and return how many are left."""
+    """Remove n-grams from a memory's table, with their rows in all layers, and return how many are left."""
     stays = (table.ngrams < TAKEN_OUT) & ~torch.isin(table.ngrams, taken)
     left = int(stays.sum())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The glossary beside a checkpoint: the names and texts that packs read."""
+"""The glossary of a checkpoint: the names and texts that packs read."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from midus_hf.memories.packs.options import PacksOptions
 
 @bank_of(PacksOptions)
 class GlossaryFile(Bank):
-    """The glossary, one file beside the weights."""
+    """The glossary, one file in the folder of the weights."""
 
     files = (GLOSSARY_FILE,)
 
@@ -19,11 +19,11 @@ class GlossaryFile(Bank):
         (folder / GLOSSARY_FILE).write_bytes(b"")
 
     def copy(self, source: Path, folder: Path) -> None:
-        """Copy the glossary; where there is none, one without entries."""
+        """Copy the glossary; if there is none, create one without entries."""
         path = source / GLOSSARY_FILE
         (folder / GLOSSARY_FILE).write_bytes(path.read_bytes() if path.is_file() else b"")
 
 
 def has_glossary(memories: Memories) -> bool:
-    """Return whether a model reads names and texts that lie beside its weights."""
+    """Return whether a model reads names and texts from a glossary."""
     return any(isinstance(entry.options, PacksOptions) for entry in memories.attached.values())

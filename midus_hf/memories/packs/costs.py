@@ -1,4 +1,4 @@
-"""FLOPs of packs, for tokens that read as many packs of `TOKENS` tokens as options allow."""
+"""FLOPs of packs, for tokens that read the largest number of packs that options allow, of `TOKENS` tokens each."""
 
 from midus_hf.config.flops import attention_products, attention_weights
 from midus_hf.config.model_sizes import ModelSizes

@@ -1,4 +1,4 @@
-"""The glossary of a model: entries of names and a text, in one readable file beside the weights, which may change at any time."""
+"""The glossary of a model: entries of names and a text, in a readable file next to the weights, which may change at any time."""
 
 import difflib
 import itertools
@@ -13,7 +13,7 @@ from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
 
-# Names and texts that are tokenised together.
+# Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
 
 
@@ -21,9 +21,9 @@ class Entry(NamedTuple):
     """An entry of a glossary.
 
     Args:
-        names: Its names, as they were given.
-        text: What is to be known of them.
-        exact: Whether texts must have the names with their case. Default: false, short names and those with a capital within.
+        names: The names, as they were given.
+        text: What the model should know about them.
+        exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
     """
 
     names: tuple[str, ...]
@@ -36,10 +36,10 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
 
     Args:
         row: `name`, a name or a list of names, and `text`; perhaps `exact`.
-        where: Where the row stands, for messages, such as `"row 3 of glossary.jsonl"`.
+        where: Origin of the row for messages, such as `"row 3 of glossary.jsonl"`.
 
     Raises:
-        ValueError: If a name or the text is none, or a name seems to be several.
+        ValueError: If a name or the text is invalid, or a name seems to be several.
     """
     given, text, exact = row.get("name"), row.get("text"), row.get("exact")
     names = [given] if isinstance(given, str) else given
@@ -49,11 +49,11 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
         or not all(isinstance(name, str) and name.strip() for name in names)
     ):
         raise ValueError(
-            f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or take the row out."
+            f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or remove the row."
         )
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or take the row out."
+            f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or remove the row."
         )
     if exact not in (None, True, False):
         raise ValueError(f"{where} has exact = {exact!r}; expected true or false.")
@@ -70,10 +70,10 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
 
 
 def joined(rows: Iterable[tuple[str, Entry]]) -> list[Entry]:
-    """Return entries, of which those with the same names are one, whose texts are joined by a line break.
+    """Return entries, joining those with the same names, whose texts are joined by a line break.
 
     Args:
-        rows: Where each row stands, for messages, and its entry.
+        rows: Origin of each row for messages, and its entry.
 
     Raises:
         ValueError: If two entries share a name, as names are compared, and not all names.
@@ -95,14 +95,14 @@ def joined(rows: Iterable[tuple[str, Entry]]) -> list[Entry]:
 
 
 def read_glossary(folder: Path) -> list[Entry]:
-    """Return the entries beside a checkpoint.
+    """Return the entries in a checkpoint's folder.
 
     Raises:
-        ValueError: If the file is absent, or a row is no entry.
+        ValueError: If the file is absent, or a row is not an entry.
     """
     path = folder / GLOSSARY_FILE
     try:
-        with path.open(encoding="utf-8") as file:  # whose lines end at line breaks alone, not at U+2028
+        with path.open(encoding="utf-8") as file:  # whose lines end only at line breaks, not at U+2028
             lines = [*file]
     except OSError as error:
         raise ValueError(
@@ -125,7 +125,7 @@ def read_glossary(folder: Path) -> list[Entry]:
 
 
 def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
-    """Write entries beside a checkpoint."""
+    """Write entries into a checkpoint's folder."""
     with atomic_write(Path(folder, GLOSSARY_FILE)) as partial, partial.open("w", encoding="utf-8") as file:
         for entry in entries:
             row = {"name": list(entry.names), "text": entry.text, **({"exact": True} if entry.exact else {})}
@@ -133,9 +133,9 @@ def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
 
 
 class Glossary:
-    """Entries that a model knows, each under a number from 1 that no other entry gets. Changes hold from the next pass on.
+    """Entries that a model knows, each with a unique number from 1. Changes take effect in the next pass.
 
-    Passes may run while entries change: a running generation goes on with what it has open.
+    Passes may run while entries change: a running generation keeps its open entries.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -143,7 +143,7 @@ class Glossary:
         vocab_size: Number of tokens that the model has. Default: as many as the tokenizer.
 
     Raises:
-        ValueError: If the tokenizer does not tell what its tokens spell.
+        ValueError: If it is not known what the tokenizer's tokens spell.
     """
 
     def __init__(self, tokenizer: Any, entries: Iterable[Entry] = (), vocab_size: int | None = None):
@@ -164,7 +164,7 @@ class Glossary:
         return self._entries[number]
 
     def entry(self, number: int) -> Entry | None:
-        """Return the entry under a number; None if it is there no more."""
+        """Return the entry with a number; None if it was removed."""
         return self._entries.get(number)
 
     def add(self, names: str | Sequence[str], text: str, *, exact: bool = False) -> None:
@@ -172,11 +172,11 @@ class Glossary:
 
         Args:
             names: A name, or several.
-            text: What is to be known of them.
-            exact: Whether texts must have the names with their case. Default: false, short names and those with a capital within.
+            text: What the model should know about them.
+            exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
 
         Raises:
-            ValueError: If a name or the text is none, no tokens spell a name, or another entry has a name.
+            ValueError: If a name or the text is invalid, no tokens spell a name, or another entry has a name.
         """
         entry = entry_of({"name": names, "text": text, "exact": exact}, "the new entry")
         self.check([("the new entry", entry)])
@@ -190,7 +190,7 @@ class Glossary:
             self._exchange(None, entry)
 
     def remove(self, name: str) -> Entry:
-        """Remove the entry with a name, in any form in which texts may have it, and return it.
+        """Remove the entry with a name, in any form in which it is found in texts, and return it.
 
         Raises:
             ValueError: If no entry has the name.
@@ -200,7 +200,7 @@ class Glossary:
             return self._exchange(number, None)
 
     def replace(self, name: str, text: str) -> None:
-        """Give the entry with a name another text.
+        """Replace the text of the entry with a name.
 
         Raises:
             ValueError: If no entry has the name, the text is empty, or no tokens spell it.
@@ -214,7 +214,7 @@ class Glossary:
             self._exchange(number, new)
 
     def _exchange(self, number: int | None, new: Entry | None) -> Any:
-        """Put an entry under a new number in the place of another, and return that, while the lock is held."""
+        """Replace an entry by another one with a new number, while the lock is held; return the old one."""
         entries, old = dict(self._entries), None
         if number is not None:
             old = entries.pop(number)
@@ -231,7 +231,7 @@ class Glossary:
         """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has.
 
         Args:
-            entries: Where each entry stands, for messages, and the entry.
+            entries: Origin of each entry for messages, and the entry.
 
         Raises:
             ValueError: If there is one.
@@ -260,11 +260,11 @@ class Glossary:
         if not self.spelling.spells(ids, text):
             raise ValueError(
                 f"{where} has the {kind} {shown!r}, which the model's tokens do not spell; expected characters that its "
-                "tokenizer knows. Write it otherwise, or take the row out."
+                "tokenizer knows. Write it otherwise, or remove the row."
             )
 
     def number(self, name: str) -> int:
-        """Return the number of the entry with a name, in any form in which texts may have it.
+        """Return the number of the entry with a name, in any form in which it is found in texts.
 
         Raises:
             ValueError: If no entry has the name.
@@ -278,7 +278,7 @@ class Glossary:
         return found[0].entry
 
     def near(self, text: str) -> list[str]:
-        """Return names that a text nearly has: three at most, which share most characters with a word or two of it."""
+        """Return names that are similar to words of a text: at most three, which share most characters with one or two words."""
         words = spelled(text)[0].split(" ")
         parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
@@ -296,7 +296,7 @@ class Glossary:
         return links
 
     def named(self, ids: Iterable[int]) -> list[int]:
-        """Return the entries whose names the tokens of a text have, in the order of the text, those within longer names left out."""
+        """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
         found: list[Found] = []
         for token in names_in(self.table, map(self.spelling.piece, ids)):
             for entry in token.closes:
@@ -310,7 +310,7 @@ def _names(number: int, entry: Entry) -> list[Name]:
 
 
 def found_in(table: NameTable, text: str) -> list[Found]:
-    """Return the names in a text, in its order, those within longer names left out."""
+    """Return the names in a text, in order, without those within longer names."""
     found: list[Found] = []
     for token in names_in(table, [text.encode()]):
         found += token.opens

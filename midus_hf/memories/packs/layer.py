@@ -1,4 +1,4 @@
-"""Attention to packs beside the sequence, in one softmax."""
+"""Attention to packs and the sequence, in one softmax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from midus_hf.ops.depth.reference import joint_attention, sequence_scores
 
 
 class PackedHeads(InsideAttention):
-    """Heads of a layer that also read packs. Other memories change what they make of the sequence and the packs.
+    """Heads of a layer that also read packs. Other memories change their output for the sequence and the packs.
 
     Args:
         layer: The host layer, whose memories are built.
@@ -34,7 +34,7 @@ class PackedHeads(InsideAttention):
         host_of_heads(layer).changes.insert(0, self)
 
     def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Attend to the sequence, and to the packs that tokens of the pass read, if any does."""
+        """Attend to the sequence, and to the packs that tokens of the pass read, if there are any."""
         layer, call = self.layer, self.layer.call
         if not call.memory_inputs.are_there_for(layer.classes[self.memory], self.memory):
             return own(module, *heads, **kwargs)
@@ -55,7 +55,7 @@ class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
     A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`; at 0, a token reads
-    what it would read if the pack's text stood there.
+    the same as if the pack's text were there.
 
     Args:
         options: Options of the memory.
@@ -69,14 +69,14 @@ class Packs(MemoryModule):
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Refuse an implementation that does not tell the log-sum-exp of its softmax."""
+        """Refuse an implementation that does not return the log-sum-exp of its softmax."""
         require_log_sum_exp(implementation)
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to the sequence and to the packs of each token, in one softmax.
 
         Args:
-            sequence: The layer's own attention to the sequence.
+            sequence: The layer's attention to the sequence.
             packs: Packs that tokens read.
 
         Returns:
@@ -96,7 +96,7 @@ class Packs(MemoryModule):
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done = [], 0
-        # Attention caps scores where it runs in eager mode, and nowhere else.
+        # Attention caps scores only in eager mode.
         softcap = sequence.softcap if sequence.implementation != "sdpa" else None
         for part in packs.parts:
             keys, values = packs.of(self.index, part, sequence.module)

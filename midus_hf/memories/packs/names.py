@@ -8,26 +8,26 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Names of at most so many characters keep their case: "He" is not "he".
+# Names with at most this many characters keep their case: "He" is not "he".
 _KEEPS_CASE = 3
 # Typographic characters that are compared as the plain ones.
 _APOSTROPHES, _HYPHENS = "\u2018\u2019\u201a\u201b\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
 _PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-")})
-# First words of the names of characters of scripts that are written without spaces between words.
+# First words of Unicode character names, for scripts that are written without spaces between words.
 _WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "THAI", "LAO", "KHMER", "MYANMAR", "BOPOMOFO")
-# Tokens behind which what stands before a name counts no more, so that a window of tokens decides as the whole text does.
+# Number of tokens after which text before a name is ignored, so that a window of tokens gives the same result as the whole text.
 _REACH = 16
 
 
 class Character(NamedTuple):
-    """A character as names are compared: folded, and as it was written.
+    """A character for the comparison of names: folded, and as it was written.
 
     Args:
         folded: The character with its case folded; a space for white space.
-        written: The character with its case; empty behind the first of several folded ones.
+        written: The character with its case; empty after the first of several folded ones.
         is_word: Whether it is part of a word or a number.
         joins: Whether words of its script are written without spaces.
-        is_mark: Whether it is a mark of the letter before it, in any script.
+        is_mark: Whether it is a combining mark of the letter before it, in any script.
     """
 
     folded: str
@@ -39,7 +39,7 @@ class Character(NamedTuple):
 
 @functools.cache
 def characters_of(character: str) -> tuple[Character, ...]:
-    """Return a character as names are compared: its compatibility decomposition, without characters of format."""
+    """Return a character for the comparison of names: its compatibility decomposition, without format characters."""
     read: list[Character] = []
     for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN_CHARACTERS):
         kind = unicodedata.category(plain)
@@ -48,7 +48,7 @@ def characters_of(character: str) -> tuple[Character, ...]:
         elif kind != "Cf":
             is_word = kind[0] in "LNM" or plain == "_"
             joins = unicodedata.name(plain, "").split(" ")[0] in _WITHOUT_SPACES
-            # Decomposed again, for folding may compose.
+            # Decomposed again, since folding may compose.
             folded = unicodedata.normalize("NFKD", plain.casefold())
             for at, each in enumerate(folded):
                 read.append(Character(each, "" if at else plain, is_word, joins, kind[0] == "M" and not at))
@@ -56,7 +56,7 @@ def characters_of(character: str) -> tuple[Character, ...]:
 
 
 def spelled(text: str) -> tuple[str, str]:
-    """Return a text as names are compared, folded and as it was written: each run of white space one space, none at its ends."""
+    """Return a text for the comparison of names, folded and as written: runs of white space are one space, and none at the ends."""
     read: list[Character] = []
     for character in (each for raw in text for each in characters_of(raw)):
         if character.folded != " " or (read and read[-1].folded != " "):
@@ -72,7 +72,7 @@ class Name(NamedTuple):
     Args:
         entry: Number of the entry.
         folded: The name as it is compared.
-        written: The name with its case, if texts must have that; else None.
+        written: The name with its case, if case matters; else None.
     """
 
     entry: int
@@ -93,9 +93,9 @@ def _reach_of(folded: str) -> int:
 
 
 class NameTable:
-    """Names in order, which a text is compared with character by character: a node is a range of names with a common beginning.
+    """Sorted names, with which a text is compared character by character: a node is a range of names with a common prefix.
 
-    A table does not change, so that one that is being read may be replaced by another.
+    A table is immutable, so that one that is being read can be replaced by another.
 
     Args:
         names: The names.
@@ -107,7 +107,7 @@ class NameTable:
             self.by_folded[name.folded] = (*self.by_folded.get(name.folded, ()), name)
         self._ordered = sorted(self.by_folded)
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
-        # Tokens that are read again behind a pass: a name takes one for each of its bytes at most, beside a few of spaces and format.
+        # Tokens that are read again after a pass: a name has at most one for each of its bytes, plus some for spaces and format.
         self.reach = max(map(_reach_of, self._ordered), default=2 * _REACH)
 
     @property
@@ -116,7 +116,7 @@ class NameTable:
         return 0, len(self._ordered), 0
 
     def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
-        """Return a table with some names more and some less."""
+        """Return a table with some names added and some removed."""
         table = NameTable()
         table.by_folded, table._ordered = dict(self.by_folded), list(self._ordered)
         for name in removed:
@@ -133,7 +133,7 @@ class NameTable:
         return table
 
     def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
-        """Return the node that a character leads to; None if no name goes on with it."""
+        """Return the node that a character leads to; None if no name continues with it."""
         key = node, character
         if key in self._steps:
             return self._steps[key]
@@ -161,7 +161,7 @@ class Found(NamedTuple):
         entry: Number of the entry.
         token: Number of the token in which the name begins.
         first: Number of the name's first character.
-        end: Number of the character behind its last.
+        end: Number of the character after its last.
     """
 
     entry: int
@@ -171,7 +171,7 @@ class Found(NamedTuple):
 
 
 class TokenNames(NamedTuple):
-    """What a token does: names that end in it, in their order, and entries whose name ended before it and goes on as another word."""
+    """Result of a token: names that end in it, in order, and entries whose name ended before it but continues as another word."""
 
     opens: tuple[Found, ...] = ()
     closes: tuple[int, ...] = ()
@@ -181,7 +181,7 @@ _NO_NAMES = TokenNames()
 
 
 def longest_of(names: Sequence[Found]) -> list[Found]:
-    """Return those names that are not within a longer one."""
+    """Return the names that are not within a longer one."""
     spans = {(each.first, each.end) for each in names}
     within = {
         span for span in spans if any(other != span and other[0] <= span[0] and span[1] <= other[1] for other in spans)
@@ -190,7 +190,7 @@ def longest_of(names: Sequence[Found]) -> list[Found]:
 
 
 class _Begun(NamedTuple):
-    """A name that has begun: its node, token and character, and what was written since."""
+    """A name that has begun: its node, token and character, and the text since."""
 
     node: tuple[int, int, int]
     token: int
@@ -199,7 +199,7 @@ class _Begun(NamedTuple):
 
 
 class NameScan:
-    """Names in the tokens of one text, found token by token: what a token does depends on tokens before it alone.
+    """Names in the tokens of one text, found token by token: the result of a token depends only on it and earlier tokens.
 
     Args:
         table: The names.
@@ -220,7 +220,7 @@ class NameScan:
         self._before: tuple[int, Character] | None = None
 
     def read(self, piece: bytes | None) -> TokenNames:
-        """Return what the next token does; `piece` are its bytes, None for one that no name reaches into, such as padding."""
+        """Return the result of the next token; `piece` are its bytes, None for one that no name reaches into, such as padding."""
         self._token += 1
         if piece is None:
             self._forget()
@@ -270,12 +270,12 @@ class NameScan:
 
 
 def names_in(table: NameTable, pieces: Iterable[bytes | None]) -> Iterator[TokenNames]:
-    """Yield what each token of a text does; `Found.token` counts tokens from 1."""
+    """Yield the result of each token of a text; `Found.token` counts tokens from 1."""
     return map(NameScan(table).read, pieces)
 
 
 class Spelling:
-    """What the tokens of a tokenizer spell.
+    """The characters that the tokens of a tokenizer spell.
 
     Args:
         tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins words or their pieces.
@@ -299,7 +299,7 @@ class Spelling:
         self._special = {number for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items() if not token.special}
         self._pieces: dict[int, bytes | None] = {}
-        #: Tokens that stand in front of a text: those that the tokenizer puts there, or a line break.
+        #: Tokens before a text: those that the tokenizer adds, or a line break.
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
 
     def piece(self, token: int) -> bytes | None:
@@ -326,11 +326,11 @@ class Spelling:
         return written.replace("▁", " ").encode()
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that something follows: with what the tokenizer puts in front, and nothing behind."""
+        """Return the tokens of a text that is to be continued: with the tokenizer's prefix, and without its suffix."""
         return self.ids_of([text])[0]
 
     def ids_of(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
-        """Return the tokens of texts, as `ids` does; `special_tokens`: whether with what the tokenizer puts in front."""
+        """Return the tokens of texts, as `ids` does; `special_tokens`: whether with the tokenizer's prefix."""
         rows: list[list[int]] = self.tokenizer([*texts], add_special_tokens=special_tokens, verbose=False)["input_ids"]
         for ids in rows:
             while ids and ids[-1] == self.tokenizer.eos_token_id:
@@ -338,7 +338,7 @@ class Spelling:
         return rows
 
     def spells(self, ids: Sequence[int], text: str) -> bool:
-        """Return whether tokens spell a text, as names are compared."""
+        """Return whether tokens spell a text, by the comparison of names."""
         pieces = [self.piece(token) for token in ids]
         read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
         return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
@@ -346,7 +346,7 @@ class Spelling:
 
 @functools.cache
 def _byte_of_character() -> Mapping[str, int]:
-    """Return the byte for which each character of a byte-level vocabulary stands: printable ones for themselves."""
+    """Return the byte of each character of a byte-level vocabulary: printable characters are their own byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

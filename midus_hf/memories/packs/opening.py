@@ -9,14 +9,14 @@ from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.names import NameScan
 from midus_hf.memories.packs.options import PacksOptions
 
-# A name that is open already and stands again within so many positions leaves its pack where it is, so that texts that repeat a name
-# do not read the pack at each place.
+# If an open name occurs again within this many positions, its pack is not moved, so that texts that repeat a name do not
+# read the pack at each place.
 _STAYS = 32
-# Characters of a token at most: places in a text are numbered by the position of a token and a character in it.
+# Largest number of characters per token: places in a text are numbered by the position of a token and a character in it.
 _CHARACTERS = 1 << 16
-# Tokens behind which what a line has counts no more, so that a window of tokens decides as the whole text does.
+# Number of tokens after which the content of a line is ignored, so that a window of tokens gives the same result as the whole text.
 _LINE_REACH = 16
-# A line break so many tokens behind a special token at most is a chat template's, as in `<|im_start|>assistant` and a line break.
+# A line break at most this many tokens after a special token belongs to a chat template, as in `<|im_start|>assistant`, line break.
 _BESIDE_SPECIAL = 3
 
 
@@ -27,7 +27,7 @@ class Opening(NamedTuple):
         entry: Number of the entry.
         begins: Place in the text at which the name begins, its token's position times `_CHARACTERS` and the character's number in it.
         place: Position of the token to which the pack is moved, the last of a name.
-        ends: Place in the text behind the name.
+        ends: Place in the text after the name.
     """
 
     entry: int
@@ -69,7 +69,7 @@ class OpenNames:
 
     @property
     def num_kept(self) -> int:
-        """Openings that are kept: those that tokens read, and others that come back if a name goes on as another word."""
+        """Openings that are kept: those that tokens read, and others that are restored if a name continues as another word."""
         return kept_openings(self.options)
 
     def forget(self) -> None:
@@ -78,14 +78,14 @@ class OpenNames:
         self._special = self._written = -_LINE_REACH
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
-        """Read tokens that stand before the one at a position, and whose openings are known."""
+        """Read tokens before the one at a position, whose openings are known."""
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
             self._tokens.append((position - before, self.scan.count))
             self.scan.read(self.glossary.spelling.piece(token))
             self._line_ends(token)
 
     def _line_ends(self, token: int) -> int | None:
-        """Note the latest token; return the position of the last letter or digit of the line that ends in it, None if none ends."""
+        """Record the latest token; return the position of the last letter or digit of the line that ends in it, None if none ends."""
         piece, number = self.glossary.spelling.piece(token), len(self._tokens) - 1
         if piece is None:
             self._special = number if token >= 0 else self._special
@@ -112,7 +112,7 @@ class OpenNames:
                 self.openings.remove(latest)
         end = None
         for found in does.opens:
-            if found.end != end:  # then names before it go on no more
+            if found.end != end:  # then names before it cannot continue
                 self.openings, end = self._counting(), found.end
             begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
             before = next((each for each in self.openings if each.entry == found.entry), None)
@@ -126,7 +126,7 @@ class OpenNames:
         return position * _CHARACTERS + character - before
 
     def _counting(self) -> list[Opening]:
-        """Return the latest opening of each entry, but for those whose name is within a longer one, which it hands over to."""
+        """Return the latest opening of each entry, except those whose name is within a longer one, which replaces them."""
         counting: list[Opening] = []
         for each in self.openings:
             span = each.begins, each.ends
@@ -157,7 +157,7 @@ def kept_openings(options: PacksOptions) -> int:
 def readings_of(
     row: OpenNames, tokens: Sequence[int], positions: Sequence[int], begins: Sequence[bool] | None
 ) -> tuple[list[Reading], list[tuple[Opening, ...]]]:
-    """Return what the tokens of a row read, and the openings behind each token.
+    """Return what the tokens of a row read, and the openings after each token.
 
     Args:
         row: Openings before the first token, which change.
@@ -187,7 +187,7 @@ def readings_of(
 
 
 def openings_tensor(rows: Sequence[Sequence[Sequence[Opening]]], kept: int) -> torch.Tensor:
-    """Return openings behind tokens, `[B, T, kept, 4]`, int64; an entry of 0 is none."""
+    """Return openings after tokens, `[B, T, kept, 4]`, int64; an entry of 0 means none."""
     none = Opening(0, 0, 0, 0)
     filled = [[[*openings, *[none] * (kept - len(openings))] for openings in row] for row in rows]
     return torch.tensor(filled, dtype=torch.int64).view(len(rows), -1, kept, 4)

@@ -12,7 +12,7 @@ from midus_hf.memories.registry import register_memory
 @register_memory("packs")
 @dataclass(kw_only=True)
 class PacksOptions(MemoryOptions):
-    """How packs are read. The texts lie beside the checkpoint (`glossary.jsonl`), and the memory has no tensors."""
+    """How packs are read. The texts are in the checkpoint's folder (`glossary.jsonl`), and the memory has no tensors."""
 
     sites = ("inside-attention",)
     attends = True

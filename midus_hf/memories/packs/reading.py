@@ -1,4 +1,4 @@
-"""Keys and values of entries: made by a model's pass over their texts, and moved to their places for the tokens that read them."""
+"""Keys and values of entries: computed by a model's pass over their texts, and moved to their places for tokens that read them."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,11 @@ import torch
 from midus_hf.memories.hosting.heads import Rotation, moved_by
 from midus_hf.memories.packs.opening import Reading
 
-# Texts that one pass reads.
+# Number of texts per pass.
 _TEXTS_AT_ONCE = 64
-# A power of two: from the angle of this position that of one position is known, whatever the dtype of cosines and sines.
+# A power of two: the angle of this position gives that of one position precisely, for any dtype of cosines and sines.
 _LATEST_POSITION = 4096
-# Packs that the tokens of a part read at most in one row, if no token reads more.
+# Largest number of packs that the tokens of a part read in one row, if no token reads more.
 _PACKS_AT_ONCE = 8
 
 # Keys and values of a text in each layer with packs, `[K, m, d]` both, keys rotated to the positions of the pass that read it.
@@ -21,7 +21,7 @@ Pack = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class Recording:
-    """What the attention of each layer with packs reads in a pass, by the number of the layer among them."""
+    """Keys and values that the attention of each layer with packs reads in a pass, by the number of the layer among them."""
 
     def __init__(self) -> None:
         self.heads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -30,7 +30,7 @@ class Recording:
     def note(
         self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None
     ) -> None:
-        """Note keys and values, `[B, K, T, d]`, and the rotation of the pass.
+        """Record keys and values, `[B, K, T, d]`, and the rotation of the pass.
 
         Raises:
             ValueError: If the family rotates by complex numbers, as Llama 4 does.
@@ -49,7 +49,7 @@ class Recording:
 def rotation_angles(run: Callable[..., Any], device: Any) -> torch.Tensor:
     """Return the angles by which a position rotates the keys of each layer, `[L, r]`, float64, in radians; 0 where none is rotated.
 
-    A position rotates by the angle of position 1, which is known better from a later one: of that, the whole turns are known.
+    The angle of position 1 is computed from that of a later position, which is more precise, since its whole turns are known.
 
     Args:
         run: Function of ids `[1, T]`, positions `[1, T]` and a `Recording`, which runs the model's stack of layers.
@@ -75,14 +75,14 @@ def read_texts(
 ) -> list[Pack]:
     """Return the pack of each text, from ids, which a model reads a few at a time.
 
-    The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it says. A sequence has
-    one, and each pack would bring another, which takes attention from both; so texts are read behind tokens that are no part of
+    The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it is. A sequence has
+    one, and each pack would add another, which takes attention from both; so texts are read after tokens that are not part of
     their packs, as in APE (arXiv 2502.05431).
 
     Args:
         run: Function of ids `[B, T]`, positions `[B, T]` and a `Recording`, which runs the model's stack of layers.
         texts: Token ids of each text, one or more.
-        in_front: P token ids that stand in front of each text. Keys of a text are rotated to the positions from P on.
+        in_front: P token ids that are put before each text. Keys of a text are rotated to the positions from P on.
         device: Device of the model.
     """
     packs: list[Pack] = []
@@ -105,10 +105,10 @@ class PackPart(NamedTuple):
 
     Args:
         tokens: The T' tokens.
-        slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that are a row's own.
+        slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that belong to a single row.
         reads: `[B, T', S']`, bool, whether a token reads a slot.
         angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
-            that stand there.
+            that are in place.
     """
 
     tokens: slice
@@ -151,7 +151,7 @@ class OpenPacks(NamedTuple):
         return keys, values
 
     def in_place(self, attentions: Sequence[Any]) -> "OpenPacks":
-        """Return packs of one part whose keys stand at their places, for many passes."""
+        """Return packs of one part whose keys are at their places, for many passes."""
         (part,) = self.parts
         heads = tuple(self.of(layer, part, attention) for layer, attention in enumerate(attentions))
         return self._replace(heads=heads, parts=(part._replace(slots=None, angles=None),))
@@ -183,7 +183,7 @@ def open_packs(
         num_tokens: T, tokens of the pass.
         packs: The pack of each entry that is read.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
-        distance: Positions between a pack and its place, and those in front of a text when it was read.
+        distance: Positions between a pack and its place, and those before a text when it was read.
         device: Device of the model.
         dtype: Dtype of the model.
     """
@@ -223,7 +223,7 @@ def _sums_before(lengths: Any) -> list[int]:
 
 
 def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
-    """Return the tokens in parts: neighbours of which no row reads more than a few packs, and some row reads one."""
+    """Return the tokens in parts: neighbours for which each row reads only a few packs, and some row reads one."""
     bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
     at = [0] * len(rows)
     parts: list[slice] = []
@@ -249,7 +249,7 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
 def _slots(
     rows: Sequence[Sequence[Reading]], tokens: slice, lengths: Mapping[int, int], firsts: Mapping[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slots that any of some tokens read and where the first token of each slot's pack stands behind the place.
+    """Return the slots that any of some tokens read, and the position of the first token of each slot's pack.
 
     Returns:
         Slots `[B, S']`, the places of the packs less their lengths `[B, S']`, and whether each token reads a slot `[B, T', S']`.

@@ -1,4 +1,4 @@
-"""The service that finds names in the tokens of a pass, and reads the texts of the entries that they open."""
+"""The service that finds names in the tokens of a pass, and reads the texts of the entries that the names open."""
 
 import hashlib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from midus_hf.memories.packs.opening import (
 from midus_hf.memories.packs.reading import OpenPacks, Pack, Recording, open_packs, read_texts, rotation_angles
 
 _NO_TOKEN = -1
-# Packs that are kept beside a cache, those that were read last.
+# Number of packs that are kept with a cache, those that were read last.
 _MOST_KEPT = 256
 # Argument of a pass in which the keys and values of texts are recorded.
 RECORDING = "pack_recording"
@@ -38,8 +38,8 @@ class OpensPacks(BankService, States):
     """Packs that the tokens of a pass read, as `packs`, an `OpenPacks`; where no token reads one, the memory has nothing to do.
 
     A state in the cache keeps the openings of each sequence, once per model, for the first layer that has the memory, and with them
-    the packs that were made for them: like the keys and values of the cache, those of the weights that read the tokens. A pass
-    without a cache makes the packs that it reads.
+    the packs that were made for them: like the keys and values of the cache, they were computed by the weights that read the tokens.
+    A pass without a cache computes the packs that it reads.
     """
 
     key = "packs"
@@ -146,7 +146,7 @@ class OpensPacks(BankService, States):
             behind.append(openings[-SPARE_TOKENS - 1 :])
         if state is not None:
             count, batch = glossary.table.reach + SPARE_TOKENS, len(tokens)
-            if begins is not None:  # of the last document alone
+            if begins is not None:  # only of the last document
                 document = torch.tensor(begins).long().cumsum(1)
                 tokens = torch.where(document == document[:, -1:], tokens, _NO_TOKEN)
             opened = openings_tensor(behind, size)
@@ -165,7 +165,7 @@ class OpensPacks(BankService, States):
     def _packs(
         self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[Any, Any], device: Any
     ) -> dict[int, Pack]:
-        """Return the pack of each entry that a row reads. Those that the sequences had open before are kept beside their cache."""
+        """Return the pack of each entry that a row reads. Those that the sequences opened before are kept with their cache."""
         wanted = dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)
         made = kept.setdefault("packs", {})
         packs = {entry: made.pop(entry) for entry in wanted if entry in made}
@@ -205,7 +205,7 @@ class OpensPacks(BankService, States):
         self.tokens.prepare_inputs(inputs, attention_mask)
 
     def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
-        """Read the glossary and the tokenizer, or raise `ValueError` if either is absent, or a row is no entry."""
+        """Read the glossary and the tokenizer, or raise `ValueError` if either is absent, or a row is not an entry."""
         if folder is None:
             raise ValueError(
                 "the glossary of this model is not at hand, without which no name would be known; expected a folder, or a repository "
@@ -218,7 +218,7 @@ class OpensPacks(BankService, States):
         self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size)
 
     def before_saving(self, folder: Any) -> None:
-        """Write the glossary beside the weights, and the tokenizer by which names are found, if there is none."""
+        """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""
         if self.glossary is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_glossary(folder, self.glossary)
@@ -226,11 +226,11 @@ class OpensPacks(BankService, States):
                 self.glossary.spelling.tokenizer.save_pretrained(folder)
 
     def check_upload(self) -> None:
-        """Allow an upload, which takes along what is written before."""
+        """Allow an upload, which includes files that were written before."""
 
 
 def _refuse_shards(model: Any) -> None:
-    """Refuse parameters that processes share, which would wait for one another in the pass over an entry's text."""
+    """Refuse sharded parameters, since processes would wait for one another in the pass over an entry's text."""
     for name, parameter in model.named_parameters():
         if (
             hasattr(parameter, "ds_id")

@@ -1,1 +1,1 @@
-"""What memories that retrieve slots have in common."""
+"""Code shared by memories that retrieve slots."""

@@ -1,4 +1,4 @@
-"""FLOPs that memories of slots have in common."""
+"""FLOPs that are the same for all memories of slots."""
 
 from midus_hf.config.flops import SOFTMAX, layer_norm, linear, top_k
 from midus_hf.config.model_sizes import ModelSizes

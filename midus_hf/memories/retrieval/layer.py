@@ -14,7 +14,7 @@ _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
 
 
 class RetrievalMemory(MemoryModule):
-    """A memory that looks slots up by a query per head, and weighs their values by a softmax.
+    """A memory that looks slots up by a query per head, and weights their values by a softmax.
 
     Args:
         options: Options of the memory.
@@ -65,7 +65,7 @@ class RetrievalMemory(MemoryModule):
         raise TypeError(f"{type(self).__name__} does not say what it asks with.")
 
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; change nothing.
+        """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; no side effects.
 
         If addressing is random, the slots are drawn for this call, and differ from the slots of any other pass.
         """

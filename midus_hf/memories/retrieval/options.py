@@ -1,4 +1,4 @@
-"""What memories that retrieve slots share: their options, keys, and values as integers."""
+"""Options of memories that retrieve slots, and declarations of their keys and of values as integers."""
 
 import math
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTens
 
 
 def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dict[str, DeclaredTensor]:
-    """Declare tables of values as they are stored: as they are, or as `NAME_integers` and `NAME_scales`.
+    """Declare tables of values in their stored form: unchanged, or as `NAME_integers` and `NAME_scales`.
 
     Args:
         values: The tables, `[..., N, W]`, by name.
@@ -106,7 +106,7 @@ def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dic
 
 
 def bits_option(options: Any) -> str | None:
-    """Return the name of the option that says in how many bits a memory's values are stored; None if they cannot be rounded."""
+    """Return the name of the option for the number of bits of a memory's values; None if they cannot be rounded."""
     return next((name for name in ("value_bits", "bank_bits") if hasattr(options, name)), None)
 
 
@@ -133,7 +133,7 @@ def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
 
 
 def check_bits(option: str, bits: ValueBits | None, widths: Mapping[str, int]) -> None:
-    """Refuse rows that their number of bits does not fit.
+    """Refuse rows whose width does not fit their number of bits.
 
     Args:
         option: Name of the option, for the message.

@@ -1,4 +1,4 @@
-"""Memories that MIDUS compares head-wise memory with: one table of values for all heads, with product keys or flat keys."""
+"""Memories that MIDUS compares to head-wise memory: one table of values for all heads, with product keys or flat keys."""
 
 import torch
 from torch import nn

@@ -66,7 +66,7 @@ class UltraMem(MemoryModule):
 
         Args:
             hidden_states: `[B, T, D]`, the input of the feed-forward network.
-            tables: Tables of values and pre-values, if layers share tables. Default: the layer's own tables.
+            tables: Tables of values and pre-values, if layers share tables. Default: the layer's tables.
 
         Returns:
             `[B, T, D]`, to be added to the hidden states.
@@ -128,7 +128,7 @@ class UltraMem(MemoryModule):
         return keys, row_vector, column_vector
 
     def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return a table, or the integers and the scales of its rows; of the tables that layers share, or else the layer's own."""
+        """Return a table, or the integers and the scales of its rows; from the tables that layers share, or else the layer's."""
         names = (name,) if self.options.value_bits is None else (f"{name}_integers", f"{name}_scales")
         return tuple(tables[part] if part in tables else getattr(self, part) for part in names)
 

@@ -1,4 +1,4 @@
-"""UltraMemV2: Tucker-decomposed retrieval from a large value table, beside every feed-forward network."""
+"""UltraMemV2: Tucker-decomposed retrieval from a large value table, in parallel to every feed-forward network."""
 
 import math
 import re
@@ -96,7 +96,7 @@ class UltraMemOptions(MemoryOptions):
         return self.keys**2
 
     def first_row(self, index: int, table_rows: int) -> int:
-        """Return the first row that a layer reads of a stored table. Behind the last row comes the first again.
+        """Return the first row that a layer reads of a stored table. After the last row comes the first again.
 
         Row keys and column keys are equally many, so a layer that reads G tables leaves out the last few rows unless G is a
         square; other layers of the ring read these.
@@ -109,7 +109,7 @@ class UltraMemOptions(MemoryOptions):
         return (index - (self.group - 1) // 2) * own % table_rows
 
     def width(self, name: str, sizes: ModelSizes) -> int:
-        """Return the number of features that `key_width`, `value_width` or `pre_value_width` stands for.
+        """Return the number of features given by `key_width`, `value_width` or `pre_value_width`.
 
         Raises:
             ValueError: If the option gives no whole number of features in its range.

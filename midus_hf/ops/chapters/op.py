@@ -31,8 +31,8 @@ def chapter_attention(
     mask: every memory token of a chosen chapter is read.
 
     Scores are accumulated in float32 at least. For long segments, the keys of each segment are gathered, some
-    segments at a time, and gathered again in the backward pass; torch's own attention computes this on every backend
-    but the reference. For short segments, tokens are sorted by chapter instead: the keys of a chapter are multiplied
+    segments at a time, and gathered again in the backward pass; torch's attention computes this on every backend
+    except the reference. For short segments, tokens are sorted by chapter instead: the keys of a chapter are multiplied
     with all of its tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the
     same order at every run.
 
@@ -77,7 +77,7 @@ def fewest_together() -> int:
 def _gathered(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `chapter_attention` of segments by torch's own attention, some segments at a time."""
+    """Compute `chapter_attention` of segments with torch's attention, some segments at a time."""
     per_segment = chapters.shape[1] * keys[0].numel()
     together = max(1, _MOST_GATHERED // per_segment)
     parts = list(zip(*(tensor.split(together) for tensor in (query, chapters, scales)), strict=True))

@@ -38,7 +38,7 @@ def quantise_rows(table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantise_rows(integers: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows that integers and scales stand for.
+    """Dequantise rows of integers with their scales.
 
     Args:
         integers: `[..., W]`, int8, or for 4 bits `[..., W / 2]`, uint8.

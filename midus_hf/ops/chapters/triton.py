@@ -1,7 +1,7 @@
 """Kernels of attention of blocks of queries, each to the memory tokens of one chapter: the forward pass and the gradients.
 
 A program takes one block of rows and one query head, and reads the chapter's memory tokens a tile at a time, with an
-online softmax. Shares of attention are computed again for the gradients. The gradient of a memory token is summed by
+online softmax. Shares of attention are recomputed for the gradients. The gradient of a memory token is summed by
 one program over the blocks of its chapter, in their order, so that no two programs add to the same number.
 
 Sizes: R rows, C chapters of M memory tokens, H heads; `BP` rows per block, `BM` memory tokens per tile, `DP` the power
@@ -176,7 +176,7 @@ def triton_chapter_gradients(
     wants_rows: bool,
     wants_tables: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of rows and factors, and of keys and values; empty tensors stand for gradients that are not wanted."""
+    """Return the gradients of rows and factors, and of keys and values; gradients that are not needed are empty tensors."""
     gradient, rows, keys, values = (tensor.contiguous() for tensor in (gradient, rows, keys, values))
     # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     means = (gradient.float() * outputs.float()).sum(-1) - sums_gradient  # [R, H]
@@ -201,7 +201,7 @@ def triton_chapter_gradients(
 
 
 def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
-    """Return why the kernels refuse these sizes, and which they expect; None if they take them."""
+    """Return why the kernels do not support these sizes, and which they expect; None if they do."""
     if width > _MOST_WIDTH:
         return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
     if pairs * heads > _MOST_ROWS:

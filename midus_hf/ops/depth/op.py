@@ -37,8 +37,8 @@ def depth_attention(
         values: Value of each slot, `[B, K, T, d]`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` the contract whose
-            intermediate results are computed again for the gradient, and `"triton"` runs kernels. Default: `"auto"`.
+        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` the contract with
+            intermediate results recomputed for the gradient, and `"triton"` runs kernels. Default: `"auto"`.
 
     Returns:
         What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
@@ -67,7 +67,7 @@ def sequence_lse(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute `reference.sequence_lse` for a few queries at a time, and again for the gradient.
+    """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient.
 
     No tensor holds all scores. With inputs of half precision, products are summed, capped and masked in float32 and
     never rounded to half precision, as in the attention kernels whose output is combined with this sum.
@@ -83,7 +83,7 @@ def sequence_lse(
 
 
 def _computed_again(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function whose intermediate results are not kept for the gradient, but computed again."""
+    """Call a function whose intermediate results are not kept for the gradient, but recomputed."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -98,7 +98,7 @@ def joint_shares(
     gate: torch.Tensor | None = None,
     added: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors with which `joint_attention` weighs the value of each slot, and what heads read of the sequence.
+    """Return the factors with which `joint_attention` weights the value of each slot, and the heads' output for the sequence.
 
     Args:
         query: `[B, H, T, d]`.

@@ -6,7 +6,7 @@ import torch
 
 from midus_hf.ops.dispatch.precision import without_autocast
 
-# Limit of exponents of e, so that powers stay within float32. At this limit, a row reads the depth only.
+# Limit of exponents of e, so that powers stay within float32. At this limit, a row reads only the depth.
 _LARGEST_EXPONENT = 80.0
 
 
@@ -99,10 +99,10 @@ def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple
     """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
 
     Args:
-        sequence_lse: `[B, H, T]`, minus infinity for rows that read nothing of the sequence.
-        depth_lse: `[B, H, T]`, minus infinity for rows that read nothing of the depth, and then have a share of 0.
+        sequence_lse: `[B, H, T]`, minus infinity for rows that read no key of the sequence.
+        depth_lse: `[B, H, T]`, minus infinity for rows that read no slot of the depth, and then have a share of 0.
     """
-    # Of two empty parts the difference, and each gradient behind it, would be NaN.
+    # If both parts are empty, the difference, and all gradients through it, would be NaN.
     sequence_lse = sequence_lse.masked_fill(depth_lse == float("-inf"), 0)
     ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
     return ratio / (1 + ratio), 1 / (1 + ratio)
@@ -146,7 +146,7 @@ def sequence_weights(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention weights of the softmax over the sequence alone, with the arguments of `sequence_lse`.
+    """Return the attention weights of the softmax over only the sequence, with the arguments of `sequence_lse`.
 
     Returns:
         `[B, H, T, S]`, float32 at least; zero for queries that read nothing. No gradient flows through the weights.

@@ -4,7 +4,7 @@ Slots are separate tensors that are read in place. A table on the device has the
 with the same strides. A program takes one token and one head of keys and values: matrix products multiply its group of
 query heads with BS slots at once, in an online softmax. Only the queries and the table are read more than once, so
 memory bandwidth bounds the speed. Since only the program of a token and head reads a row of a slot, it writes the
-gradient of the row once, and no sums cross programs; shares are computed again from the log-sum-exp.
+gradient of the row once, and no sums cross programs; shares are recomputed from the log-sum-exp.
 
 Sizes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `GP` the power of two at
 or above H / K, and `DP` the power of two at or above the width of a head, both at least 16.
@@ -242,7 +242,7 @@ def depth_tile(group: int, dims: int, element: int, slots: int, tile_bytes: int 
 
 
 def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:
-    """Return why the kernels refuse these tensors, and what they expect; None if they take them."""
+    """Return why the kernels do not support these tensors, and what they expect; None if they do."""
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     if width > _MOST_WIDTH:
         return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
@@ -374,7 +374,7 @@ def triton_depth_gradients(
 ) -> list[torch.Tensor]:
     """Return the gradients of query, keys and values in a list, laid out in memory token by token.
 
-    If the gradient of the query is not wanted, an empty tensor stands for it; unwanted gradients of slots are left out.
+    If the gradient of the query is not needed, it is an empty tensor; gradients of slots that are not needed are left out.
     """
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]

@@ -1,1 +1,1 @@
-"""Code that all ops share: the choice of a body, calls of registered ops, the library of compiled C."""
+"""Code that all ops share: the choice of an implementation, calls of registered ops, the library of compiled C."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-# Name of the package that this module lies in: `midus_hf`, or a copy's, whose ops are registered beside those of `midus_hf`.
+# Name of the package of this module: `midus_hf`, or that of a copy, whose ops are registered in addition to those of `midus_hf`.
 _NAMESPACE = __name__.partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""The choice between the bodies of an op."""
+"""The choice between the implementations (bodies) of an op."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ RESOLVED: dict[tuple[Any, ...], str] = {}
 
 @contextlib.contextmanager
 def op_choices(**changes: Any) -> Iterator[None]:
-    """Change, inside the `with` block, the choices of all ops whose callers leave them to `"auto"`.
+    """Change the choices of all ops whose callers leave them to `"auto"`, within the `with` block.
 
     The change holds for the whole process, not for one thread. The gradient of a call follows the choices of its
     forward pass. Every backend sums gradients of tables in a fixed order.
@@ -74,19 +74,18 @@ def resolve(
 ) -> str:
     """Return the name of the body that an op runs: `"reference"`, `"torch"`, `"native"` or `"triton"`.
 
-    While a graph is traced, the C library is not built: `"native"` then stands for an op that uses the library if there
+    While a graph is traced, the C library is not built: `"native"` then means an op that uses the library if there
     is one when the graph runs.
 
     Args:
         backend: The choice of the op's caller, one of `BACKENDS`.
         tensor: An argument of the op, whose device and dtype decide. Kernels do not compute in float64.
-        refusal: Why kernels refuse the sizes of this call, and which they expect. Default: None, kernels take the
-            sizes.
-        native_refusal: Why compiled C refuses the sizes; None if it takes them. Default: the op has no body in C, and
+        refusal: Why kernels do not support the sizes of this call, and which they expect. Default: None, they do.
+        native_refusal: Why compiled C does not support the sizes; None if it does. Default: the op has no body in C, and
             `"torch"` runs instead of `"native"`.
 
     Raises:
-        ValueError: If `backend` is none of `BACKENDS`, or names kernels or C for a call that they cannot run.
+        ValueError: If `backend` is not one of `BACKENDS`, or names kernels or C for a call that they cannot run.
     """
     if backend not in BACKENDS:
         OpChoices(backend)  # raises

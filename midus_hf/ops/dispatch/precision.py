@@ -22,7 +22,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 
 def narrowest_integer(bound: int) -> torch.dtype:
-    """Return the narrowest of int16, int32 and int64 that holds `bound`: narrow integers take less room and sort faster."""
+    """Return the narrowest of int16, int32 and int64 that holds `bound`: narrow integers take less space and sort faster."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)
 
 

@@ -1,4 +1,4 @@
-"""Private functions of torch that this package uses, which torch does not promise to keep: seen in torch 2.11, 2.12 and 2.13.
+"""Private functions of torch that this package uses and that may change: checked with torch 2.11, 2.12 and 2.13.
 
 No other file of the package names a private function of the module `torch`. Each function here has a fallback for a
 torch that lacks the private one; the fallback gives the same results more slowly.
@@ -26,7 +26,7 @@ def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
     """Return whether a call may bypass its registered op, whose overhead takes longer than the work of a decoding step.
 
     It may if no gradient is recorded, no graph is traced, nothing intercepts calls (dispatch modes, transforms of
-    `torch.func`, tracers), and C and kernels can read the memory of all tensors: a subclass of `Tensor` may have none.
+    `torch.func`, tracers), and C and kernels can read the memory of all tensors: a subclass of `Tensor` may not have any.
     Fallback: false.
 
     Args:
@@ -51,7 +51,7 @@ _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass runs, within which activation checkpointing repeats forward passes.
+    """Return whether a backward pass is running, in which activation checkpointing repeats forward passes.
 
     Fallback: false, so that counters of a forward pass count a repeated pass twice.
     """
@@ -62,11 +62,11 @@ _static: Any = getattr(torch._dynamo, "mark_static_address", None) if hasattr(to
 
 
 def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
-    """Let captured graphs read a tensor at its address, as they read parameters. Fallback: each replay copies the tensor.
+    """Make captured graphs read a tensor at its address, like parameters. Fallback: each replay copies the tensor.
 
     Args:
         tensor: A tensor whose address will not change.
-        guard: Whether code is compiled again when it meets another tensor. Default: true.
+        guard: Whether code is recompiled for another tensor. Default: true.
     """
     if _static is not None:
         _static(tensor, guard=guard)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Parameters of a kernel and compiler options, by name. They follow from a shape by a rule that is cached: do not change a tile.
+# Parameters of a kernel and compiler options, by name. They are computed from a shape and cached, so they must not be modified.
 Tile = dict[str, Any]
 
 try:
@@ -21,7 +21,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _Absent:
-        """Stand-in for a module whose decorators leave functions as they are."""
+        """Stand-in for a module whose decorators do not change functions."""
 
         constexpr: Any = None
 
@@ -84,7 +84,7 @@ def product(first, second, PRECISION: tl.constexpr):
 def product_precision(tensor: torch.Tensor) -> str | None:
     """Return the `PRECISION` that `product` takes for a tensor.
 
-    This is None for half precision, which tensor cores multiply as it is. The interpreter cannot, and multiplies
+    This is None for half precision, which tensor cores multiply directly. The interpreter cannot, and multiplies
     float32.
     """
     return precise_product() if tensor.dtype == torch.float32 or interprets_kernels() else None

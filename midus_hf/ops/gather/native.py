@@ -1,7 +1,7 @@
-"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU.
+"""The compiled code of the three sums of gathering, for float32 and bfloat16 on a CPU.
 
-Shapes are as in `gather/row_sums.py`. One thread writes each result, in the order of entries: the number of threads
-changes no bit.
+Shapes are as in `gather/row_sums.py`. Each result is written by one thread, in the order of entries, so it does not depend on
+the number of threads, bit for bit.
 """
 
 import torch

@@ -21,7 +21,7 @@ def gathered_products(
 ) -> torch.Tensor:
     """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
 
-    Bodies that fuse gathering and multiplication hold no tensor of the gathered rows of all vectors. Sums are
+    Fused implementations do not store the gathered rows of all vectors. Sums are
     accumulated in float32 at least.
 
     Args:

@@ -1,4 +1,4 @@
-"""The three sums behind gathering: weighted rows per token, weighted gradients per row, and products per weight.
+"""The three sums of gathering: weighted rows per token, weighted gradients per row, and products per weight.
 
 Slots and weights are flat here: `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
 """
@@ -17,7 +17,7 @@ from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients,
 # each row once.
 _MOST_COLUMNS_IN_C = 64
 
-# Elements of gathered rows that PyTorch holds at a time: 64 MB in float32.
+# Elements of gathered rows that PyTorch keeps at a time: 64 MB in float32.
 _MOST_GATHERED = 1 << 24
 
 
@@ -43,7 +43,7 @@ def row_sums(
         slots: Rows that each token reads, `[S, m]`.
         weights: Weights of these rows, `[S, m]`.
         num_rows: Rows of the table, R.
-        backend: `"torch"`, `"native"` or `"triton"`. PyTorch stands in for `"native"` if a graph was traced for C but C
+        backend: `"torch"`, `"native"` or `"triton"`. PyTorch replaces `"native"` if a graph was traced for C but C
             cannot be built here.
     """
     if backend == "triton":

@@ -1,4 +1,4 @@
-"""Weighted sums of table rows, which every memory computes from the slots that it retrieved."""
+"""Weighted sums of table rows, which every memory computes from its retrieved slots."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def weighted_gather(
 
     Raises:
         ValueError: If the shapes disagree.
-        IndexError: On a CPU, if a slot is no row of the bank.
+        IndexError: On a CPU, if a slot is not a row of the bank.
     """
     if bank.dim() != 2:
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")

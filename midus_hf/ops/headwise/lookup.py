@@ -1,8 +1,8 @@
-"""The fused part of head-wise memory as one registered op, which selects, weighs, gathers and transforms; and its gradient.
+"""The fused part of head-wise memory as one registered op, which selects, weights, gathers and transforms; and its gradient.
 
 Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`,
 residual and output `[S, H, v]`. Query and tables share a dtype; a residual may have another, which is then the dtype of
-the output. Callers have resolved the name of the body and checked shapes.
+the output. Callers resolve the backend and check shapes.
 """
 
 from typing import Any, Optional
@@ -28,7 +28,7 @@ Kept = tuple[torch.Tensor, torch.Tensor]
 
 
 def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tensor, Kept | None]:
-    """Return the output `[S, H, v]`, and what a gradient needs if `keeps` is true.
+    """Return the output `[S, H, v]`, and the tensors for a gradient if `keeps` is true.
 
     C transforms the gathered values of a block of tokens while they are in the processor's cache. No tensor of the size
     of all heads' slots is made, neither of expanded values nor of their gradients.

@@ -1,7 +1,7 @@
-"""The compiled body of head-wise lookup, for float32 and bfloat16 on a CPU.
+"""The compiled code of head-wise lookup, for float32 and bfloat16 on a CPU.
 
-Shapes are as in `headwise_lookup`. One thread writes each result, in the order of tokens: neither the number of threads
-nor the other tokens of a call change a bit.
+Shapes are as in `headwise_lookup`. Each result is written by one thread, in the order of tokens, so it does not depend on the
+number of threads or the other tokens of a call, bit for bit.
 """
 
 from typing import NamedTuple

@@ -17,8 +17,8 @@ from midus_hf.ops.product_key.op import check_product_keys
 # Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16.
 MOST_EXPANDED = 1 << 28
 
-# Tokens per slot from which on each body expands the bank. For fewer, C transforms gathered values in the cache, which
-# is less work.
+# Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache,
+# which is less work.
 _TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
@@ -94,7 +94,7 @@ def _body(
     k: int,
     backend: str,
 ) -> str:
-    """Check the shapes of a call and return the name of its body; calls like one before are looked up, unless traced."""
+    """Check the shapes of a call and return its backend; calls like an earlier one are looked up, unless traced."""
     call: tuple[Any, ...] | None = None
     if not torch.compiler.is_compiling():
         transform_shape = value_transform is None or value_transform.shape

@@ -1,4 +1,4 @@
-"""The kernel of the fused head-wise lookup, which selects, weighs and gathers in one launch.
+"""The kernel of the fused head-wise lookup, which selects, weights and gathers in one launch.
 
 Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
 or above k, d / 2 and v.
@@ -79,7 +79,7 @@ def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     output = (bank if residual is None else residual).new_empty(tokens, heads, width)
     kept = room_for_gradient(inputs) if keeps else None
-    added = output if residual is None else residual.contiguous()  # kernels do not read what stands in
+    added = output if residual is None else residual.contiguous()  # kernels do not read placeholders
     if tokens:
         is_wide = wide_products(query, row_keys)
         lanes = power_of_two(width)

@@ -9,11 +9,11 @@ NO_TOKEN = 0
 
 
 def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the number of each token, from 1, which is the same for tokens that count as one.
+    """Return the number of each token, from 1, which is the same for equivalent tokens.
 
     Args:
         ids: int64, of any shape.
-        known: `[V]`, int64, number of each id less 1; ids that were added since are numbered by themselves. Default: all are.
+        known: `[V]`, int64, number of each id less 1; ids that were added later keep their id. Default: all do.
 
     Returns:
         int64, in the shape of `ids`.
@@ -65,7 +65,7 @@ def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], mo
 
 
 def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
-    """Return one integer per n-gram, equal for equal n-grams alone, of whatever order.
+    """Return one integer per n-gram, unique across n-grams of all orders.
 
     Args:
         around: `[B, T, n]`, as `windows` returns them.
@@ -73,7 +73,7 @@ def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
         base: A number above all numbers of tokens, with `base ** n` at most 2^63.
 
     Returns:
-        `[B, T]`, int64; 0 where the document holds fewer than `order` tokens up to this one.
+        `[B, T]`, int64; 0 where the document has fewer than `order` tokens up to this one.
     """
     key = torch.zeros_like(around[..., 0])
     for back in reversed(range(order)):

@@ -1,7 +1,7 @@
-"""The compiled body of product-key retrieval, and of gradients of scores, for float32 and bfloat16 on a CPU.
+"""The compiled code of product-key retrieval, and of gradients of scores, for float32 and bfloat16 on a CPU.
 
-Shapes are as in `product_key_scores` and `headwise_lookup`. One thread writes each result, in the order of tokens:
-neither the number of threads nor the other tokens of a call change a bit.
+Shapes are as in `product_key_scores` and `headwise_lookup`. Each result is written by one thread, in the order of tokens, so it
+does not depend on the number of threads or the other tokens of a call, bit for bit.
 """
 
 import torch
@@ -35,7 +35,7 @@ _RESULTS = 5
 
 
 def native_refusal(n: int, k: int) -> str | None:
-    """Return why the compiled body refuses these sizes, and which sizes it expects; None if it takes them."""
+    """Return why the compiled code does not support these sizes, and which it expects; None if it does."""
     if n > _MOST_SUB_KEYS:
         return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
     return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None

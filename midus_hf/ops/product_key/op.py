@@ -1,4 +1,4 @@
-"""Product-key retrieval: the k best of n * n keys at the price of scoring 2 * n sub-keys."""
+"""Product-key retrieval: the k best of n * n keys at the cost of scoring 2 * n sub-keys."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def product_key_topk(
 
     Raises:
         ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if `"triton"` is chosen for
-            sub-keys that kernels have no room for: very wide ones, or more than 128 per side in float32.
+            sub-keys that kernels do not support: very wide ones, or more than 128 per side in float32.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, half = row_keys.shape

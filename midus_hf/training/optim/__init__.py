@@ -1,1 +1,1 @@
-"""Choose what trains, in which parameter groups, and at which rates."""
+"""Choose which parameters are trained, in which groups, and at which rates."""

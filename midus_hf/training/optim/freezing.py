@@ -1,4 +1,4 @@
-"""Choice of the parameters that train (what was added to the base, everything, layers or roles), and their dtypes meanwhile."""
+"""Choice of the trained parameters (those added to the base, all, layers or roles), and their dtypes during training."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ Resolved = Literal["new", "all"] | list[int] | list[TrainedRole]
 
 @dataclasses.dataclass(frozen=True)
 class TrainableReport:
-    """Summary of what trains, which `print` writes as a sentence.
+    """Summary of the trained parameters, which `print` writes as a sentence.
 
     Args:
         trainable: `"new"`, `"all"`, or the list of layers or roles; the config's choice in place of `"auto"`.
@@ -35,7 +35,7 @@ class TrainableReport:
         parameters: Number of parameters that train.
         total_parameters: Number of all parameters; tied ones count once.
         frozen: Roles of memory tensors that were excluded from training. Default: none.
-        blocks: Number of parameters in the banks beside the checkpoint, whose blocks train when texts fetch them.
+        blocks: Number of parameters in the checkpoint's banks, whose blocks are trained when texts fetch them.
             Default: 0.
         fetched: Number of parameters of the blocks that a text fetches. Default: 0.
         tokens: Number of new tokens whose rows train, in the embedding and the head. Default: 0.
@@ -59,7 +59,7 @@ class TrainableReport:
         )
         start, total = f"Training {choice}{without}: ", f"{self.total_parameters:,} parameters"
         if self.blocks and not self.parameters:
-            return f"{start}{blocks}; the {total} beside the bank stay"
+            return f"{start}{blocks}; the {total} outside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
         layers = f"the rows of {self.tokens:,} new tokens" if self.tokens else layers
         share = f"{self.parameters:,} of {total} ({self.parameters / self.total_parameters:.2%})"
@@ -67,7 +67,7 @@ class TrainableReport:
 
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:
-    """Replace `"auto"` by what the config says, and refuse what is no choice, or not in the model."""
+    """Replace `"auto"` by the config's choice, and refuse invalid choices, or those that are not in the model."""
     record, kind = _record(config), config.model_type
     resolved: Any = record.get("trainable") if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
@@ -82,13 +82,13 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
         rows_alone = bool(new_rows(config)) and resolved == "new"
         if not new_layers(config) and not record.get("new_memories") and not rows_alone:
             raise ValueError(
-                f"what trains is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
+                f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
         types = {entry.get("name", entry["type"]): entry["type"] for entry in _memory_entries(config)}
         if not new_layers(config) and {types.get(name) for name in record.get("new_memories", ())} == {"packs"}:
             raise ValueError(
-                "what trains is what was added, and packs train nothing: they are texts. Name what trains: trainable: all, or "
+                "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "
                 "adapters, such as adapters: {r: 16}."
             )
     elif resolved != "all":
@@ -163,13 +163,13 @@ def set_trainable(
             Default: none.
 
     Raises:
-        ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config says what trains; if
-            a role in `frozen` has no tensor that would train, nothing is left that trains, or a memory's values are integers.
+        ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
+            a role in `frozen` has no tensor that would be trained, nothing is left to train, or a memory's values are integers.
     """
     kind = model.config.model_type
     if has_adapters(model):
         raise ValueError(
-            f"this {kind} model is wrapped by PEFT, which has set what trains; expected the model itself. Say it in the config "
+            f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
     _refuse_quantised(model)
@@ -228,7 +228,7 @@ def set_trainable(
 
 
 def task_head(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a head that the base lacks; none for a language model, whose head is the base's, or a bare stack."""
+    """Return the modules of a head that the base lacks; none for a language model, which has the base's head, or a bare stack."""
     stack = decoder_of(model)
     if stack is model or model.get_output_embeddings() is not None:
         return []
@@ -245,7 +245,7 @@ def _refuse_quantised(model: nn.Module) -> None:
         name = bits_option(module.options) if isinstance(module, MemoryModule) else None
         if name is not None and (bits := getattr(module.options, name)) is not None:
             raise ValueError(
-                f"a memory of type {module.options.type!r} has {name} = {bits}, and integers do not train; expected a model with "
+                f"a memory of type {module.options.type!r} has {name} = {bits}, which cannot be trained; expected a model with "
                 f"{name} = null. Train the checkpoint from which midus edit quantise made this one."
             )
 
@@ -268,11 +268,11 @@ def _record(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
-    """Cast every parameter to the dtype in which it is held while training; return the previous dtypes for `restore_dtypes`.
+    """Cast every parameter to its dtype during training; return the previous dtypes for `restore_dtypes`.
 
-    Without `bf16`, everything is held in float32. With `bf16`, where autocast computes in bfloat16, parameters that
-    train are held in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
-    keep their dtype. Running statistics of memories are held in float32 for the same reason.
+    Without `bf16`, everything is in float32. With `bf16`, where autocast computes in bfloat16, trained parameters
+    are kept in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
+    keep their dtype. Running statistics of memories are kept in float32 for the same reason.
     """
     dtypes = {}
     for name, tensor in _held(model):

@@ -15,12 +15,12 @@ from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.optim.new_rows import with_trained_rows
 from midus_hf.training.optim.rates import Rates
 
-# Share of the steps in which the schedule `4x-to-1x` falls (UltraMemV2, appendix E.6).
+# Share of the steps in which the schedule `4x-to-1x` decreases (UltraMemV2, appendix E.6).
 _FALLING_SHARE = 0.25
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
-    """Split the parameters that train into groups for an optimizer.
+    """Split the trained parameters into groups for an optimizer.
 
     Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
     keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
@@ -34,13 +34,13 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `schedule`. The groups are, in this order, `decay`,
         `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `keys`; `values`. Groups
-        without parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the
+        without parameters are left out. Blocks of a bank are not parameters: if they are trained, a last group `blocks` has the
         rate and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `schedule` is
         `"fixed"` (the run's), `"constant"` or `"4x-to-1x"`. Keys and values come late because a Trainer logs the rate of
         the first group.
 
     Raises:
-        ValueError: If nothing trains.
+        ValueError: If nothing is trained.
     """
     role_of: dict[int, Role] = {
         id(module.declared_tensor(name)): tensor.role
@@ -101,10 +101,10 @@ def group_schedules(
     warmup_steps: float = 0.1,
     lr_scheduler_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Return a scheduler under which each group takes its own: the run's schedule, a constant rate, or `"4x-to-1x"`.
+    """Return a scheduler with one schedule per group: the run's schedule, a constant rate, or `"4x-to-1x"`.
 
-    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first quarter of the steps.
-    `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
+    `"4x-to-1x"` is the schedule times a factor that decreases linearly from 4 to 1 in the first quarter of the steps.
+    `"reduce_lr_on_plateau"` does not change groups with a constant rate.
 
     Args:
         optimizer: An optimizer built on `parameter_groups`.

@@ -12,13 +12,13 @@ MemoryKeys = Literal["constant", "weights"]
 
 
 def short_run_rates(rate: float) -> dict[str, float]:
-    """Return the rates of new parts in a short run, as keys of `Rates`: values, which start at zero, learn ten times as fast."""
-    values = float(f"{10 * rate:.15g}")  # as a person writes it, 0.003 for ten times 3e-4
+    """Return the rates of new parameters in a short run, as keys of `Rates`: ten times the rate for values, which start at zero."""
+    values = float(f"{10 * rate:.15g}")  # rounded, so that ten times 3e-4 is 0.003
     return {"learning_rate": rate, "value_learning_rate": values}
 
 
 def trains_new_parts(keys: Mapping[str, Any], recorded: str | None) -> bool:
-    """Return whether keys train adapters or new parts alone, which learn at higher rates; `recorded` is what `upscale` recorded."""
+    """Return whether only adapters or new parts are trained, which need higher rates; `recorded` is the record of `upscale`."""
     if keys.get("adapters") is not None:
         return True
     trainable = keys.get("trainable", "auto")

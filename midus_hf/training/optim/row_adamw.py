@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from midus_hf.memories.hierarchical.bank.trained_bank import adamw_update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Factor by which the room for moments grows when it is used up, so that growth copies each row only a few times.
+# Factor by which the storage of moments grows when it is full, so that each row is copied only a few times.
 _GROWTH = 1.5
 
 
@@ -47,7 +47,7 @@ def check_sparse_values(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def row_gradients(model: nn.Module) -> Iterator[None]:
-    """Make gradients of large tables sparse tensors of the rows that were read, inside the context."""
+    """Make gradients of large tables sparse tensors of the rows that were read, within the context."""
     readers = _row_readers(model)
     for reader in readers:
         reader.sparse_gradient = True
@@ -80,9 +80,8 @@ class RowAdamW(torch.optim.AdamW):
 
     Rows without a gradient stay unchanged: no update, no decay, the same moments. All other rows get the update of
     AdamW, whose bias correction counts the steps of the whole table. The time of a step is proportional to the rows that
-    were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order of the first reading;
-    the state lists these rows as `rows`, `[U]`, int64. A further four bytes per row of the table hold an index.
-
+    were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order in which they were first read;
+    the state lists these rows as `rows`, `[U]`, int64. An index takes another four bytes per row of the table.
     The gradient of a table is sparse in all steps, or dense in all.
     """
 
@@ -105,7 +104,7 @@ class RowAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `Optimizer.state_dict` does, without the spare room that moments have in memory."""
+        """Return the state as `Optimizer.state_dict` does, without the spare capacity of moments."""
         for state in self.state.values():
             for key in _MOMENTS if "rows" in state else ():
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
@@ -164,7 +163,7 @@ class RowAdamW(torch.optim.AdamW):
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room."""
+    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if the present one is full."""
     # The unused end of a storage is not written, so that a CPU commits no memory to it.
     used, row = len(moment), moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():

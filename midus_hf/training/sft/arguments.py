@@ -8,9 +8,9 @@ from trl import SFTConfig
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.early_checks import check_data
 
-# Keys of TRL's that would have no effect, with the values that they may have and the reason.
+# Keys of TRL that would have no effect, with the values that they may have and the reason.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "model_init_kwargs": ((None,), "a run loads its model itself; attn_implementation is a key of its own"),
+    "model_init_kwargs": ((None,), "a run loads its model itself; attn_implementation is a separate key"),
     "trust_remote_code": ((False,), "a run executes no code that comes with a model"),
     "dataset_kwargs": ((None,), "rows are always made into tokens and labels"),
     "dataset_text_field": (
@@ -19,7 +19,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "eval_packing": ((None,), "held-out texts are always packed sequences"),
     "padding_free": ((False,), "packing: true leaves padding out, and keeps max_length"),
-    "loss_type": (("nll", "chunked_nll"), "the loss is the model's own, with the terms of its memories"),
+    "loss_type": (("nll", "chunked_nll"), "the loss is computed by the model, with the terms of its memories"),
 }
 
 
@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 class SftArguments(MemoryArguments, SFTConfig):
     """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
 
-    Keys of TRL's that would have no effect are refused (`REFUSED`).
+    Keys of TRL that would have no effect are refused (`REFUSED`).
 
     Args:
         dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of
@@ -37,13 +37,13 @@ class SftArguments(MemoryArguments, SFTConfig):
         max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
         chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, or a file with a Jinja template that has
             `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
-        assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
+        assistant_only_loss: Compute the loss only on answers: messages of the assistant with their end tokens, or
             completions. Default: true.
-        activation_checkpointing: Compute activations again in the backward pass, in place of keeping them. Default: true.
+        activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: true.
         completion_only_loss: Compute the loss only on completions, of rows that have them. Default: as `assistant_only_loss`.
-        packing: Let short chats share a sequence, where they do not see one another. Default: false.
+        packing: Pack several short chats into a sequence, without attention between them. Default: false.
         include_num_input_tokens_seen: Tokens that count as seen. Default: `"non_padding"`, and `"all"` with `packing`, whose
-            sequences have no padding, and no attention mask that would tell tokens from it.
+            sequences have no padding and no attention mask.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.

@@ -1,4 +1,4 @@
-"""Rows of instruction data in the formats that TRL reads; what is refused is named by its row, what is not read in a line."""
+"""Rows of instruction data in the formats that TRL reads; refused rows are named, and ignored columns are listed."""
 
 import json
 import re
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-# Columns that chats may have beside those of their format, and instructions.
+# Columns that chats may have in addition to those of their format, and those of instructions.
 _OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
 
 # Keys of messages that hold reasoning; a template reads one of them.
@@ -24,7 +24,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF_NAME = {**{role: role for role in _ROLES}, "human": "user", "gpt": "assistant"}
 
-# Keys of messages by which other trainers leave an answer out of the loss or weigh it, which TRL's trainer cannot.
+# Keys of messages with which other trainers leave an answer out of the loss or weight it, which TRL's trainer cannot do.
 _EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
 _NO_ANSWER = "an empty answer; expected text. Fill it in"
 
@@ -35,7 +35,7 @@ _READ = ("role", "content", "name", "tool_call_id")
 _WRITTEN = ("tool_calls", *_REASONING)
 
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-# ChatML, with the marks around answers by which TRL finds their tokens.
+# ChatML, with the markers around answers from which TRL finds their tokens.
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -48,10 +48,10 @@ CHATML = (
 
 
 def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset":
-    """Return the rows of a run as TRL reads them: `messages`, or `prompt` and `completion`, with `tools` where there are any.
+    """Return the rows of a run as TRL reads them: `messages`, or `prompt` and `completion`, with `tools` if there are any.
 
-    Columns and keys of messages that are not read are named on standard error. The tokenizer gets the template that the arguments
-    name, if the rows are chats.
+    Columns and keys of messages that are not read are listed on standard error. If the rows are chats, the tokenizer gets the
+    template of the arguments.
     """
     source = arguments.dataset_name
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
@@ -74,7 +74,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
 def _converted(
     rows: "Dataset", columns: tuple[str, ...], template: str | None, source: str
 ) -> tuple["Dataset", list[str]]:
-    """Return rows of a format's columns as TRL reads them, and the keys of messages that nothing reads; texts have no template."""
+    """Return rows of a format as TRL reads them, and the keys of messages that nothing reads; texts have no template."""
     from datasets import Features, Value
 
     from midus_hf.data.readers import JsonText
@@ -91,7 +91,7 @@ def _converted(
             chat = as_chat(row, columns)
             check_written(chat, template)
         except ValueError as problem:
-            raise ValueError(f"row {index + 1} of {source!r} has {problem}, or take the row out.") from problem
+            raise ValueError(f"row {index + 1} of {source!r} has {problem}, or remove the row.") from problem
         for message in [message for name in messages for message in chat[name]]:
             held = [key for key, value in message.items() if value not in ("", [])]
             known = (*_READ, *_WRITTEN, *_EXCLUSIONS)
@@ -113,7 +113,7 @@ def _converted(
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> None:
-    """Give a tokenizer the template that a person names: "chatml", or a file with a Jinja template; None keeps its own."""
+    """Set a tokenizer's template: "chatml", or a file with a Jinja template; None keeps the tokenizer's."""
     if named == "chatml":
         if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
             raise ValueError(
@@ -137,7 +137,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
 
 
 def check_written(chat: Mapping[str, Any], template: str) -> None:
-    """Raise a `ValueError` if a template does not name a variable or a key of a message that a chat has beside its texts."""
+    """Raise a `ValueError` if a chat has variables or keys of messages, other than text, that a template does not use."""
     variables = [*(["tools"] if chat.get("tools") else []), *(chat.get("chat_template_kwargs") or {})]
     messages = [message for column in ("messages", "prompt", "completion") for message in chat.get(column, ())]
     keys = [key for key in _WRITTEN if any(message.get(key) for message in messages)]
@@ -150,7 +150,7 @@ def check_written(chat: Mapping[str, Any], template: str) -> None:
 
 
 def reads_key(template: str, key: str) -> bool:
-    """Return whether a template reads a key of messages, which differs from text such as `<thinking>` and from a variable."""
+    """Return whether a template reads a key of messages, as opposed to text such as `<thinking>` or a variable."""
     return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
 
 
@@ -159,7 +159,7 @@ def as_texts(row: Row) -> dict[str, str]:
     for column in _OF_CHATS:
         if row.get(column):
             raise ValueError(
-                f"{column!r}, which only chats have, beside a prompt. Make it a chat, leave the column out"
+                f"{column!r}, which only chats have, in addition to a prompt. Make it a chat, leave the column out"
             )
     texts = {column: _text(row, column) for column in ("prompt", "completion")}
     if not texts["completion"].strip():
@@ -168,7 +168,7 @@ def as_texts(row: Row) -> dict[str, str]:
 
 
 def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return lists of messages, with `tools` and `chat_template_kwargs` where the row has them, or refuse what would be lost."""
+    """Return lists of messages, with `tools` and `chat_template_kwargs` if the row has them, or refuse content that would be lost."""
     if columns[0] == "instruction":
         chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
     else:
@@ -192,7 +192,7 @@ def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
-    """Return an instruction, followed by its context if there is any, and its answer, behind the turns of `history`."""
+    """Return the turns of `history`, then an instruction, followed by its context if there is any, and its answer."""
     turns = row.get("history") or []
     if not isinstance(turns, list) or not all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
@@ -210,7 +210,7 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the names of TRL, parsed calls and no keys that are null, as if it had none."""
+    """Return a message with the names of TRL, parsed calls and without keys that are null."""
     message = {key: value for key, value in message.items() if value is not None}
     for name, key in (("from", "role"), ("value", "content")):
         if name in message and key not in message:
@@ -223,14 +223,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     for key in _EXCLUSIONS:
         if message.get(key, 1) != 1:
             raise ValueError(
-                f"a message with {key}: {message[key]}, which the loss would not follow; TRL learns every answer alike. End the chat "
+                f"a message with {key}: {message[key]}, which the loss would ignore; TRL weights all answers equally. End the chat "
                 "before the message"
             )
     reasoning = [key for key in _REASONING if message.get(key)]
     for key in reasoning[1:]:
         if message[key] != message[reasoning[0]]:
             raise ValueError(
-                f"{key!r} and {reasoning[0]!r} with another text; a template reads one of them. Leave one out"
+                f"{key!r} and {reasoning[0]!r} with different texts; a template reads one of them. Leave one out"
             )
     if calls:
         if role != "assistant":
@@ -247,7 +247,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a call of a tool, with arguments parsed where they are JSON text, which some templates would encode again."""
+    """Return a call of a tool, with JSON text of arguments parsed, since some templates would encode it again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
@@ -265,7 +265,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _parsed(value: Any, kind: type, name: str) -> Any:
-    """Return a list or an object, parsed where it is JSON text."""
+    """Return a list or an object, parsed if it is JSON text."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""One run of supervised fine-tuning: TRL makes tokens and labels of chats, cuts and packs them; the rest is a run as any other."""
+"""One run of supervised fine-tuning: TRL tokenizes, truncates and packs chats; the rest is a run like any other."""
 
 import copy
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def finetune(arguments: SftArguments) -> TrainResult:
     """Fine-tune a model on chats, or on prompts and their completions.
 
-    Prints what trains, and writes the same files and log events to `arguments.output_dir` as `run_training`.
+    Prints what is trained, and writes the same files and log events to `arguments.output_dir` as `run_training`.
 
     Args:
         arguments: The arguments of the run.
@@ -44,7 +44,7 @@ def finetune(arguments: SftArguments) -> TrainResult:
 def read_chat_texts(
     arguments: SftArguments, config: PreTrainedConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> RunTexts:
-    """Return chats as messages, which TRL makes tokens of, and held-out texts as packed sequences."""
+    """Return chats as messages, which TRL tokenizes, and held-out texts as packed sequences."""
     length: Any = arguments.max_length
     chats = read_chats(arguments, tokenizer)
     if arguments.completion_only_loss and "completion" not in chats.column_names:
@@ -58,18 +58,18 @@ def read_chat_texts(
 
     return RunTexts(
         chats, read_held_out(arguments, "text", length, pack), ""
-    )  # what is read of them, the Trainer knows
+    )  # the Trainer knows how much of them is read
 
 
 def make_sft_trainer(
     model: Any, arguments: SftArguments, tokenizer: "PreTrainedTokenizerBase", texts: RunTexts
 ) -> SftTrainer:
-    """Return TRL's Trainer on chats, of which those without an answer to learn from are left out."""
+    """Return TRL's Trainer on chats, leaving out those without an answer to learn from."""
     _check_banks(model, arguments)
     chats, source = texts.train, arguments.dataset_name
     columns = chats.column_names
     is_chat = "messages" in columns or isinstance(chats[0]["prompt"], list)
-    options = copy.copy(arguments)  # TRL has other words for what the arguments say, which are recorded
+    options = copy.copy(arguments)  # TRL has other names for some arguments, which are recorded
     options.chat_template_path = None  # the tokenizer has it already
     options.assistant_only_loss = arguments.assistant_only_loss and is_chat
     if arguments.completion_only_loss is None:
@@ -79,7 +79,7 @@ def make_sft_trainer(
         options,
         train_dataset=chats,
         eval_dataset=texts.eval_dataset,
-        processing_class=open_ended(tokenizer),  # TRL puts the end token behind completions
+        processing_class=open_ended(tokenizer),  # TRL appends the end token to completions
     )
     if options.assistant_only_loss:
         _stop_behind_answers(model, tokenizer, trainer.first_labels)
@@ -95,7 +95,7 @@ def make_sft_trainer(
     left_out = (len(prepared) if arguments.packing else len(chats)) - len(sequences)
     if left_out:
         unit = "packed sequences" if arguments.packing else "rows"
-        print_note(f"{left_out:,} {unit} are left out: no answer in the part of them that is kept")
+        print_note(f"{left_out:,} {unit} are left out: no answer in the part that is kept")
     tokens = sum(map(len, sequences["input_ids"]))
     labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
     if arguments.process_index == 0:
@@ -107,18 +107,18 @@ def make_sft_trainer(
 
 
 def _check_banks(model: Any, arguments: SftArguments) -> None:
-    """Say what chats read of a model's bank, and refuse to train blocks alone, which chats do not fetch."""
+    """Print what chats read from a model's bank, and refuse to train only blocks, which chats do not fetch."""
     banks: dict[str, Any] = block_layouts(model.config.memories()) if isinstance(model.config, MemoryConfig) else {}
     if not banks:
         return
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
     if not reads_generic and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"nothing trains: trainable is {arguments.trainable!r}, which is the bank's blocks alone, and chats fetch none "
+            f"nothing is trained: trainable is {arguments.trainable!r}, which is only the bank's blocks, and chats fetch none "
             "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
         )
     if arguments.process_index == 0:
-        read = "read the generic memory alone" if reads_generic else "fetch no blocks from the model's bank"
+        read = "read only the generic memory" if reads_generic else "fetch no blocks from the model's bank"
         print(
             f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is "
             "measured"
@@ -126,15 +126,15 @@ def _check_banks(model: Any, arguments: SftArguments) -> None:
 
 
 def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
-    """Return whether a sequence of texts of some lengths, or of one, has a token with a loss; nothing predicts a text's first."""
+    """Return whether a sequence of one or several texts has a token with a loss; the first token of a text is not predicted."""
     learned = np.asarray(labels) != IGNORED_LABEL
     learned[np.cumsum([0, *lengths[:-1]])[: len(learned)]] = False
     return bool(learned.any())
 
 
 def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
-    """Let generation stop at the special token that ends answers, of which some are given uncut; say so if text ends them."""
-    # Some templates also mark the line break behind the token that ends an answer.
+    """Make generation stop at the special token that ends answers, found in some whole answers; warn if they end in text."""
+    # Some templates also mark the line break after the token that ends an answer.
     last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
     added = tokenizer.added_tokens_decoder
     if last not in tokenizer.all_special_ids and not (last in added and added[last].special):

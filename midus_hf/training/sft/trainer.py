@@ -1,4 +1,4 @@
-"""TRL's trainer on chats, which are checked when they are tokens with labels and before they are cut."""
+"""TRL's trainer on chats, which are checked after tokenization and before truncation."""
 
 import copy
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class SftTrainer(MemoryTrainerMixin, SFTTrainer):
         self.processing_class = None
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
-        """Return tokens and labels as TRL makes them, of chats in two steps: checks need chats whole, before they are cut."""
+        """Return tokens and labels as TRL makes them, for chats in two steps, since checks need them before truncation."""
         if "input_ids" in dataset.column_names:  # a held-out text
             return super()._prepare_dataset(dataset, processing_class, args, packing, *others)
         whole = copy.copy(args)
@@ -33,10 +33,10 @@ class SftTrainer(MemoryTrainerMixin, SFTTrainer):
         try:
             encoded = super()._prepare_dataset(dataset, processing_class, whole, False, *others)
         except (TemplateError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
-            # A template is a program that computes with the chat, and can fail in any of these ways.
+            # A template is a program that runs on the chat, and can fail in any of these ways.
             _refuse_row(dataset, processing_class, self.chat_template, args)
             raise ValueError(
-                f"dataset_name is {args.dataset_name!r}, of which TRL refuses a row: {first_line(error)}"
+                f"dataset_name is {args.dataset_name!r}, and TRL refuses a row of it: {first_line(error)}"
             ) from error
         self.first_labels = _check_encoded(encoded, processing_class, args)
         encoded = encoded.select_columns(["input_ids", "labels"])
@@ -46,7 +46,7 @@ class SftTrainer(MemoryTrainerMixin, SFTTrainer):
         return Trainer.compute_loss(self, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no card, since the run extends the card of its model."""
+        """Write no card, since the run extends the card of the model."""
 
 
 def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None, arguments: Any) -> None:
@@ -66,13 +66,13 @@ def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: st
 
 
 def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments: Any) -> list[int]:
-    """Say how many rows, not cut yet, are longer than what is kept of them; return the labels of the first row that has some."""
+    """Print how many rows will be truncated; return the labels of the first row that has some."""
     source, limit = arguments.dataset_name, arguments.max_length
     long = sum(len(ids) > limit for ids in encoded["input_ids"])
     if long:
         kept = f"keep their {'first' if arguments.truncation_mode == 'keep_start' else 'last'} tokens"
         if arguments.packing and arguments.packing_strategy != "bfd":
-            kept = "go on in another sequence, which does not see their beginning"
+            kept = "continue in another sequence, which does not see their beginning"
         print_note(f"{long:,} of {len(encoded):,} rows are longer than max_length, {limit:,} tokens, and {kept}")
     for number, row in enumerate(encoded, start=1):
         answers = row.get("messages") or row["completion"]
@@ -80,12 +80,12 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
             break
         calls = [call for message in answers for call in message.get("tool_calls") or ()]
         learned = tokenizer.decode(_learned(row["labels"])) if calls else ""
-        for call in calls:  # templates may write those of the last turn alone, or outside of their marks of answers
+        for call in calls:  # templates may write only those of the last turn, or outside of their markers of answers
             name = call.get("function", call)["name"]
             if name not in learned:
                 raise ValueError(
                     f"row {number} of {source!r} has a call of {name!r}, which the chat template does not write into an answer. Set "
-                    "chat_template_path to one that does, or take the row out."
+                    "chat_template_path to one that does, or remove the row."
                 )
     return next(filter(None, map(_learned, encoded["labels"])), [])
 

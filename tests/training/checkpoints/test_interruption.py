@@ -30,7 +30,7 @@ if rank in ("all", os.environ["RANK"]):
     register_optimizer_step_pre_hook(interrupt)
 {MIDUS}
 """
-HINT = "Stopping after this step, with a checkpoint; once more stops at once."
+HINT = "Stopping after this step, with a checkpoint; interrupt again to stop at once."
 
 
 def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(config_for, tmp_path):
@@ -42,7 +42,7 @@ def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(
     stopped = interrupted(run, 7, signal.SIGTERM)
     assert not [step for step in measured if step >= 7]
     saved = tmp_path / "parts" / "checkpoint-7"
-    assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true goes on from {saved}"
+    assert str(stopped) == f"interrupted after step 7; --resume_from_checkpoint true continues from {saved}"
     assert stopped.signal_number == signal.SIGTERM
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
     run_training(config_for("parts", resume_from_checkpoint=True, **options))
@@ -67,7 +67,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     monkeypatch.setattr(MemoryTrainer, "train", signalled)
     assert main(words) == status
     saved, err = last_checkpoint(tmp_path / "out"), capfd.readouterr().err
-    line = f"midus train: interrupted after step 3; --resume_from_checkpoint true goes on from {saved}"
+    line = f"midus train: interrupted after step 3; --resume_from_checkpoint true continues from {saved}"
     assert saved.name == "checkpoint-3" and err.splitlines()[-1] == line
     assert HINT in err and "Traceback" not in err
 
@@ -98,5 +98,5 @@ def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp
     assert run.returncode == 130 and run.stderr.count(HINT) == hints
     saved = tmp_path / "out" / "checkpoint-3"
     assert last_checkpoint(tmp_path / "out") == saved
-    assert run.stderr.count(f"interrupted after step 3; --resume_from_checkpoint true goes on from {saved}") == 1
+    assert run.stderr.count(f"interrupted after step 3; --resume_from_checkpoint true continues from {saved}") == 1
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -61,7 +61,7 @@ DAMAGES = {
     **{f"cut-{name}": (cut, name, "{} has ") for name in (WEIGHTS, "optimizer.pt", "trainer_state.json")},
     "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
     "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
-    "unfinished": (Path.unlink, "manifest.json", "it was not written to its end"),
+    "unfinished": (Path.unlink, "manifest.json", "it was not completely written"),
     **{
         f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
         for number, text in enumerate(("", "{}", "[]", "{" * 100_000, "[" * 100_000, "null", *ENTRIES))
@@ -76,7 +76,7 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, output
     damage(output / "checkpoint-4" / file)
     assert latest_whole(output) == output / "checkpoint-2"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"checkpoint-4 is passed over: {reason.format(file)}")
+    assert line.startswith(f"checkpoint-4 is skipped: {reason.format(file)}")
 
 
 def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resumed, output, whole, capsys):
@@ -86,7 +86,7 @@ def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resume
     card = (output / "README.md").read_text()
     assert card.replace("resume_from_checkpoint: auto\n", "") == (whole / "README.md").read_text()
     assert card.count("## Trained with") == 1 and "\n| 6 | 192 | " in card
-    assert printed.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in printed.out
+    assert printed.err.count("is skipped") == 1 and f"resuming from {output / 'checkpoint-2'}\n" in printed.out
     assert exact_log(output) == exact_log(whole) and moved(output, whole) == set()
     for step in (4, 6):
         assert_same_checkpoint(output / f"checkpoint-{step}", whole / f"checkpoint-{step}")
@@ -99,8 +99,8 @@ def test_all_that_are_passed_over_stand_in_one_line(output, capsys):
     flip(output / "checkpoint-4" / "optimizer.pt")
     assert latest_whole(output) == output / "checkpoint-2"
     assert capsys.readouterr().err == (
-        "checkpoint-5 is passed over: rng_state.pth is missing; "
-        "checkpoint-4 is passed over: optimizer.pt does not have the contents that were written\n"
+        "checkpoint-5 is skipped: rng_state.pth is missing; "
+        "checkpoint-4 is skipped: optimizer.pt does not have the contents that were written\n"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
     (output / "checkpoint-2" / "manifest.json").unlink()
     (output / "checkpoint-2" / "left.bin").touch()
     with refused(
-        "resume_from_checkpoint is true, but '.*out' holds no whole checkpoint; start the run again in another"
+        "resume_from_checkpoint is true, but '.*out' has no whole checkpoint; start the run again in another"
     ):
         PreparedRun(resumed(resume_from_checkpoint=True))
     for path in output.iterdir():
@@ -133,11 +133,11 @@ def test_a_run_that_died_in_its_first_checkpoint_starts_again(resumed, output, w
         ({"per_device_train_batch_size": 4}, r"a step of the run to resume takes 2 sequences, and one of this run 4; set gradient"),
         (
             {"resume_from_checkpoint": "checkpoint-4"},
-            r"resume_from_checkpoint is '.*checkpoint-4', which is no whole checkpoint \(it was not written to its end\); expected a "
-            r"folder checkpoint-N with all that a run wrote there\. Name another one, or set "
-            r"resume_from_checkpoint: true for the latest that is whole\.",
+            r"resume_from_checkpoint is '.*checkpoint-4', which is not a whole checkpoint \(it was not completely written\); "
+            r"expected a folder checkpoint-N with all files that a run wrote\. Choose another one, or set "
+            r"resume_from_checkpoint: true for the latest whole one\.",
         ),
-        ({"resume_from_checkpoint": "checkpoint-9"}, r"no whole checkpoint \(it does not exist\)"),
+        ({"resume_from_checkpoint": "checkpoint-9"}, r"not a whole checkpoint \(it does not exist\)"),
         (
             {"resume_from_checkpoint": False},
             r"output_dir is '.*out', which holds README.md, checkpoint-2, .*; choose another folder, remove it, or",
@@ -158,7 +158,7 @@ def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed
             shutil, "rmtree", Mock(side_effect=KeyboardInterrupt)
         )  # which nothing catches, as little as SIGKILL
         remove_checkpoint(output / "checkpoint-4")
-    assert damage_of(output / "checkpoint-4") == "it was not written to its end"
+    assert damage_of(output / "checkpoint-4") == "it was not completely written"
 
 
 def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeypatch):
@@ -196,7 +196,7 @@ def test_a_full_disk_ends_a_run_in_words_and_leaves_no_part_of_a_checkpoint(case
     monkeypatch.setattr("shutil.disk_usage", lambda folder: Mock(free=1000))
     where = output if case == "log" else output / "checkpoint-6"
     needed = "" if case == "log" else r"it needs about [\d.]+ MB, and "
-    goes_on = rf"Make room there, and --resume_from_checkpoint true goes on from {output}/checkpoint-4\."
+    goes_on = rf"Free some space there, and --resume_from_checkpoint true continues from {output}/checkpoint-4\."
     facts = rf"{where} could not be written: No space left on device \({needed}{where} has 0\.0 MB free.*\)\. "
     if case != "log":
         facts = facts.replace(f"{needed}{where}", f"{needed}{output}")
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_the_model_alone_is_not_gone_on_from(config_for, output,
         lambda noted: noted or SIGTERM * (noted is not False and run.trainer.state.global_step == 3),
     )
     with pytest.raises(
-        RunInterrupted, match=r"checkpoint-3 has what trained alone, by save_only_model, and no run can"
+        RunInterrupted, match=r"checkpoint-3 has only the trained parameters, by save_only_model, and no run can"
     ):
         run.execute()
     for resume in (True, "auto", str(output.parent / "alone" / "checkpoint-2")):
@@ -263,7 +263,7 @@ def test_a_run_that_is_over_completes_a_killed_publication_in_no_further_step(re
             for more in ({}, {"resume_from_checkpoint": "auto"})
         ),
         ({"output": "file"}, "output_dir is '.*file', a file; expected a folder"),
-        ({"output": "file/out"}, "but '.*file' is no folder to write in; choose another"),
+        ({"output": "file/out"}, "but '.*file' is not a folder to write in; choose another"),
         ({"output": "texts", "corpus": "texts/000.txt"}, "which holds the corpus '.*000.txt'; choose another folder"),
         ({"output": "texts/out"}, "which lies in the corpus '.*texts'; choose another folder"),
         ({"output": "deep/out", "sequence_length": 128}, "the corpus|sequence"),

@@ -256,7 +256,7 @@ def test_models_are_loaded_whole_and_what_transformers_was_told_stays(zero_three
 def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
     assert main([*words, "--adapters={r: 2}"]) == 2
     assert (
-        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
+        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole models. "
         "Start the run with configs/accelerate/ddp.yaml." in capsys.readouterr().err
     )
 
@@ -274,13 +274,13 @@ ROUNDED = (
     r"DeepSpeed casts a whole model to {0}: 0\.weight, which is frozen in float32, would be rounded; expected fp32, or a "
     r"model in {0}\. Start it with configs/accelerate/fsdp2\.yaml\."
 )
-IN_PLACE = "which would stand in place of the run's own groups and rates"
+IN_PLACE = "which would replace the run's groups and rates"
 REFUSED_BY_DEEPSPEED = [
     *(
         (False, {section: {"type": "AdamW"}}, f"{OF_FILE} has a section '{section}', {IN_PLACE}")
         for section in ("optimizer", "scheduler")
     ),
-    (True, {}, "bf16 is asked for, and " + ROUNDED.format("bfloat16")),
+    (True, {}, "bf16 is set, and " + ROUNDED.format("bfloat16")),
     # accelerate leaves what the file says as it is.
     *(
         (False, {key: {"enabled": True}}, f"{OF_FILE} asks for {dtype}, and " + ROUNDED.format(dtype))

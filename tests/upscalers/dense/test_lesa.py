@@ -100,9 +100,7 @@ def test_a_matrix_that_is_zero_in_some_layers_is_learnt_from_and_in_all_refused_
     made, rows = predicted(layers, tmp_path, {3: (2, 3), 4: (3, 4)})
     assert all(matrix.isfinite().all() and matrix.any() for matrix in made.values())
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if not isinstance(value, str))
-    message = (
-        "model.layers.0.self_attn.q_proj.weight and its like are zero in every layer; lesa has nothing to learn from"
-    )
+    message = "model.layers.0.self_attn.q_proj.weight and its counterparts are zero in every layer; lesa has nothing to learn from"
     with pytest.raises(RequestError, match=message):
         predicted([torch.zeros(SIZE, SIZE)] * 4, tmp_path, {2: (1, 2)})
 
@@ -222,7 +220,7 @@ WARNED = {
         ["norm_weight=0"],
         "norm_ratio",
         0.5,
-        r"predictions collapsed: their norm is below 0\.5 of their neighbours' \(.+\); they do little at the start\. "
+        r"predictions collapsed: norms below 0\.5 of their neighbours' \(.+\); they have little effect at the start\. "
         r"More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction\.",
     ),
     "noise of full norm": (
@@ -262,7 +260,7 @@ def test_directions_under_the_guard_are_counted_in_a_warning(tmp_path, command):
         elif "gate_proj" in name:
             tensor[40:43] = tensor[:3]
     write_tensors(base, tensors)
-    guarded = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
+    guarded = "the base's layers do not span all directions: query 5, gate 3 singular values are below the threshold and left out."
     done = command("--base", base, "--no-verify", *request("norm_weight=1", "epochs=3"), "--output", tmp_path / "out")
     assert done.status == 0 and f"upscale: warning: {guarded}" in done.err.splitlines()
 

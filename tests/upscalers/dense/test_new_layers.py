@@ -177,14 +177,14 @@ def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
     progress = Recorder()
     base = save_base(tmp_path / "base", family, **changes)
     upscale(base=base, method=method, options=SMALL.get(method, {}), progress=progress, dry_run=True)
-    warned = [warning for warning in progress.warnings if "attend otherwise" in warning]
+    warned = [warning for warning in progress.warnings if "another attention type" in warning]
     assert len(warned) == (moved is not None)
     if moved:
         model_type = {"gemma3": "gemma3_text"}.get(family, family)
         assert warned[0] == (
-            f"{moved} layers attend otherwise than {model_type} implies by their index. transformers reads "
-            "layer_types and is right; runtimes that go by the index, such as llama.cpp, compute another function. Write the "
-            "types into their file, as docs/serve.md says."
+            f"{moved} layers have another attention type than {model_type} implies by their index. transformers reads "
+            "layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different function. Write the "
+            "types into their file (see docs/serve.md)."
         )
 
 

@@ -167,8 +167,8 @@ SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
 COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
 
 WEAK = (
-    r"matched rows keep little of their norm \(.*\): they have no counterparts, so that what is fused is near half the next "
-    r"layer's\. solver=hungarian keeps it\."
+    r"matched rows keep little of their norm \(.*\): they have no counterparts, so that the result is close to half the next "
+    r"layer's\. solver=hungarian keeps the norm\."
 )
 
 LATE = (

@@ -184,7 +184,7 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
     told = [line for line in done.out.splitlines()[1:] if "centroids" in line]
     assert told == [
         *[f"deleted the centroids of {names[0]} and all below: no text is assigned to them"] * bool(gone),
-        *[f"kept the centroids of {names[1]}, by which texts find other blocks"] * bool(kept),
+        *[f"kept the centroids of {names[1]}, which lead texts to other blocks"] * bool(kept),
     ]
     before, after = (ClusterTree.load(folder) for folder in (with_trees / model, tmp_path / "out"))
     below = {(2, 3 * node + digit) for level, node in gone if level == 1 for digit in range(3)} | {*gone}
@@ -216,35 +216,35 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
 _KEEPS = {
     "all of a topic": (
         {"trainable": "new"}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
-        "other weights: its run trained blocks alone; upscale strip proves whether they are the base's, byte for byte",
+        "other weights: its run trained only blocks; upscale strip proves whether they are the base's, byte for byte",
     ),
     "the generic memory": (
         {}, ["--node", "1:2", "--subtree"],
-        "also taught by its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree; a run with "
-        "--generic_share 0 teaches it nothing",
-        "other weights: its run trained blocks alone; upscale strip proves",
+        "also trained on its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree; a run with "
+        "--generic_share 0 does not train it",
+        "other weights: its run trained only blocks; upscale strip proves",
     ),
     "below": (
         None, ["--node", "1:2", "--node", "2:generic"],
-        "also taught by its texts, and kept: blocks below it, 2:7; to delete: --subtree",
+        "also trained on its texts, and kept: blocks below it, 2:7; to delete: --subtree",
         "other weights: no run is recorded there; upscale strip proves",
     ),
     "above": (
         {"trainable": "all"}, ["--node", "2:7", "--node", "2:generic"],
-        "also taught by its texts, and kept: blocks above it, 1:2; to delete: name them by --node too",
-        "also taught by its texts, and kept: other weights, which the run trained; nothing proves that they forgot",
+        "also trained on its texts, and kept: blocks above it, 1:2; to delete: pass them to --node as well",
+        "also trained on its texts, and kept: other weights, which the run trained; there is no proof that they forgot",
     ),
     "adapters": (
         {"adapters": {"r": 2}}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
-        "also taught by its texts, and kept: other weights, which the run trained; nothing",
+        "also trained on its texts, and kept: other weights, which the run trained; nothing",
     ),
     "other banks": (
         {}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],
-        "also taught by its texts, and kept: the topic's own blocks in other banks, 1:0, 2:1; to delete: leave out --memory",
-        "also taught by its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic",
-        "other weights: its run trained blocks alone; upscale strip proves",
+        "also trained on its texts, and kept: the topic's own blocks in other banks, 1:0, 2:1; to delete: leave out --memory",
+        "also trained on its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic",
+        "other weights: its run trained only blocks; upscale strip proves",
     ),
-    "no topic": ({}, ["--node", "2:generic"], "other weights: its run trained blocks alone; upscale strip proves"),
+    "no topic": ({}, ["--node", "2:generic"], "other weights: its run trained only blocks; upscale strip proves"),
 }  # fmt: skip
 
 
@@ -322,10 +322,10 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
 
 NO_MEMORY = "has no memory 'moc' that fetches blocks; expected a checkpoint with one. Its are: hier-ffn."
 REFUSED = [
-    ("one", [], "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both."),
+    ("one", [], "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)."),
     ("one", ["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
     ("one", ["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
-    ("one", ["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
+    ("one", ["--node", "1:3"], "node '1:3' does not exist; expected 0 to 2, or generic."),
     ("one", ["--node", "1:0", "--memory", "moc"], NO_MEMORY),
     ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
     ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
@@ -339,7 +339,7 @@ def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, wor
 
 
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
-    with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
+    with pytest.raises(RequestError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")
     assert done.status == 2 and "has no memory that fetches blocks" in done.err

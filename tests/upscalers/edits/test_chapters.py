@@ -216,7 +216,7 @@ def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(
     model = save_chapters(tmp_path / "model", names=TWO)
     words = ("prune", model, "--chapters", "4", "--memory", memory, "--output", tmp_path / "out")
     done = chapters(*words)
-    of_base = "midus edit: warning: some of what is edited belongs to the base of this upscaling"
+    of_base = "midus edit: warning: some of the edited tensors belong to the base of this upscaling"
     assert done.status == 0 and done.err.startswith(of_base) == (memory == "chapters")
     record = config_of(tmp_path / "out")["upscale"]
     assert [entry["chapters"] for entry in record["base_config"]["memory"]] == kept

@@ -1,4 +1,4 @@
-"""Banks of blocks: parameters in files beside a checkpoint, of which each text fetches a few."""
+"""Banks of blocks: parameters in files next to a checkpoint, of which each text fetches a few."""
 
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 

@@ -8,7 +8,7 @@ import torch
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.blocks import BankLayout
 
-# The number that stands for the generic memory at every level of a path.
+# The number of the generic memory at every level of a path.
 GENERIC = -1
 
 
@@ -24,7 +24,7 @@ class BlockReader(ABC):
 
     @abstractmethod
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block (level from 1, node, -1 for the generic memory), `[numel]`, on the CPU; not to be changed."""
+        """Return the record of a block (level from 1, node, -1 for the generic memory), `[numel]`, on the CPU; do not modify it."""
 
     def changed(self) -> None:
         """Forget the latest fetch because a block has changed."""

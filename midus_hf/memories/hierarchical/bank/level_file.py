@@ -24,7 +24,7 @@ class BankError(ValueError):
 
 
 class MappedLevel:
-    """The rows of a level's file, mapped into memory: what is read is cached, and shared by processes, as pages of the file."""
+    """The rows of a level's file, mapped into memory: pages that are read are cached, and shared by processes."""
 
     def __init__(self, path: Path, rows: int, numel: int):
         self.path = path
@@ -35,7 +35,7 @@ class MappedLevel:
             raise BankError(
                 f"bank file {path} cannot be read ({error}); expected a whole file of a bank. Copy the bank again."
             ) from None
-        # A save that a kill interrupted may have left more rows than the description says yet.
+        # A save that was killed may have left more rows than the description has.
         if self.blocks.dim() != 2 or self.blocks.shape[1] != numel or not rows <= len(self.blocks) == len(self.marks):
             raise BankError(
                 f"bank file {path} has blocks of shape {list(self.blocks.shape)}; expected {[rows, numel]}. It belongs to "
@@ -62,7 +62,7 @@ class MappedLevel:
 
 
 def file_head(tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return what stands in front of the bytes of tensors in a safetensors file: whole pages, so that the tensors begin with one."""
+    """Return the bytes before the tensors in a safetensors file: whole pages, so that the tensors begin at a page."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _PAGE)
     return struct.pack("<Q", len(text)) + text
@@ -76,7 +76,7 @@ def write_level(
     records: Mapping[int, Callable[[], torch.Tensor]],
     deleted: Collection[int] = (),
 ) -> None:
-    """Write the file of a level, which appears whole or not at all. Rows that are not written are holes: zeros without room."""
+    """Write the file of a level atomically. Rows that are not written are holes: zeros that take no space."""
     row_bytes, end = numel * dtype.itemsize, rows * numel * dtype.itemsize
     header = {
         "blocks": {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [rows, numel], "data_offsets": [0, end]},

@@ -1,4 +1,4 @@
-"""A bank of blocks that is read: one mapped file per level, of which a fetch takes rows."""
+"""A bank of blocks for reading: one mapped file per level, of which a fetch takes rows."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ DESCRIPTION_FORMAT = 4
 
 
 class MappedBank(BlockReader):
-    """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch."""
+    """Bank of a memory's blocks, for reading. The system caches pages of its files; only the last fetch is kept in addition."""
 
     def __init__(self, folder: str | os.PathLike, layout: BankLayout):
         self.folder = Path(folder)
@@ -40,12 +40,12 @@ class MappedBank(BlockReader):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process opens the same bank, for reading."""
+        """Return how to open the same bank for reading in another process."""
         return MappedBank, (self.folder.absolute(), self.layout)
 
     def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
-        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do."""
-        # A tree as large as the bank's that the bank's came from has topics that were deleted since, and brings them back.
+        """Allow paths to name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks."""
+        # A tree as large as the bank's, from which the bank's was made, has topics that were deleted since, and restores them.
         is_earlier = tree in self.description["grown_from"] and roots != self.layout.blocks.nodes(1)
         if tree not in (None, self.description["tree"]) and not is_earlier:
             self.description |= {"tree": tree, "grown_from": list(grown_from)}

@@ -1,4 +1,4 @@
-"""A bank of memory blocks in files beside a checkpoint, which can be created, copied, and saved with other blocks."""
+"""A bank of memory blocks in files next to a checkpoint, which can be created, copied, and saved with changed blocks."""
 
 import json
 import os
@@ -22,10 +22,10 @@ Records = Mapping[BlockKey, Callable[[], torch.Tensor]]
 
 
 class MemoryBank(MappedBank):
-    """Bank of a memory's blocks, one mapped file per level. To change blocks is to save the bank, which writes whole files."""
+    """Bank of a memory's blocks, one mapped file per level. Blocks are changed by saving the bank, which writes whole files."""
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
-        """Write the record of a block, `[numel]`, into the bank's own files."""
+        """Write the record of a block, `[numel]`, into the bank's files."""
         self.save(self.folder, {(level, index): lambda: record})
 
     def written(self, level: int) -> list[int]:
@@ -51,7 +51,7 @@ class MemoryBank(MappedBank):
     ) -> None:
         """Write the bank into a folder. Blocks that were never written, or were deleted, are holes there.
 
-        In the bank's own folder, files of levels without a change stay as they are.
+        In the folder of this bank, files of levels without a change are kept.
 
         Args:
             folder: Folder of the copy, which is created if missing.
@@ -60,8 +60,8 @@ class MemoryBank(MappedBank):
             tree: Fingerprint of the tree whose paths trained `trained`. Default: the tree of this bank.
             tree_folder: Folder with the files of that tree, which are copied along. Default: this bank's folder, which
                 may have none.
-            deleted: Level and node of further blocks to delete, in another folder than this bank's, whose files then never
-                have their bytes. Default: none; blocks deleted in this bank stay deleted.
+            deleted: Level and node of further blocks to delete, only in another folder than this bank's, whose files then never
+                contain their bytes. Default: none; blocks deleted in this bank stay deleted.
         """
         folder, trained = Path(folder), trained or {}
         is_own = folder.exists() and folder.samefile(self.folder)
@@ -106,7 +106,7 @@ class MemoryBank(MappedBank):
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
-    """Create a bank of unwritten blocks, which start by the seed. The bank takes a few pages of disk, and a byte per block."""
+    """Create a bank of unwritten blocks, drawn from the seed. The bank takes a few pages on disk, and a byte per block."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:

@@ -38,7 +38,7 @@ class Banks:
         return bool(self.opened)
 
     def open(self, folder: str | os.PathLike) -> None:
-        """Open the banks that lie beside a checkpoint."""
+        """Open the banks in a checkpoint's folder."""
         self.opened = {
             name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout) for name, layout in self.layouts.items()
         }
@@ -54,7 +54,7 @@ class Banks:
         return self.opened[name]
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write the open banks beside a checkpoint in another folder."""
+        """Write the open banks into the folder of another checkpoint."""
         for name, bank in self.opened.items():
             bank.save(Path(folder, BANKS_FOLDER, name))
 
@@ -84,7 +84,7 @@ def check_tree(
     roots: int | None = None,
     grown_from: Collection[str] = (),
 ) -> None:
-    """Refuse a tree, by its fingerprint, if an open bank was trained by another, unless one was grown from the other.
+    """Refuse a tree, by its fingerprint, if an open bank was trained with another, unless one was grown from the other.
 
     Paths may name the nodes of a tree that was grown from the bank's from then on.
     """

@@ -35,7 +35,7 @@ def adamw_update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Take a step of AdamW in place, for values with their moments; the step counts from 1, for the correction of the bias."""
+    """Take a step of AdamW in place, for values with their moments; the step counts from 1, for the bias correction."""
     mean.lerp_(gradient, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
     root = square.div(1 - betas[1] ** step).sqrt_().add_(eps)
@@ -43,7 +43,7 @@ def adamw_update(
 
 
 class TrainedBank(BlockReader):
-    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank."""
+    """The blocks of a bank in training. Blocks that training never fetched are read from the bank."""
 
     trains = True
 
@@ -61,9 +61,9 @@ class TrainedBank(BlockReader):
         self._states: dict[int, torch.Tensor] = {}
         self._files: dict[int, BinaryIO] = {}
         self._has_room: set[BlockKey] = set()
-        # Numbers of updates of blocks that were updated.
+        # Number of updates of each updated block.
         self._steps: dict[BlockKey, int] = {}
-        # Leaves that gather gradients, of the blocks that were fetched since the last step.
+        # Leaf tensors that accumulate gradients, for the blocks that were fetched since the last step.
         self._leaves: dict[BlockKey, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainedBank":
@@ -81,7 +81,7 @@ class TrainedBank(BlockReader):
         return self.bank.dtype
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; with gradients enabled, the block's float32 values, which gather gradients."""
+        """Return the record of a block; with gradients enabled, the block's float32 values, which accumulate gradients."""
         key = (level, index)
         if torch.is_grad_enabled():
             return self._leaf(key)
@@ -119,7 +119,7 @@ class TrainedBank(BlockReader):
         self._leaves.clear()
 
     def named_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what messages call a block that was updated, such as "block 5 of level 2", and its values, `[numel]`."""
+        """Yield the name of each updated block for messages, such as "block 5 of level 2", and its values, `[numel]`."""
         for level, index in self.touched():
             yield f"block {'generic' if index < 0 else index} of level {level}", self._values((level, index))
 
@@ -128,7 +128,7 @@ class TrainedBank(BlockReader):
         return sorted(self._steps)
 
     def digest(self) -> str:
-        """Return the SHA-256 of all blocks, as training has left them."""
+        """Return the SHA-256 of all blocks in their trained state."""
         digest = hashlib.sha256(self.bank.digest().encode())
         for name, values in self.named_values():
             digest.update(name.encode() + values.numpy().tobytes())

@@ -1,6 +1,6 @@
-"""Build the library of compiled ops from the C files of all ops, for wheels or, at first use, into a folder of the user.
+"""Build the library of compiled ops from the C files of all ops, for wheels or, on first use, into a folder of the user.
 
-`setup.py` runs this file alone, without PyTorch, so the file imports only Python's standard library.
+`setup.py` runs this file without PyTorch, so it imports only Python's standard library.
 """
 
 import hashlib
@@ -56,9 +56,9 @@ def is_off() -> bool:
 def built_library(variant: str) -> Path:
     """Return the path of the library for this machine, and build the library first if it is missing.
 
-    The file's name is a digest of all that the library depends on: sources, compiler, flags and machine. The file ends
-    with a digest of its code: a truncated file, on which the operating system's loader may crash, is detected and built
-    anew.
+    The file's name is a digest of everything that the library depends on: sources, compiler, flags and machine. The file ends
+    with a digest of its code: a truncated file, on which the operating system's loader may crash, is detected and
+    rebuilt.
 
     Args:
         variant: Instruction set, a key of `VARIANTS`.
@@ -120,7 +120,7 @@ def _folder() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf" / "native"
-    except RuntimeError:  # an account without a home
+    except RuntimeError:  # an account without a home folder
         raise NotBuilt(f"there is no home folder for it; set {CACHE_VARIABLE} to a folder") from None
 
 
@@ -138,7 +138,7 @@ def _compiler() -> list[str]:
 
 
 def _build_whole(library: Path, variant: str) -> None:
-    """Compile in a temporary folder beside the library and move the file into place, so that processes can build at the same time."""
+    """Compile in a temporary folder next to the library and move the file into place, so that several processes can build at once."""
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
         made = Path(folder) / "native.so"
         compile_library(made, variant)

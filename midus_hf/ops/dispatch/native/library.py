@@ -1,4 +1,4 @@
-"""The library of compiled bodies, loaded when it is first needed, and calls of its functions.
+"""The library of compiled ops, loaded when it is first needed, and calls of its functions.
 
 C's structures are packed field by field: filling a `ctypes.Structure` takes longer than the lookup of a decoding step.
 """
@@ -98,7 +98,7 @@ def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
-# Format code of the fields that C fills in its own copy: `struct tables` and the number of groups of heads.
+# Format code of the fields that C fills in a copy: `struct tables` and the number of groups of heads.
 _OWN = "32x"
 
 # `struct lookup` in `product_key/lookup.c`.
@@ -135,7 +135,7 @@ GATHERS_CALL = _structure(
 # hundreds of rows.
 _FEWEST_SHARED = 512
 
-# Status that C returns if a slot lies outside its table.
+# Status that C returns if a slot is outside its table.
 _OUTSIDE = 2
 
 
@@ -144,7 +144,7 @@ def run(name: str, call: bytes) -> None:
 
     Raises:
         MemoryError: If C cannot allocate its scratch memory.
-        IndexError: If a slot lies outside its table.
+        IndexError: If a slot is outside its table.
     """
     library: Any = _library
     status = getattr(library, name)(call)

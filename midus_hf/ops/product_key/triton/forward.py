@@ -1,4 +1,4 @@
-"""Selection of product keys in kernels, without holding the scores of all sub-keys in memory.
+"""Selection of product keys in kernels, without storing the scores of all sub-keys.
 
 Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
 or above k, d / 2 and v.
@@ -210,7 +210,7 @@ _tile = functools.cache(selection_tile)
 
 
 def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int) -> str | None:
-    """Return why these kernels refuse these sizes, and which they expect; None if they take them."""
+    """Return why these kernels do not support these sizes, and which they expect; None if they do."""
     if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
         return f"{n} sub-keys per side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
     tile = selection_tile(n, k, half, False, dtype == torch.float32)

@@ -26,7 +26,7 @@ from midus_hf.ops.dispatch.triton import (
 )
 
 # Most programs: they fill a GPU's multiprocessors several times. Each has separate sums for sub-keys, which are read
-# again.
+# back.
 _PROGRAMS = 1024
 
 
