@@ -9,7 +9,9 @@ from material.registry import MaterialError
 
 def main(arguments: list[str] | None = None) -> int:
     """Fetch what is named; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m material", description="Fetch models and data, and print their paths.")
+    parser = argparse.ArgumentParser(
+        prog="python -m material", description="Fetch models and data, and print their paths."
+    )
     parser.add_argument("names", nargs="+", choices=FETCH, metavar="NAME", help=", ".join(FETCH))
     for name in parser.parse_args(arguments).names:
         try:

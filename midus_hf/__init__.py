@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Types(dict):
-    """Config classes by type, beside the classes of transformers: a type with memory brings its classes when it is looked up."""
+    """Config classes by type, in addition to those of transformers: a type with memory adds its classes when it is looked up."""
 
     def __contains__(self, model_type: object) -> bool:
         self._bring(model_type)
@@ -51,7 +51,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TABLE:
             return None
-        # All other finders are called, not only Python's own, since other packages' import hooks are among them.
+        # All other finders are called, not only Python's, since other packages' import hooks are among them.
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:

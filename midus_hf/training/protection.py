@@ -204,10 +204,12 @@ def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> lis
     for name, entry in memories.attached.items():
         options = entry.options
         if isinstance(options, NgramOptions) and options.table == "exact" and options.addressing == "content":
-            own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if f"{TABLES}.{name}." in each}
-            if "ngrams" not in own:
+            of_memory = {
+                each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if f"{TABLES}.{name}." in each
+            }
+            if "ngrams" not in of_memory:
                 raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
-            tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
+            tables.append(NgramTable(name, options, of_memory["ngrams"], of_memory.get("token_numbers")))
     return tables
 
 
