@@ -20,7 +20,7 @@ _TABLE = "transformers.models.auto.configuration_auto"
 
 
 class _Types(dict):
-    """Config classes by type, beside the classes of transformers: a type with memory brings its classes when it is looked up."""
+    """Config classes by type, in addition to those of transformers: a type with memory adds its classes when it is looked up."""
 
     def __contains__(self, model_type: object) -> bool:
         self._bring(model_type)

@@ -21,7 +21,7 @@ _EXPECTED_SOURCES = {
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
-# Files of rows whose columns are told before a library is imported, and their largest size.
+# Files of rows whose columns are checked before a library is imported, and their largest size.
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _MOST_BYTES = 1 << 20
 _LONGEST_REASON = 400
@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has."""
+    """Check that a name is that of a saved model: a folder with a config, or an id that the Hub or its local cache has."""
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(key, name, path)
@@ -51,7 +51,7 @@ def saved_config(name: str) -> dict[str, Any]:
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them."""
+    """Check that the models, texts and trees that a recipe names exist, as far as possible without reading them."""
     for key, name in sorted(sources, key=lambda source: source[0] != "model_name_or_path"):
         if key == "model_name_or_path":
             check_model_name(key, name)

@@ -46,7 +46,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def open_ended(tokenizer: Any) -> Any:
-    """Return a tokenizer for texts that go on: the one given, or a copy of one that puts special tokens behind texts, without these.
+    """Return a tokenizer for texts to be continued: the one given, or a copy that does not append special tokens to texts.
 
     Raises:
         ValueError: If it is not a fast one, and they cannot be left out.
@@ -66,7 +66,7 @@ def open_ended(tokenizer: Any) -> Any:
 
 
 def _without_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a post-processor of tokenizers that puts nothing behind a text."""
+    """Return the state of a post-processor of tokenizers that appends nothing to a text."""
     if "processors" in state:
         return {**state, "processors": [*map(_without_end, state["processors"])]}
     if "single" in state:
@@ -80,7 +80,7 @@ def _without_end(state: dict[str, Any]) -> dict[str, Any]:
 
 def _slow_open_ended(tokenizer: Any) -> Any:
     framed = tokenizer.build_inputs_with_special_tokens
-    if framed([-1])[-1] == -1:  # stands for a text
+    if framed([-1])[-1] == -1:  # a text
         return tokenizer
     copied = copy.deepcopy(tokenizer)
     copied.add_eos_token = False
@@ -147,7 +147,7 @@ def check_whole(name: str, missing: list[str], label: str = "model") -> None:
 def load_for_reading(
     name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, in eval mode, and its tokenizer, without an end token behind texts. Bars are shown on terminals only."""
+    """Load a model, in eval mode, and its tokenizer, without an end token after texts. Bars are shown only on terminals."""
     check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"

@@ -4,8 +4,7 @@ Every environment installs the wheel or the sdist with the versions of `constrai
 runs the same steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare
 the base's bytes; where the extras are installed, train and evaluate as well. A wheel that was built without a C compiler is tried
 too: its native code is built at first use, or PyTorch computes instead. If all passed, the files are in `dist/`, with a list of the
-packages that
-the wheel was tried with (SBOM, CycloneDX), and the commands that sign and publish them are printed.
+packages that the wheel was tried with (SBOM, CycloneDX), and the commands that sign and publish them are printed.
 """
 
 import argparse

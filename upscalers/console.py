@@ -144,9 +144,9 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _say(
         "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts or tokens; "
-        "changed*: exact with --set identity=auto.\n'upscale methods NAME' says for which, and prints a method's options, their defaults "
-        "and the paper."
+        "changed*: exact with --set identity=auto."
     )
+    _say("'upscale methods NAME' says for which, and prints a method's options, their defaults and the paper.")
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:

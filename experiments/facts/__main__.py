@@ -6,8 +6,7 @@
 
 A line of JSON per model. `--in-front` also asks the base with the texts of the entries that a prompt names, by string match, before
 the prompt, and `--names-in-front` the models with only the names before it, as `midus ask` does. A model with packs gets the entries
-of the kind as its
-glossary, so that one serves all kinds. All answers are greedy. Numbers are right answers, and of how many:
+of the kind as its glossary, so that one serves all kinds. All answers are greedy. Numbers are right answers, and of how many:
 
     elements    118 atomic numbers in four wordings, behind an unrelated paragraph, in chats, and as the likeliest of four numbers;
                 other relations; lines that the model writes itself in lists, and the share of repeated 4-grams behind names

@@ -32,7 +32,7 @@ def _print_flops(report: dict[str, Any]) -> None:
     from midus_hf.look.page import TextTable
 
     passes = {"forward": report["forward"], "backward": report["backward"], "both": report["total"]}
-    width = len(f"{report['total']:,}")  # digits stand below digits
+    width = len(f"{report['total']:,}")  # digits are aligned
     rows = [
         [name, f"{count:{width},}", f"{count / report['forward']:.1%}"]
         for name, count in {**report["parts"], **passes}.items()

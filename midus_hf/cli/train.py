@@ -160,7 +160,7 @@ def _imported(path: str) -> Any:
 
 
 class GivenKeys(NamedTuple):
-    """Keys with values, of a recipe or of texts; and by key, the words behind each flag, and the flag as it was written."""
+    """Keys with values, from a recipe or for texts; and by key, the words after each flag, and the flag as it was written."""
 
     values: dict[str, Any]
     words: dict[str, list[str]]
@@ -282,11 +282,11 @@ def _short_run(command: str, keys: Mapping[str, Any], quiet: bool) -> dict[str, 
     chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if trains_new_parts(keys, recorded) else "all"]}
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
-    own = {key: f"{value:g}" for key, value in chosen.items() if key not in keys}
-    if command == "train" and "num_train_epochs" in own:
-        own["num_train_epochs"] += f" (more for fewer than {_LEAST_STEPS} steps)"
-    if own and not quiet:
-        print(f"for a short run: {', '.join(f'{key}={value}' for key, value in own.items())}", file=sys.stderr)
+    short_run = {key: f"{value:g}" for key, value in chosen.items() if key not in keys}
+    if command == "train" and "num_train_epochs" in short_run:
+        short_run["num_train_epochs"] += f" (more for fewer than {_LEAST_STEPS} steps)"
+    if short_run and not quiet:
+        print(f"for a short run: {', '.join(f'{key}={value}' for key, value in short_run.items())}", file=sys.stderr)
     return chosen
 
 

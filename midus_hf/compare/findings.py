@@ -155,18 +155,18 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
     """Return the findings about a variant; None if none of its runs with the first seed ended at a finite number."""
     comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
-    own = [result for result in results if result.variant == name]
-    searches = [result for result in own if result.seed == comparison.seeds[0]]
+    of_variant = [result for result in results if result.variant == name]
+    searches = [result for result in of_variant if result.seed == comparison.seeds[0]]
     chosen = chosen_rate(searches, list(comparison.validation))
     if chosen is None:
         return None
     rate = rate_name(chosen)
-    best = [result for result in own if rate_name(result.rate) == rate]
+    best = [result for result in of_variant if rate_name(result.rate) == rate]
     controls = [result for result in results if result.control_of == name and rate_name(result.rate) == rate]
     ends = {result.seed: mean_loss(result.losses, domain) for result in best if domain}
     learned = {result.seed: findings.falls(result, domain)[-1] for result in best if domain}
     forgotten = {result.seed: -findings.falls(result, retention)[-1] for result in best if retention}
-    rates = list(dict.fromkeys(rate_name(result.rate) for result in own))
+    rates = list(dict.fromkeys(rate_name(result.rate) for result in of_variant))
     losses: dict[str, dict[int, float]] = {}
     for result in controls if domain else ():
         losses.setdefault(str(result.control), {})[result.seed] = mean_loss(result.losses, domain)
@@ -191,11 +191,11 @@ def cautions(findings: Findings) -> list[str]:
     sizes = {one.name: one.results[0].trained_parameters for one in variants if one.name not in whole}
     median = statistics.median(sizes.values() or [0])
     far = {name: size for name, size in sizes.items() if abs(size - median) > 0.1 * median}
-    apart = "Trained parameters more than 10 % off the median of variants that do not train all"
+    apart = "Trained parameters more than 10 % off the median of variants that do not train everything"
     reasons: dict[str, Mapping[str, str]] = {
         "Fewer than three seeds": {one.name: f"{len(one.results)}" for one in variants if len(one.results) < 3},
         "Best rate at an end of its list": {one.name: one.rate for one in variants if _is_at_an_end(findings, one)},
-        "Not causal, so that losses cannot be compared": {
+        "Not causal, so losses cannot be compared": {
             one.name: "" for one in variants if not all(result.is_causal for result in one.results)
         },
         "Texts read in different ways": _differing({"base": _reading(comparison.train), **readings}),

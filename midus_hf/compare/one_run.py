@@ -65,7 +65,7 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
         result = _trained(run, comparison)
     broken = [name for name, loss in result.losses.items() if not math.isfinite(loss)]
     if broken:
-        raise ValueError(f"the loss of {broken[0]} ended at no finite number, {result.losses[broken[0]]}.")
+        raise ValueError(f"the loss of {broken[0]} did not end at a finite number, but at {result.losses[broken[0]]}.")
     return dataclasses.replace(result, request=request, origin=origin)
 
 
@@ -162,7 +162,7 @@ def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, floa
 
 
 def _end_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends, so that a killed comparison leaves nothing behind."""
+    """Ask Linux to kill this process when its parent ends, so that a killed comparison leaves no processes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:

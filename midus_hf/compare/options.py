@@ -125,9 +125,7 @@ class Comparison:
         check_rates(self.rates)
         several = [name for name in self.variants if len(self.rates_of(name)) > 1]
         if not (self.domain or self.tasks):
-            raise ValueError(
-                "domain is empty, and there are no tasks; expected something by which learning is measured."
-            )
+            raise ValueError("domain is empty, and there are no tasks; expected one of them, to measure learning.")
         if several and not self.validation:
             raise ValueError(
                 f"validation is empty, and {several[0]} has several rates; expected text like the corpus that is neither trained on "
@@ -146,12 +144,12 @@ class Comparison:
                         "Rename it, or put a number in quotes."
                     )
         if "base" in self.variants:
-            raise ValueError("variants has 'base', which is what the base itself is called; give it another name.")
+            raise ValueError("variants has 'base', which is the name of the base itself; choose another name.")
         for name in self.texts:
             kinds = [kind for kind in TEXT_KINDS if name in getattr(self, kind)]
             if len(kinds) > 1:
                 both = " and ".join(kinds)
-                raise ValueError(f"{both} both have a text {name!r}; expected a name of its own for each text.")
+                raise ValueError(f"{both} both have a text {name!r}; expected a different name for each text.")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
 

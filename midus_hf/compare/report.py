@@ -33,12 +33,12 @@ _SIZES = ("n", "k", "slots", "chapters", "memory_tokens", "rows", "sizes", "laye
 _METRICS = ("acc_norm", "acc", "exact_match", "word_perplexity")
 _HOW_TO_READ = (
     "Losses are nats per token of held-out text, each text counting alike, on packed sequences whose first tokens are not "
-    "predicted. ± is the standard deviation over seeds, or the half of a 95 % interval where a table says so; neither says "
-    "anything of other texts. Learned is what the loss of the domain fell by, forgotten what the loss outside it rose by, from "
-    "the run's own start, or from the base where upscaling was not seen to keep what the base computes. Each variant is reported "
+    "predicted. ± is the standard deviation over seeds, or the half of a 95 % interval where a table says so; neither covers "
+    "other texts. Learned is the decrease of the loss of the domain, forgotten the increase of the loss outside it, from "
+    "the run's start, or from the base if the upscaled model was not verified to compute the same. Each variant is reported "
     "at the rate with which its first seed ended lowest on the validation texts, which are part of no other number. A null "
     "control is the same memory with its addressing taken away, trained at the variant's rate, which need not be the null "
-    "control's own best."
+    "control's best one."
 )
 
 
@@ -92,7 +92,7 @@ def variants_table(findings: Findings) -> TextTable:
     head += ["forgotten"] if comparison.retention else []
     head += [*([] if comparison.tasks is None else comparison.tasks.names), "seconds", "peak GB", "starts at base"]
     head += ["certified"] if any(variant.is_certified for variant in findings.variants) else []
-    title = "What each learned and forgot" + "; losses in nats per token" * bool(comparison.texts)
+    title = "What each variant learned and forgot" + "; losses in nats per token" * bool(comparison.texts)
     return TextTable(title, head, [[row.get(column, "") for column in head] for row in rows])
 
 
@@ -131,7 +131,7 @@ def made_table(findings: Findings) -> TextTable:
             cells = [str(upscaling.get("num_new_layers") or ""), str(placement)]
         words = ", ".join(f"{key}={value}" for key, value in options.items())
         rows.append([variant.name, _made_by(upscaling, train), *cells, words])
-    return TextTable("How each was made", ["variant", "method", "new layers", "placement", "options"], rows)
+    return TextTable("How each variant was made", ["variant", "method", "new layers", "placement", "options"], rows)
 
 
 def _made_by(upscaling: Mapping[str, Any] | None, train: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ def controls_table(findings: Findings) -> TextTable:
         for control, lower in variant.advantages.items()
     ]
     head = ["variant", "null control", "nats lower than the null control, 95 %", "seeds", ""]
-    return TextTable("Memories beside their null controls", head, rows)
+    return TextTable("Memories and their null controls", head, rows)
 
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:

@@ -66,9 +66,9 @@ def runs_of(variants: Sequence[Variant], comparison: Comparison) -> tuple[list[R
     """Return the searches of rates, and the runs that follow from finished ones: other seeds and null controls at chosen rates."""
     searches, repeats, controls = list[Run](), list[Run](), list[Run]()
     for variant in variants:
-        own = searches_of(variant, comparison)
-        searches += own
-        rate = chosen_rate(_results(own, comparison), list(comparison.validation))
+        rate_runs = searches_of(variant, comparison)
+        searches += rate_runs
+        rate = chosen_rate(_results(rate_runs, comparison), list(comparison.validation))
         if rate is None:
             continue
         (first, *others) = runs_at(rate, variant, comparison)
@@ -158,7 +158,7 @@ def _last_words(run: Run, comparison: Comparison, status: int) -> str:
     """Return the last line of a run's log, with its exit status."""
     log = run.log(comparison)
     printed = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
-    return f"{without_secrets(printed[-1]) if printed else 'it said nothing'} (status {status}; see {log})"
+    return f"{without_secrets(printed[-1]) if printed else 'it printed nothing'} (status {status}; see {log})"
 
 
 def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | None) -> None:

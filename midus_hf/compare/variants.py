@@ -102,15 +102,15 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     return Variant(name, keys, train, rates, sizes.new, sizes.trainable)
 
 
-def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
+def _keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
         try:
-            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+            return {key: value for key, value in read_mapping(Path(keys)).items() if key not in reserved}
         except ValueError as error:
             raise ValueError(f"{where} names a file: {error}") from None
     for key in keys or {}:
-        if key in own:
+        if key in reserved:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
     return dict(keys or {})
 
@@ -121,8 +121,8 @@ def _rates(train: Mapping[str, Any], trainable: str | None, types: Sequence[str]
     It is the rate of everything if no values are trained, if their rate is among the keys, or if more than new parameters is
     trained, by the `trainable` that upscaling recorded, None for a plain model.
     """
-    has_own = any(train.get(key) is not None for key in _RATES_OF_VALUES)
-    apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_own
+    has_value_rate = any(train.get(key) is not None for key in _RATES_OF_VALUES)
+    apart = _learn_values(types) and trains_new_parts(train, trainable) and not has_value_rate
     return [as_keys(rate) if isinstance(rate, Mapping) or not apart else short_run_rates(rate) for rate in rates]
 
 

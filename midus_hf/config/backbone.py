@@ -1,4 +1,4 @@
-"""What is known of model types before any model is built, and the facts of a decoder that are counted."""
+"""Facts about model types that are known before a model is built, and the description of a decoder for counting FLOPs."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ from midus_hf.config.model_sizes import ModelSizes
 
 MEMORY_PREFIX = "midus_"
 
-#: Types that every method takes and whose wirings the test suite proves, so that no run has to.
+#: Types that every method supports and that the test suite proves, so that no run has to.
 PROVEN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2")
 
-#: Types among these that multiply embeddings by a number, which no module shows.
+#: Types among these that multiply embeddings by a number, which is not visible in their modules.
 SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A decoder without its memories, as operations are counted.
+    """A decoder without its memories, for counting operations.
 
     Args:
         sizes: Sizes that memories are built for.

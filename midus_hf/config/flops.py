@@ -4,7 +4,7 @@ A multiplication and an addition count one each, so a matrix product counts two 
 a fixed number of FLOPs per element. Where the paper gives none, the number in the paper's code counts. Memory traffic,
 dropout and the optimizer are not counted.
 
-Attention counts as if every token attended to every token, whatever causal masks or sliding windows hide. Work done once
+Attention counts as if every token attended to every token, regardless of causal masks or sliding windows. Work done once
 for all layers, such as rotary angles, is not counted.
 """
 

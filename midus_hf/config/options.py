@@ -83,7 +83,7 @@ def read_options(
 
 
 def _numbers_of(value: Any) -> list[float] | None:
-    """Return the numbers of a text such as `768,256,16,0`, which stands for a list on a command line; None for other values."""
+    """Return the numbers of a text such as `768,256,16,0`, a list on a command line; None for other values."""
     if not isinstance(value, str) or "," not in value:
         return None
     numbers = [number for word in value.split(",") if (number := finite_number(word.strip())) is not None]

@@ -31,7 +31,7 @@ def load_plugins(group: str, refuse: bool = True) -> None:
 
 
 def is_same_class(first: type, second: type) -> bool:
-    """Return whether two classes have the same definition, which may have run twice, as in a notebook."""
+    """Return whether two classes have the same definition, which may have been executed twice, as in a notebook."""
     return (first.__module__, first.__qualname__) == (second.__module__, second.__qualname__)
 
 

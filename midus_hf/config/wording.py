@@ -9,12 +9,12 @@ _LONGEST_LINE = 400
 
 
 def one_of(known: Iterable[str]) -> str:
-    """Return a sentence that lists what is known: the first 40 of it, and the number of others."""
+    """Return a sentence that lists known values: the first 40, and the number of others."""
     return f"Expected one of: {first_few(list(known), 40)}."
 
 
 def install_extra(extra: str) -> str:
-    """Return the words that tell how to install an extra: from a clone, since no registry has the package."""
+    """Return how to install an extra: from a clone, since the package is not in a registry."""
     return f"in the clone of midus_hf, run: pip install -c constraints.txt -e '.[{extra}]'"
 
 
@@ -25,7 +25,7 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with the paragraph that it announces by a colon, or the error's type."""
+    """Return the first line of an error's message, with the paragraph after it if it ends in a colon, or the error's type."""
     first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
     if not first.rstrip().endswith(":"):
         return first.rstrip()
@@ -33,7 +33,7 @@ def first_line(error: BaseException) -> str:
 
 
 def no_column(label: str, column: str, columns: Sequence[str]) -> str:
-    """Return the message about texts that lack the column of the text; `label` is what messages call them."""
+    """Return the message about texts that lack the column of the text; `label` is their name in messages."""
     return (
         f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
         "cluster) to the column that holds the text."
@@ -41,6 +41,6 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
 
 
 def print_note(line: str) -> None:
-    """Print a line on standard error, in the first process of a run alone."""
+    """Print a line on standard error, only in the first process of a run."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, file=sys.stderr, flush=True)

@@ -36,7 +36,7 @@ def read_settings(settings: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        # Names that a person chose stand before a dot.
+        # Names chosen by the user are before a dot.
         key = key.strip() if "." in key else key.strip().replace("-", "_")
         if not equals or not all(key.split(".")):
             raise ValueError(f"--set is {setting!r}; expected key=value.")
@@ -97,7 +97,7 @@ def read_yaml(text: str, subject: str) -> Any:
 
 
 def _fault(error: yaml.YAMLError) -> str:
-    """Return what is wrong with a text and in which line, without the text, which may hold a secret."""
+    """Return the error of a text and its line, without the text, which may contain a secret."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     return f"{', '.join(filter(None, (error.context, error.problem)))} in line {error.problem_mark.line + 1}"

@@ -91,11 +91,11 @@ def read_corpus(
                 input_columns=[text_column],
             )
     except UnicodeDecodeError as error:
-        raise ValueError(f"a row of {label} is not text in UTF-8: {error}. Take it out, or convert it.") from error
+        raise ValueError(f"a row of {label} is not text in UTF-8: {error}. Remove it, or convert it.") from error
     if not len(rows):
         raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
-        print_note(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank, or lack the text, and are left out")
+        print_note(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank or missing, and are left out")
     return rows
 
 
@@ -167,7 +167,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     if len(trees) > 1:
         named = " and ".join("nothing" if tree is None else f"{str(tree)[:16]}..." for tree in trees[:2])
         raise ValueError(
-            f"{label} has {named} under {TREE_COLUMN!r}, beside the paths under {path_column!r}; expected paths of one tree. "
+            f"{label} has {named} under {TREE_COLUMN!r}, next to the paths under {path_column!r}; expected paths of one tree. "
             "Assign all documents by the same tree."
         )
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), trees[0])
@@ -217,13 +217,13 @@ def _read_source(
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     is_declared = not path.exists() or (not is_saved and _declares_data(path))
     if name is not None and not is_declared:
-        raise ValueError(f"{subject}, which has no configurations, and {name!r} is named as one; leave the name out.")
+        raise ValueError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
     if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
         with _reading(subject):
             rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
-            raise ValueError(f"{subject}, which has no splits, and {split!r} is named as one; leave it out.")
+            raise ValueError(f"{subject}, which has no splits, but {split!r} was given; leave it out.")
     elif is_declared:
         rows = _read_declared(key, source, path, split, name)
     else:
@@ -328,7 +328,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
         builder.download_and_prepare()
         return builder
 
-    remedy = ". Mend the file, or take it out."
+    remedy = ". Repair the file, or remove it."
     try:
         with _reading(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
@@ -352,7 +352,7 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
     for file, text in zip(read, texts["text"], strict=False):
         if "\0" in text:  # zero bytes are valid UTF-8, but not text
             raise ValueError(
-                f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Take it out, or convert it."
+                f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Remove it, or convert it."
             )
     if (
         names_files

@@ -40,7 +40,7 @@ class PackedTexts(NamedTuple):
     def phrase(self, sequence_length: int) -> str:
         """Return a phrase about what is read of the texts, and why the rest is not."""
         number = len(self.sequences)
-        short = ", the last filled up" if self.is_short else ""
+        short = ", the last padded" if self.is_short else ""
         dropped = f"; the last {self.dropped:,} fill no sequence and are dropped" if self.dropped else ""
         return (
             f"{self.tokens - self.dropped:,} of {self.tokens:,} tokens are read, in {number:,} sequence{'s' * (number != 1)} of "

@@ -62,7 +62,7 @@ def _read(folder: Path) -> ModelCard:
         return ModelCard(text if REGEX_YAML_BLOCK.match(text) else f"---\n{{}}\n---\n{text}")
     except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
         raise ValueError(
-            f"{path} is no model card that can be read ({first_line(error)}); mend its metadata."
+            f"{path} is not a model card that can be read ({first_line(error)}); repair its metadata."
         ) from None
 
 
@@ -97,7 +97,7 @@ def _results(measured: dict[str, Any], settings: dict[str, Any]) -> tuple[list[E
         how: dict[str, Any] = {name: perplexity[name] for name in ("sequence_length", "tokens")}
         add(Path(settings["text"]).name, perplexity["dataset"], "perplexity", perplexity["perplexity"], **how)
     elif perplexity is not None:
-        left_out.append("no perplexity, which cannot be compared: the model reads tokens before it predicts them")
+        left_out.append("no perplexity, since it cannot be compared: the model reads tokens before it predicts them")
     for task, scores in measured["tasks"].items():
         how = {"task": task, "num_few_shot": scores["num_fewshot"] or 0, "limit": settings["limit"]}
         for metric, value in scores.items():

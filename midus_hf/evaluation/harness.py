@@ -122,8 +122,8 @@ class Tasks:
         with hidden():
             loaded = self.load()
         for task in loaded["tasks"].values():
-            own_number = task.get_config("num_fewshot")
-            if own_number is None or (own_number != 0 and num_fewshot is not None):
+            task_number = task.get_config("num_fewshot")
+            if task_number is None or (task_number != 0 and num_fewshot is not None):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         language_model = FetchingLM(

@@ -30,7 +30,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(
-            f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
+            f"{data} has no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
             "(of atomic_numbers: name, number; of facts: question, answers)."
         )
     refuse_pointers("data", [data / f"{name}.jsonl"])

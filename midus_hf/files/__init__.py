@@ -1,1 +1,1 @@
-"""Writing to the disk: files and folders appear complete or not at all, under locks, and never replace a person's files."""
+"""Writing to disk: files and folders are written atomically, under locks, and never replace the user's files."""

@@ -1,4 +1,4 @@
-"""Parts of model cards: lines of Python that load the model, and measured results, which hold until the model changes."""
+"""Parts of model cards: lines of Python that load the model, and evaluation results, which are valid until the model changes."""
 
 import io
 import re
@@ -22,7 +22,7 @@ def card_example(model_type: str, auto_class: str, writes: bool, repository: str
         "```python",
         f"from transformers import {auto_class}" + (", AutoTokenizer" if writes else ""),
         "",
-        *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
+        *(['PATH = "."  # the folder of this file'] if repository is None else []),
         f"model = {auto_class}.from_pretrained{arguments}",
         *(continuing if writes else []),
         "```",
@@ -30,7 +30,7 @@ def card_example(model_type: str, auto_class: str, writes: bool, repository: str
 
 
 def without_results(card: str, change: str) -> str:
-    """Return a card without the results in its metadata (`model-index`), which a `change` of the model ends; a line says so."""
+    """Return a card without the results in its metadata (`model-index`), which a `change` of the model invalidates, with a note."""
     metadata = _METADATA.match(card)
     kept, within, found = "", False, False
     for line in io.StringIO(metadata[0] if metadata else "", newline=""):

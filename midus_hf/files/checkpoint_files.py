@@ -19,7 +19,7 @@ CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# The options of a run, which it writes into its output when it begins, and what it says of the texts that it protected.
+# The options of a run, written into its output when it starts, and the certificate of its protected texts.
 RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
 # The folder in which a run writes the trained model before it is moved into the output; the run owns all that is in it.
 PARTIAL_MODEL = ".partial_model"
@@ -28,7 +28,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINED_FILE, BLOCK_STATES = "trained.safetensors", "block_states"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 
-# Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that tells a bank of blocks apart.
+# Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that identifies a bank of blocks.
 BANKS_FOLDER, BANK_DESCRIPTION = "memory_bank", "bank.json"
 # Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
 # with a tree has copies of both.
@@ -47,7 +47,7 @@ TOKENIZER: Kind = (
 )
 # The terms of use of a model, copied to every model that is made from it.
 TERMS: Kind = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
-# What belongs to a model beside weights and config, as authors of bases name it. `upscale`, `strip` and edits copy it.
+# Files of a model other than weights and config, with the usual names of authors. `upscale`, `strip` and edits copy them.
 TRAVELLING: Kind = (
     *(*TOKENIZER, *TERMS, GENERATION_CONFIG, "SYSTEM_PROMPT*"),
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken"),
@@ -60,7 +60,7 @@ CARD: Kind = (CARD_FILE,)
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 # Names and texts that a model with packs reads.
 GLOSSARY_FILE = "glossary.jsonl"
-# What a trained model takes over from the model it was trained from.
+# Files that a trained model takes over from the model it was trained from.
 ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
 # All that is in a folder that `upscale`, `strip` or an edit wrote but banks, which memories know, with what training and the Hub add.
 # Checkpoints to resume from are left out, since they belong to a run.
@@ -94,7 +94,7 @@ def indexed_weights(folder: Path) -> frozenset[str]:
     )
 
 
-# Configs that name code of their own under `auto_map`, and the relative imports of code, as transformers follows both.
+# Configs that name custom code under `auto_map`, and the relative imports of code; transformers follows both.
 _CONFIGS_WITH_CODE = ("tokenizer_config.json", "*processor_config.json")
 _RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
 _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -103,7 +103,7 @@ _MODULE = re.compile(r"\w[\w.-]*", re.ASCII)
 def named_code(folder: Path) -> list[Path]:
     """Return the files of Python that tokenizer and processor configs of a folder name, and those that these import, sorted.
 
-    Nothing is executed. Names that lead out of the folder, to another repository or to a file that is not there are passed over.
+    Nothing is executed. Names that lead out of the folder, to another repository or to a missing file are skipped.
     """
     found: dict[str, Path] = {}
     wanted = named_modules(folder)

@@ -1,4 +1,4 @@
-"""What is said where a disk does not take what is written: what it was, why, and the room that is left."""
+"""The error of a full disk: the file that could not be written, the reason, and the free space."""
 
 import contextlib
 import errno
@@ -11,27 +11,27 @@ from pathlib import Path
 
 from midus_hf.config.wording import first_line
 
-# Numbers of errors with which a disk does not take what is written, and what torch says in their place.
+# Numbers of errors of a full disk, and the messages of torch for them.
 _OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 _TORCH_CANNOT_WRITE = re.compile("PytorchStreamWriter failed|unexpected pos|iostream error")
 
 
 class NotWritten(OSError):
-    """Error of a disk that does not take what is written.
+    """Error of a write that failed because of the disk.
 
     Args:
-        facts: What could not be written and why, and the room that there is.
-        remedy: What to do. Default: to make room, and to run the command again.
+        facts: The file that could not be written, the reason, and the free space.
+        remedy: What to do. Default: free some space, and run the command again.
     """
 
-    def __init__(self, facts: str, remedy: str = "Make room there, and run the command again."):
+    def __init__(self, facts: str, remedy: str = "Free some space there, and run the command again."):
         super().__init__(f"{facts}. {remedy}")
         self.facts = facts
 
 
 def _reason_of_disk(error: BaseException) -> str | None:
-    """Return why a disk did not take what Python, safetensors or torch wrote; None for any other error."""
-    if type(error).__module__.startswith(("midus_hf.", "upscalers.")):  # which has been told of one
+    """Return why the disk refused a write by Python, safetensors or torch; None for any other error."""
+    if type(error).__module__.startswith(("midus_hf.", "upscalers.")):  # which is already such an error
         return None
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (said := re.search(r"\(os error (\d+)\)", str(error))):
@@ -43,12 +43,12 @@ def _reason_of_disk(error: BaseException) -> str | None:
 
 
 def not_written(error: BaseException, path: Path | None = None, needed: int | None = None) -> NotWritten | None:
-    """Return the error about what a disk did not take, or None for an error of another kind.
+    """Return the error about a failed write to disk, or None for an error of another kind.
 
     Args:
-        error: What was raised.
-        path: What was being written. Default: not known, so that the room of all disks that a command writes to is said.
-        needed: About how many bytes it needs. Default: not known.
+        error: The exception.
+        path: The file that was being written. Default: unknown; the message has the free space of all disks that a command uses.
+        needed: About how many bytes it needs. Default: unknown.
     """
     if isinstance(error, NotWritten):
         return error
@@ -65,7 +65,7 @@ def not_written(error: BaseException, path: Path | None = None, needed: int | No
         disks.setdefault(folder.stat().st_dev, folder)
     room = ", ".join(f"{folder} has {_megabytes(shutil.disk_usage(folder).free)} free" for folder in disks.values())
     lacks_room = needed is not None and shutil.disk_usage(next(iter(disks.values()))).free < needed
-    if lacks_room:  # which torch does not tell
+    if lacks_room:  # which torch does not report
         reason = os.strerror(errno.ENOSPC)
     about = "" if needed is None else f"it needs about {_megabytes(needed)}, and "
     return NotWritten(f"{'a file' if path is None else path} could not be written: {reason} ({about}{room})")
@@ -77,7 +77,7 @@ def _megabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def telling_room(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Raise `NotWritten` where a disk does not take what the block writes to a path, which needs about so many bytes."""
+    """Raise `NotWritten` if the block's writing to a path fails because of the disk; it needs about `needed` bytes."""
     try:
         yield
     except Exception as error:

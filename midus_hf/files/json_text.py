@@ -1,4 +1,4 @@
-"""Parsing JSON files that people provide, in which every fault becomes a `ValueError`."""
+"""Parsing of JSON files of users, in which every error becomes a `ValueError`."""
 
 import json
 from typing import Any

@@ -1,6 +1,6 @@
-"""Output that appears complete or not at all: it is written under a hidden name beside its path, and renamed at the end.
+"""Atomic output: it is written under a hidden name next to its path, and renamed at the end.
 
-A process locks what it writes. What a killed process left is locked by nobody, and the next one that writes there removes it.
+A process locks what it writes. The files of a killed process are not locked, and the next one that writes there removes them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ LANGUAGE_KEY = "text_config"
 
 
 def unfinished_path(path: Path, state: str = "partial") -> Path:
-    """Return the path beside `path` at which its content is written, or at which what it replaces (`"replaced"`) stands meanwhile."""
+    """Return the path next to `path` for its unfinished content, or for the replaced content (`"replaced"`) in the meantime."""
     return path.with_name(f".{path.name}.midus-{state}")
 
 
@@ -59,12 +59,13 @@ def _locked(path: Path, refusal: ValueError) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def exclusive(folder: Path, refusal: ValueError) -> Iterator[None]:
-    """Create a folder if there is none, and lock it, or raise `refusal` if another run has; without locks a line says so."""
+    """Create a folder if there is none, and lock it, or raise `refusal` if another run has; warn if there are no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, refusal) as has_locks:
         if not has_locks:
             print(
-                f"{folder} is not guarded: its file system has no locks. Let no other run write it.", file=sys.stderr
+                f"{folder} is not locked: its file system has no locks. Do not let another run write to it.",
+                file=sys.stderr,
             )
         yield
 
@@ -81,16 +82,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 yield partial
                 _sync(partial)
                 os.replace(partial, path)
-            except BaseException:  # after the move, what has this name is another process's
+            except BaseException:  # after the move, a file of this name belongs to another process
                 partial.unlink(missing_ok=True)
                 raise
 
 
 class OutputFolder:
-    """A checkpoint's folder, which replaces only what our record says is ours; `ValueError` says what else stands in its way.
+    """A checkpoint's folder, which replaces only checkpoints that our record names; other files are a `ValueError`.
 
     Args:
-        path: Path of the output; `~` is expanded, and a link stands for its target.
+        path: Path of the output; `~` is expanded, and links are followed.
         source: The folder it is made from, which must neither contain the output nor lie inside it. Default: none.
         overwrite: Whether an existing checkpoint may be replaced. Default: False.
     """
@@ -98,7 +99,7 @@ class OutputFolder:
     error: type[ValueError] = ValueError
 
     def __init__(self, path: str | Path, source: Path | None = None, overwrite: bool = False):
-        if path == "":  # an empty path would stand for the current folder
+        if path == "":  # an empty path would mean the current folder
             raise self.error("output is ''; expected the folder to make. Pass --output DIR.")
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.partial = unfinished_path(self.path)
@@ -118,10 +119,10 @@ class OutputFolder:
     def _check(self) -> None:
         source, output = self._source, f"output {self.path}"
         if source is not None and self.path.is_relative_to(source):
-            raise self.error(f"{output} lies inside the base {source}; expected a folder elsewhere.")
+            raise self.error(f"{output} is inside the base {source}; expected a folder elsewhere.")
         if source is not None and source.is_relative_to(self.path):
             raise self.error(
-                f"{output} holds the base {source}, which --overwrite would delete; expected a folder elsewhere."
+                f"{output} contains the base {source}, which --overwrite would delete; expected a folder elsewhere."
             )
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise self.error(f"{output} cannot be made: {self.disk} is not a writable folder.")
@@ -141,8 +142,8 @@ class OutputFolder:
         foreign = foreign_files(self.path, self.own_files())
         if foreign:
             raise self.error(
-                f"{output} holds what no checkpoint has, and --overwrite would delete it: {first_few(foreign)}; expected nothing but "
-                "weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+                f"{output} contains files that no checkpoint has, which --overwrite would delete: {first_few(foreign)}; expected "
+                "only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
             )
 
     @contextlib.contextmanager
@@ -156,7 +157,7 @@ class OutputFolder:
                 self._check()
                 yield self.partial
                 self._commit()
-            except BaseException:  # after the move, what has this name is another run's
+            except BaseException:  # after the move, a folder of this name belongs to another run
                 shutil.rmtree(self.partial, ignore_errors=True)
                 raise
 
@@ -183,7 +184,7 @@ def _sync(file: Path) -> None:
 
 
 def foreign_files(folder: Path, kind: Kind) -> list[str]:
-    """Return the paths of files in a folder that are of no kind that a checkpoint has, sorted; notes of the Hub's client are."""
+    """Return the paths of files in a folder that do not belong to a checkpoint, sorted; metadata of the Hub's client does."""
     own = {*indexed_weights(folder), *(path.name for path in named_code(folder))}
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     foreign = [name for name in names if not is_of(name, kind) and Path(".cache/huggingface") not in name.parents]

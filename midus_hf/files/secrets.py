@@ -1,4 +1,4 @@
-"""What records, cards and messages show of values: no secrets, and no path of a person's home folder."""
+"""Filtering of values for records, cards and messages: no secrets, and no path of the home folder."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _NO_SECRET = re.compile(
     r"|(length|text|label|image|column|field|name|path|sort|group|metric|prompt|completion|messages|sub|product)_key)",
     re.IGNORECASE,
 )
-# Eight small letters and more are a word, such as that of `hf_datasets`, unless they are as long as the Hub's tokens are.
+# Eight or more lower-case letters are a word, as in `hf_datasets`, unless they are as long as the Hub's tokens.
 _HUB_TOKEN = re.compile(r"hf_([A-Za-z0-9]{20,}|(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{8,})")
 _LOGIN = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
 # `key=value` in a text, and `key: value` in mappings as YAML and Python write them.
@@ -45,7 +45,7 @@ def without_secrets(value: Any) -> Any:
 
     Secrets are strings under a key that `names_secret`; and within any string, tokens of the Hub (`hf_...`), the user and password of
     an address (`https://USER:PASSWORD@HOST`), and what follows such a key in `key=value` or in a mapping. Numbers, booleans and
-    null are none. What is hidden already stays as it is.
+    null are not secrets. Hidden values are not changed.
     """
     return _without(value, False)
 
@@ -73,7 +73,7 @@ def _hidden_pair(match: re.Match) -> str:
 
 
 def for_record(value: Any) -> Any:
-    """Return a value as files hold it that may be shared: `without_secrets`, and with paths in the home folder as `~/...`."""
+    """Return a value for files that may be shared: `without_secrets`, and with paths in the home folder as `~/...`."""
     return _below_home(without_secrets(value), _homes())
 
 

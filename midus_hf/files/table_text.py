@@ -1,4 +1,4 @@
-"""Tables of text: what separates the fields of a CSV or TSV file, and whether its quotes are what they seem."""
+"""Tables of text: the separator of a CSV or TSV file, and whether its quotes are valid."""
 
 import csv
 import io
@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# Separators of fields that are looked for, and how messages call them.
+# Supported separators of fields, with their names in messages.
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-# A field over more lines, each of which would be a row, is taken for rows that a quote swallows.
+# A field of more lines, each of which would be a row, is treated as rows that a quote swallows.
 _MOST_LINES_LIKE_ROWS = 3
 _LONGEST_FIELD = 2**31 - 1
 
 
 def separator_in(text: str, usual: str) -> str:
-    """Return what separates the fields of a table: what its first line declares, or `usual`, or what separates its first line.
+    """Return the separator of a table: the one that its first line declares, or `usual`, or the one in its first line.
 
-    `usual` it is, unless that separates nothing in the line of the columns' names and another does.
+    It is `usual` unless that does not occur in the line of column names and another one does.
     """
     if (declared := declared_separator(text)) is not None:
         return declared
@@ -25,7 +25,7 @@ def separator_in(text: str, usual: str) -> str:
 
 
 def declared_separator(text: str) -> str | None:
-    """Return the separator that a first line such as `sep=;` names, by which spreadsheets read a file; None without such a line."""
+    """Return the separator that a first line such as `sep=;` declares for spreadsheets; None without such a line."""
     declared = re.match(r'"?sep=([^"\r\n])"?\r?(\n|$)', text, re.IGNORECASE)
     return declared and declared[1]
 
@@ -39,12 +39,12 @@ def header_of(text: str, usual: str) -> list[str]:
 
 
 def name_of(separator: str) -> str:
-    """Return how messages call a separator."""
+    """Return the name of a separator in messages."""
     return SEPARATORS.get(separator, repr(separator))
 
 
 def check_quotes(lines: Iterable[str], first: int = 1, **dialect: Any) -> None:
-    """Refuse a table in which a quote takes more than its field, since the rows behind it would be lost without an error.
+    """Refuse a table in which a quote takes more than its field, since the rows after it would be lost without an error.
 
     Args:
         lines: Lines of the file, from that of the columns' names on, with their ends.
@@ -52,7 +52,7 @@ def check_quotes(lines: Iterable[str], first: int = 1, **dialect: Any) -> None:
         dialect: Arguments of `csv.reader`. With `quoting=csv.QUOTE_NONE` quotes are text, and a field ends with its line.
 
     Raises:
-        ValueError: If a field goes on behind its closing quote, has none, or holds lines that would be rows.
+        ValueError: If a field continues after its closing quote, has none, or contains lines that would be rows.
     """
     longest = csv.field_size_limit(_LONGEST_FIELD)
     try:
@@ -87,7 +87,7 @@ def _check_quoted(lines: Iterable[str], first: int, dialect: dict[str, Any]) -> 
     except csv.Error as error:
         end = begin + len(taken) - 1
         problem = (
-            f"is closed in line {end} with text behind it" if "expected after" in str(error) else "is never closed"
+            f"is closed in line {end} with text after it" if "expected after" in str(error) else "is never closed"
         )
     if problem:
         raise ValueError(

@@ -13,7 +13,7 @@ from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
 from midus_hf.look.pictures import Panel, bars
 
 HOW_TO_READ = (
-    "The effect of a part on a text is how much the text's loss grows without the part. Parts can stand in for one another, so the "
+    "The effect of a part on a text is how much the text's loss grows without the part. Parts can compensate for one another, so the "
     "effects of single parts need not add up to the effect of all parts."
 )
 
@@ -95,7 +95,7 @@ def ablation_table(ablation: Ablation) -> TextTable:
     columns: dict[str, list[str]] = {"none": [f"{loss:.5f}" for loss in ablation.losses.values()]}
     for row in ablation.effects:
         columns.setdefault(row.part, []).append(f"{row.effect:+.5f}")
-    last = "loss of the base's layers" if ablation.whole_base else "loss of what is left"
+    last = "loss of the base's layers" if ablation.whole_base else "loss of the remaining model"
     columns[last] = [f"{row.loss:.5f}" for row in ablation.effects if row.kind == "all"]
     rows = [[name, *cells] for name, cells in columns.items()]
     return TextTable("Loss without a part, less loss as it is (nats per token)", ["without", *texts], rows)

@@ -20,7 +20,7 @@ from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 HOW_TO_READ = (
     "A head reads keys of the sequence and slots of the depth. The share of a key or slot is the weight that the head multiplies its "
-    "value with, the gate included, averaged over tokens. Shares tell what is read, and not what is added: a slot whose value is "
+    "value with, the gate included, averaged over tokens. Shares show what is read, and not what is added: a slot whose value is "
     "short, or that the output projection leaves out, adds little. In pictures, 2a is what attention of layer 2 wrote, and 2f what "
     "was projected from the input of its feed-forward network."
 )

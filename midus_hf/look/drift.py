@@ -20,8 +20,8 @@ LogitsOfBase = Callable[[TextRows], torch.Tensor]
 _POSITIONS = 256
 
 HOW_TO_READ = (
-    "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
-    "change of loss is that of the token that came."
+    "KL(base || model) is how far the distribution over the next token moved from the base's, whatever the next token is; the "
+    "change of loss is that of the actual next token."
 )
 
 
@@ -82,7 +82,7 @@ def other_base(model: PreTrainedModel, base: PreTrainedModel) -> LogitsOfBase:
     sizes = [each.config.get_text_config().vocab_size for each in (model, base)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the model predicts {sizes[0]:,} tokens and the base {sizes[1]:,}; expected one vocabulary. Where the model's was "
+            f"the model predicts {sizes[0]:,} tokens and the base {sizes[1]:,}; expected one vocabulary. If the model's was "
             "resized, 'upscale strip' writes the base with it."
         )
 
@@ -138,18 +138,18 @@ def _drift_on(model: PreTrainedModel, logits_of_base: LogitsOfBase, text: TextRo
 
 def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, base_logits: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield per row, `[4, T - 1]`: divergence, whether the choice changed, base's loss, loss."""
-    for row, own, base in zip(rows, logits, base_logits.to(logits.device), strict=True):
-        targets = row[1:].to(own.device)
+    for row, model_logits, base in zip(rows, logits, base_logits.to(logits.device), strict=True):
+        targets = row[1:].to(model_logits.device)
         parts = [
-            _compared_at(own[first : first + _POSITIONS], base[first : first + _POSITIONS], part)
+            _compared_at(model_logits[first : first + _POSITIONS], base[first : first + _POSITIONS], part)
             for first, part in zip(range(0, len(targets), _POSITIONS), targets.split(_POSITIONS), strict=True)
         ]
         yield torch.cat(parts, dim=-1).cpu()
 
 
-def _compared_at(own: torch.Tensor, base: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(own.dtype, torch.float32)
-    logs, base_logs = (logits[: len(targets)].to(wide).log_softmax(-1) for logits in (own, base))
+def _compared_at(model_logits: torch.Tensor, base: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(model_logits.dtype, torch.float32)
+    logs, base_logs = (logits[: len(targets)].to(wide).log_softmax(-1) for logits in (model_logits, base))
     divergence = (base_logs.exp() * (base_logs - logs)).sum(-1)
     choice, base_choice = logs.argmax(-1), base_logs.argmax(-1)
     losses = [-log.gather(-1, targets[:, None]).squeeze(-1) for log in (base_logs, logs)]

@@ -19,9 +19,9 @@ from midus_hf.memories.packs.names import names_in
 
 HOW_TO_READ = (
     "A value is a number or a capitalised word within a sentence of an entry's text. It comes back if its tokens are the likeliest "
-    "ones behind the entry's name, a line break, and the sentence up to the value. Without packs: the same with the packs switched "
-    "off. Text in front: with the entry's whole text in the place of the name, and the packs switched off. Not found: ways of "
-    "writing a name that open nothing. Within: names of other entries that hold a name of this one, and count in its place."
+    "ones after the entry's name, a line break, and the sentence up to the value. Without packs: the same with the packs switched "
+    "off. Text in front: with the entry's whole text in place of the name, and the packs switched off. Not found: ways of "
+    "writing a name that open nothing. Within: names of other entries that contain a name of this one, and are used instead."
 )
 # Rows of the table, the worst entries first; files of --output have all.
 _MOST_ROWS = 30
@@ -141,13 +141,13 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
 
 def values_of(text: str, names: Sequence[str]) -> list[Value]:
     """Return the numbers and names in the sentences of a text, except the names of the entry."""
-    own = {word for name in names for word in re.findall(r"\w+", name.lower())}
+    name_words = {word for name in names for word in re.findall(r"\w+", name.lower())}
     values = []
     for sentence in filter(None, map(str.strip, _SENTENCE_END.split(text))):
         for found in _VALUE.finditer(sentence):
             before, word = sentence[: found.start()], found[0]
             is_value = word[0].isdigit() or word[0].isupper()
-            if is_value and re.search(r"\w", before) and not own & {*re.findall(r"\w+", word.lower())}:
+            if is_value and re.search(r"\w", before) and not name_words & {*re.findall(r"\w+", word.lower())}:
                 prompt = before.rstrip()
                 values.append(Value(prompt, before[len(prompt) :] + word))
     return values
@@ -181,7 +181,7 @@ def _holding(glossary: Glossary) -> dict[tuple[str, ...], list[str]]:
 def _likeliest(
     model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], batch_size: int, bar: Any
 ) -> Iterator[bool]:
-    """Yield whether the tokens of each value are the likeliest ones behind its prompt."""
+    """Yield whether the tokens of each value are the likeliest ones after its prompt."""
     for first in range(0, len(asked), batch_size):
         part = asked[first : first + batch_size]
         whole = tokenizer([prompt + value for prompt, value in part], return_offsets_mapping=True, verbose=False)
@@ -207,7 +207,7 @@ def glossary_rows(checks: Iterable[EntryCheck]) -> list[Row]:
 def glossary_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of the worst entries as a table."""
     left = len(rows) - _MOST_ROWS
-    title = "What the entries give back" + (f" ({left:,} more in --output FILE.csv)" if left > 0 else "")
+    title = "What the model reproduces of the entries" + (f" ({left:,} more in --output FILE.csv)" if left > 0 else "")
     return table_of(title, rows[:_MOST_ROWS], _COLUMNS)
 
 

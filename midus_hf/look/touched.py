@@ -19,8 +19,8 @@ from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.training.protection import compare_texts
 
 HOW_TO_READ = (
-    "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Up to the first "
-    "such token of a document, the model computes what it computes without the memory, bit for bit; a document without one is "
+    "A token reads a row if an n-gram that ends at it has one, and a pack from its name to the end of the document. Before the first "
+    "such token of a document, the model computes the same as without the memory, bit for bit; a document without one is "
     "untouched. No model runs for this."
 )
 _COLUMNS = {
@@ -87,8 +87,8 @@ def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any)
         reading.index_add_(0, part.texts, reads.long())
         within = torch.arange(len(reads)) - begins.repeat_interleave(lengths)
         first = lengths.clone()
-        own = torch.arange(len(lengths)).repeat_interleave(lengths)
-        firsts.append(first.scatter_reduce(0, own[reads], within[reads], "amin"))
+        document_of = torch.arange(len(lengths)).repeat_interleave(lengths)
+        firsts.append(first.scatter_reduce(0, document_of[reads], within[reads], "amin"))
     return TouchedTokens(tokens, reading, torch.cat(firsts))
 
 
@@ -122,7 +122,7 @@ def prove_untouched(
         compared = compare_texts(model, tokenizer, untouched, [memory])
         if compared.differing:
             raise RuntimeError(
-                f"{len(compared.differing)} untouched documents of {text} have other logits with memory {memory!r} than without "
+                f"{len(compared.differing)} untouched documents of {text} have different logits with memory {memory!r} than without "
                 "it. This is a fault of midus_hf: please report it."
             )
         proven += len(untouched)

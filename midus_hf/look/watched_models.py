@@ -30,8 +30,8 @@ def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
     hosts = []
     layers: Any = decoder_of(model).layers
     for layer, block in enumerate(layers):
-        own = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
-        memories: dict[str, Any] = {**own, **getattr(block, "memories", {})}
+        inserted = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
+        memories: dict[str, Any] = {**inserted, **getattr(block, "memories", {})}
         for name, memory in memories.items():
             if not any(hasattr(memory, method) for method in methods):
                 continue

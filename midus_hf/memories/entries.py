@@ -195,10 +195,10 @@ def check_memories(memories: Memories) -> None:
                     "expected at most one. Give them other layers."
                 )
             attends[layer] = name
-        own = inserted & {*entry.layers, *entry.into}
-        if own:
+        on_inserted = inserted & {*entry.layers, *entry.into}
+        if on_inserted:
             raise ValueError(
-                f"memory {name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
+                f"memory {name!r} is attached to layer {min(on_inserted)}, which was inserted for a memory; expected layers of the "
                 "base, which have a feed-forward network."
             )
         readers = [layer for shared in memories.tables(name) for layer in shared.layers]

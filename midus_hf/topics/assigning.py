@@ -46,7 +46,7 @@ def document_paths(
 
 
 def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int, WindowPaths]]:
-    """Yield what `document_paths` yields for the corpus that a tree was built from, whose windows are embedded already."""
+    """Yield the same as `document_paths` for the corpus that a tree was built from, using the stored embeddings of its windows."""
     starts = range(0, len(stored.documents), _STRETCH)
     stretches = (unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)) for begin in starts)
     paths = itertools.chain.from_iterable(paths_near_topics(tree, stretch).tolist() for stretch in stretches)
@@ -73,7 +73,7 @@ def rows_with_paths(
     reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in rows.column_names]
     if reserved and "memory_ids" not in rows.column_names:
         raise ValueError(
-            f"the corpus has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of other "
+            f"the corpus has a column {reserved[0]!r}, which is written with the paths of documents; expected columns of other "
             "names, or the columns of an earlier assignment. Rename the column."
         )
     for row, (document, windows) in zip(rows, paths, strict=True):
@@ -81,11 +81,11 @@ def rows_with_paths(
 
 
 def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
-    """Return the columns that say where a document is in a tree, by the paths of its windows.
+    """Return the columns with the place of a document in a tree, by the paths of its windows.
 
     Returns:
-        `memory_ids`, the path that most of the windows take (the first path among equals), by which a model fetches blocks;
-        `memory_tree`, the fingerprint of the tree; and `windows`. A path with -1 at every level stands for the generic memory.
+        `memory_ids`, the most frequent path of the windows (the first among equals), by which a model fetches blocks;
+        `memory_tree`, the fingerprint of the tree; and `windows`. A path with -1 at every level is that of the generic memory.
     """
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
     return {"memory_ids": list(path), TREE_COLUMN: tree.fingerprint, "windows": windows}

@@ -19,12 +19,12 @@ Sampler = Callable[[int, np.random.Generator], torch.Tensor]
 
 _STRETCH = 8192  # rows that are read and assigned at a time
 _MOST_LEAVES = 2**24
-# Rows of which one is held out, and most rows that are: of these texts, the least similarity of a topic's texts is measured.
+# One row in this many is held out, up to a number of rows; the least similarity of a topic's texts is measured on these.
 _ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
-# Words of the texts that are measured, and the percentile of their similarity that may be rejected.
+# Numbers of words of the measured texts, and the percentile of their similarity that may be rejected.
 _LENGTHS, _REJECTED = (6, 15, 60, 240), 5
 
-# Most rows on which a tree's least similarity is measured, which gives the share below it to 0.04 percentage points.
+# Largest number of rows on which a tree's least similarity is measured: the share below it is exact to 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
 
@@ -65,7 +65,7 @@ class TreeOptions:
 
 
 class BuiltTree(NamedTuple):
-    """A tree, whose `sizes` count rows, with the leaf of each row, `[N]`, int64: the last node that `tree.paths` returns for it."""
+    """A tree, whose `sizes` count rows, with the leaf of each row, `[N]`, int64: the last node of its path."""
 
     tree: ClusterTree
     leaves: np.ndarray
@@ -86,8 +86,8 @@ def build_tree(
     depend only on the seed and the node.
 
     Args:
-        embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map. Rows are read in stretches, and divided
-            by their lengths as they are read. Beside the rows being read, 34 bytes per row are held in memory.
+        embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map. Rows are read in pieces, and normalised
+            as they are read. In addition to these rows, 34 bytes per row are kept in memory.
         origin: Origin to record in the tree. Default: only the seed.
         progress: Called with the number of rows that were just assigned at a level, which sum to N per level.
         held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others. Default: none is.
@@ -198,7 +198,7 @@ def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) 
 
 
 def held_out_rows(count: int, seed: int) -> np.ndarray | None:
-    """Draw the rows of `count` that a tree is not built from, `[count]`, bool: one of 20, at most 512; None of fewer than 40."""
+    """Draw the held-out rows of `count`, `[count]`, bool: one in 20, at most 512; None if there are fewer than 40."""
     if count < 2 * _ROWS_A_HELD_OUT:
         return None
     drawn = np.random.default_rng([seed, 1]).choice(
@@ -215,7 +215,7 @@ def calibrate(
     embed: Callable[[Sequence[str]], torch.Tensor],
     seed: int,
 ) -> None:
-    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length."""
+    """Lower a tree's least similarity so that 95 of 100 held-out texts of every length reach it."""
     cuts = [stretches for length in _LENGTHS if (stretches := _stretches(texts, length, seed))]
     if not cuts:
         return
@@ -225,7 +225,7 @@ def calibrate(
 
 
 def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
-    """Return so many consecutive words of each text that has as many."""
+    """Return a number of consecutive words from each text that has as many."""
     rng = np.random.default_rng([seed, 2, length])
     stretches = []
     for split in map(str.split, texts):
@@ -238,7 +238,7 @@ def _stretches(texts: Sequence[str], length: int, seed: int) -> list[str]:
 def grow_tree(
     tree: ClusterTree, embeddings: np.ndarray, options: TreeOptions, held_out: np.ndarray | None = None
 ) -> BuiltTree:
-    """Return a tree that has new nodes, behind the old ones in each level, for the rows that are near no topic of a tree."""
+    """Return a tree with new nodes, after the old ones in each level, for the rows that are not close to any topic of a tree."""
     assert (options.branching, options.levels) == (tree.branching, tree.levels)
     everything = np.arange(len(embeddings))
     near = np.concatenate(
@@ -247,8 +247,8 @@ def grow_tree(
     old, new = np.flatnonzero(near), np.flatnonzero(~near)
     if not len(new):
         raise ValueError(
-            f"all {len(near):,} windows are near a topic of the tree; expected texts of topics that it lacks. Assign them by the "
-            "tree as it is."
+            f"all {len(near):,} windows are near a topic of the tree; expected texts of topics that it lacks. Assign them with the "
+            "present tree."
         )
     held_out = None if held_out is None else held_out[new]
     part = build_tree(unit_rows(embeddings, new).numpy(), options, held_out=held_out)
@@ -304,7 +304,7 @@ def _drawn_rows(embeddings: np.ndarray, members: np.ndarray, number: int, rng: n
 
 
 def _members_of(nodes: np.ndarray, held_out: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each node that has members, ascending, with these, and those that are not held out, or all if all are."""
+    """Yield each node that has members, ascending, with its members, and those not held out (all, if all are held out)."""
     order = np.argsort(nodes, kind="stable")
     in_order = nodes[order]
     begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))

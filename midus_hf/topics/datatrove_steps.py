@@ -1,4 +1,4 @@
-"""The step of a datatrove pipeline that finds the paths of documents, in as many tasks as there are. Requires datatrove."""
+"""The step of a datatrove pipeline that finds the paths of documents, in parallel tasks. Requires datatrove."""
 
 import itertools
 from collections.abc import Iterator

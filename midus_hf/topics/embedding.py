@@ -35,7 +35,7 @@ class TextEmbedder:
             `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, or if
+        ValueError: If the model cannot be loaded, lacks tensors, pools in another way or transforms vectors further, or if
             a number is out of range.
     """
 
@@ -74,14 +74,15 @@ class TextEmbedder:
     def embed(self, texts: Sequence[str], progress: Callable[[int], object] | None = None) -> torch.Tensor:
         """Embed N texts: `[N, c]`, float32, on the CPU, with rows of length 1.
 
-        Texts of similar lengths are in the same batch, on which a row depends only by rounding, about 1e-7. `progress` is called
+        Texts of similar lengths are in the same batch; the other texts of a batch change a row only by rounding, about 1e-7.
+        `progress` is called
         with the number of texts of each finished batch.
         """
         rows = torch.empty(len(texts), self.width)
         if not len(texts):
             return rows
         encoded = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
-        # The longest texts come first, so that a lack of memory shows at once.
+        # The longest texts come first, so that a lack of memory is noticed at once.
         order = sorted(range(len(texts)), key=lambda index: -len(encoded[index]))
         for begin in range(0, len(order), self.batch_size):
             batch = order[begin : begin + self.batch_size]

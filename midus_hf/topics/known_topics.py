@@ -1,4 +1,4 @@
-"""Topics that a column of a corpus names, in place of clusters: each name is a node, and its path needs no embedding."""
+"""Topics from a column of a corpus instead of clusters: each name is a node, and its path needs no embedding."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from midus_hf.files.outputs import atomic_write
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# File beside the windows of a tree whose nodes have names.
+# File next to the windows of a tree whose nodes have names.
 NAMES_FILE = "topics.json"
 
 
@@ -27,7 +27,7 @@ class TopicNames:
 
     @classmethod
     def from_rows(cls, rows: "Dataset", columns: Sequence[str]) -> "TopicNames":
-        """Return the names in columns of a corpus, in their first order."""
+        """Return the names in columns of a corpus, in the order of their first occurrence."""
         absent = [column for column in columns if column not in rows.column_names]
         if absent:
             raise ValueError(
@@ -59,7 +59,7 @@ class TopicNames:
                 if name not in below:
                     raise ValueError(
                         f"row {number} of the corpus, without blank ones, has the topic {' / '.join(path)!r}, which the tree does "
-                        "not know; expected a topic that it was built with. Build the tree again, or take the row out."
+                        "not know; expected a topic that it was built with. Build the tree again, or remove the row."
                     )
                 node = branching * node + list(below).index(name)
                 nodes.append(node)
@@ -89,6 +89,6 @@ def _paths_of_names(rows: "Dataset", columns: Sequence[str]) -> Iterator[tuple[s
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(
                     f"row {number} of the corpus, without blank ones, has {name!r} under {column!r}; expected the name of its topic. "
-                    "Fill it in, or take the row out."
+                    "Fill it in, or remove the row."
                 )
         yield path

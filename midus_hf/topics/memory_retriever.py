@@ -8,7 +8,7 @@ import torch
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
-# Number that stands for the generic memory at every level of a path.
+# Number of the generic memory at every level of a path.
 _GENERIC = -1
 
 
@@ -36,7 +36,7 @@ class MemoryRetriever:
         self.tree, self.embedder = tree, embedder
 
     def paths(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the node of each of N texts at each level, `[N, p]`, int64; -1 if the text is blank or near no topic.
+        """Return the node of each of N texts at each level, `[N, p]`, int64; -1 if the text is blank or not close to any topic.
 
         The first `embedder.max_tokens` tokens of a text are read.
         """
@@ -66,7 +66,7 @@ class MemoryRetriever:
         if Path(name).is_absolute() and not Path(name).exists():
             raise ValueError(
                 f"tree {str(folder)!r} was built with the embedding model {name!r}, which is not there; expected its folder. If it "
-                f"has moved, write its new place as embedding_model in {record}."
+                f"has moved, write its new path as embedding_model in {record}."
             )
         return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens))
 

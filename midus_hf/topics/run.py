@@ -1,4 +1,4 @@
-"""Commands behind `midus cluster build` and `grow`: from a corpus to a folder with a tree."""
+"""The functions of `midus cluster build` and `grow`: from a corpus to a folder with a tree."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def build(
 ) -> ClusterTree:
     """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
 
-    After an interruption, another run keeps the embeddings that are there.
+    After an interruption, another run reuses the existing embeddings.
 
     Args:
         corpus: File, folder or dataset id of the documents, as in `midus_hf.data.corpus.read_corpus`.
@@ -67,12 +67,12 @@ def build(
         output: Folder of the tree.
         options: Options of the tree. Default: `TreeOptions()`.
         window_tokens: Tokens per window.
-        max_tokens: Tokens of a window that the model reads. Default: the model's own limit.
+        max_tokens: Tokens of a window that the model reads. Default: the model's limit.
         device: Device of the embedding model.
         batch_size: Texts per forward pass.
         dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`.
-        topic_columns: Columns with the names of topics, from the first level down, which are the nodes; of `options`, the seed
-            alone is taken then. Default: none, topics are clusters.
+        topic_columns: Columns with the names of topics, from the first level down, which are the nodes; then only the seed of
+            `options` is used. Default: none, topics are clusters.
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept.
 
     Raises:
@@ -113,13 +113,13 @@ def build(
 def grow(
     tree: Path, corpus: str, output: Path, column: str = "text", device: str = "cpu", batch_size: int = 64
 ) -> ClusterTree:
-    """Embed a corpus, and write the tree that has new nodes for its windows that are near no topic of a tree.
+    """Embed a corpus, and write a tree with new nodes for its windows that are not close to any topic of a tree.
 
     Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
     embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows.
 
     Args:
-        tree: Folder of the tree, which stays as it is.
+        tree: Folder of the tree, which is not changed.
         corpus: File, folder or dataset id of the documents, as in `midus_hf.data.corpus.read_corpus`.
         output: Folder of the grown tree.
         column: Column, or JSON key, that holds their text.
@@ -157,7 +157,7 @@ def _finished(
     if held_out is not None:
         apart = [window.text for window, is_held_out in zip(windows, held_out, strict=True) if is_held_out]
         calibrate(built.tree, apart, embedder.embed, seed)
-    # Otherwise a kill further down could leave an old tree with new leaves.
+    # Otherwise a kill later could leave an old tree with new leaves.
     (output / RECORD_FILE).unlink(missing_ok=True)
     (output / WINDOWS / NAMES_FILE).unlink(missing_ok=True)
     if topics is not None:
@@ -184,7 +184,7 @@ def _checked_output(output: Path, overwrite: bool) -> Path:
         raise ValueError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
     output = output.expanduser()
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {str(output)!r}, which is a file; expected a folder to make. Name another.")
+        raise ValueError(f"output is {str(output)!r}, which is a file; expected a folder to make. Choose another.")
     if (output / RECORD_FILE).exists():
         if not overwrite:
             raise ValueError(
@@ -193,8 +193,8 @@ def _checked_output(output: Path, overwrite: bool) -> Path:
             )
         return output
     others = output.is_dir() and not (output / WINDOWS).is_dir() and [*output.glob("[!.]*")]
-    if others:  # and no build was here that was interrupted
+    if others:  # and there is no interrupted build
         raise ValueError(
-            f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
+            f"output is {str(output)!r}, which contains other files than those of a tree; expected a new folder. Choose another."
         )
     return output

@@ -21,13 +21,13 @@ from midus_hf.files.secrets import for_record
 
 FORMAT_VERSION = 2
 CENTROIDS_FILE, RECORD_FILE = TREE_FILES
-# Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
+# Largest number of elements of centroids that are copied at once: each embedding gets a copy of its node's children.
 _ELEMENTS = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeOrigin:
-    """Models, settings and seed that a tree was built with; None for what is unknown.
+    """Models, settings and seed that a tree was built with; None if unknown.
 
     Args:
         embedding_model: Folder or hub id of the model that embeds texts.
@@ -51,13 +51,13 @@ class ClusterTree:
 
     Level l, counted from 0, has `roots * branching ** l` nodes, numbered from 0 within the level. The children of node i
     are the nodes `branching * i + digit` of the next level. A tree is built with `branching` roots, and gets more when
-    it grows: new nodes are numbered behind the old ones, which keep their numbers. All tensors are on the CPU.
+    it grows: new nodes are numbered after the old ones, which keep their numbers. All tensors are on the CPU.
 
     Args:
         branching: Number of children per node, at least 2.
         centroids: One tensor per level, `[roots * branching ** l, c]`, kept as float32. A node whose centroid has a NaN
             has no data, and nothing is ever assigned to it.
-        origin: What the tree was built with.
+        origin: Models, settings and seed of the tree.
         sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64, if they were counted.
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, if it was measured.
         grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one first.
@@ -107,7 +107,7 @@ class ClusterTree:
         #: Whether a leaf with data can be reached from each node, `[roots * branching ** l]`, bool, per level.
         self.takeable = _takeable(self.centroids, branching)
         if not self.takeable[0].any():
-            raise ValueError("centroids are NaN on every way to a leaf; expected at least one leaf with data.")
+            raise ValueError("centroids are NaN on every path to a leaf; expected at least one leaf with data.")
 
     @property
     def levels(self) -> int:
@@ -160,7 +160,7 @@ class ClusterTree:
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
 
     def without(self, nodes: Iterable[tuple[int, int]]) -> "ClusterTree | None":
-        """Return the tree without some nodes and all below: to these no text is assigned. Other nodes keep their numbers.
+        """Return the tree without some nodes and all below, so that no text is assigned to them. Other nodes keep their numbers.
 
         Args:
             nodes: Level, counted from 1, and number of each node.
@@ -283,7 +283,7 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
     rows, wide = (
         embeddings.double(),
         centroids.double(),
-    )  # so that they do not depend on how many are computed at a time
+    )  # so that they do not depend on how many are computed at once
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DTYPES = ("float16", "float32")
-# Windows that are embedded at a time, and then reach the disk.
+# Number of windows that are embedded and then written to disk at once.
 _STRETCH = 1024
 _DOCUMENTS_A_BATCH = 64
 _VERSION = 5
@@ -98,7 +98,7 @@ def store_windows(
     window_tokens: int = 2048,
     dtype: str = "float32",
 ) -> StoredWindows:
-    """Embed the windows of a corpus into a folder, and return them. Windows that the folder has are not embedded again."""
+    """Embed the windows of a corpus into a folder, and return them. Windows that are already in the folder are not embedded again."""
     from tqdm import tqdm
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens, dtype)
@@ -191,7 +191,7 @@ def _request(
 
 
 def _texts_digest(rows: "Dataset", column: str) -> str:
-    """Return the SHA-256 of the texts of a corpus, each after its length in bytes."""
+    """Return the SHA-256 of the texts of a corpus, each prefixed by its length in bytes."""
     digest = hashlib.sha256()
     for text in rows[column]:
         encoded = text.encode()
@@ -206,7 +206,7 @@ def only_run(folder: Path) -> AbstractContextManager[None]:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Write a `.npy` file, which appears whole or not at all."""
+    """Write a `.npy` file atomically."""
     with atomic_write(path) as partial, partial.open("wb") as file:
         np.save(file, array)
 

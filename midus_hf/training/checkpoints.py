@@ -91,9 +91,9 @@ def damage_of(checkpoint: Path) -> str | None:
         if TRAINER_STATE not in entries:
             return f"its {MANIFEST_FILE} is damaged"
         for name, (size, _) in entries.items():
-            own = (checkpoint / name).stat().st_size
-            if own != size:
-                return f"{name} has {own:,} bytes instead of {size:,}"
+            num_bytes = (checkpoint / name).stat().st_size
+            if num_bytes != size:
+                return f"{name} has {num_bytes:,} bytes instead of {size:,}"
         for name, (_, digest) in entries.items():
             if _sha256(checkpoint / name) != digest:
                 return f"{name} does not have the contents that were written"

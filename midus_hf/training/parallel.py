@@ -118,10 +118,10 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
         ("hold whole models", "", True),
     )
     saved_sharing = next(way for way, files, _ in ways if not files or any(checkpoint.glob(files)))
-    own_sharing = next(way for way, _, is_own in ways if is_own)
-    if saved_sharing != own_sharing:
+    sharing = next(way for way, _, is_current in ways if is_current)
+    if saved_sharing != sharing:
         raise ValueError(
-            f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
+            f"{checkpoint} was saved by processes that {saved_sharing}, and these {sharing}; resume it as the run "
             "began, or start a new run."
         )
     processes = trainer.args.world_size

@@ -224,8 +224,8 @@ class MemoryTrainerMixin(AnyTrainer):
         tensors: list[tuple[str, Any]] = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                own = getattr(parameter, "ds_tensor", parameter).detach()  # the shard of this process
-                tensors.append((name, own.to_local() if hasattr(own, "to_local") else own))
+                shard = getattr(parameter, "ds_tensor", parameter).detach()  # the shard of this process
+                tensors.append((name, shard.to_local() if hasattr(shard, "to_local") else shard))
         for bank in [] if self.blocks is None else self.blocks.banks:
             tensors += bank.named_values()
         finding = first_not_finite(tensors)

@@ -239,7 +239,7 @@ def test_words_that_name_no_adapter_model_or_output_are_refused(adapter, made, t
     for folder, onto, output, message in (
         (adapter, base, None, r"was not made by upscale: .* Give an upscaled model"),
         (adapter, upscaled, adapter, r"output \S+ exists; expected a folder to make\. Choose another folder"),
-        (adapter, upscaled, adapter / "inside", r"lies inside the base"),
+        (adapter, upscaled, adapter / "inside", r"is inside the base"),
         (tmp_path / "absent", upscaled, None, r"is neither a folder nor a hub id; expected one of them"),
     ):
         refuse([folder, "--onto", onto], message, output)

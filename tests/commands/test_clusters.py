@@ -201,7 +201,7 @@ REFUSALS = [
     ("assign --tree TREE --corpus BLANK.jsonl --output p.jsonl --column body", "corpus 'BLANK.jsonl' is empty: it has"),
     (
         "assign --tree TREE --corpus OWN.jsonl --output p.jsonl --column body",
-        "the corpus has a column 'document', which is written beside the paths of documents",
+        "the corpus has a column 'document', which is written with the paths of documents",
     ),
     ("assign --tree BARE --corpus CORPUS --output p.jsonl --column body", "tree 'BARE' does not say how windows"),
     ("report --tree absent", "tree is 'absent', which does not exist; expected a tree of topics."),

@@ -126,12 +126,12 @@ CAUTIONS = {
     "defaults by name": ([*HML_3, *(dataclasses.replace(one, request=DEFAULTS) for one in FULL_3)], []),
     "not causal": (
         [*(dataclasses.replace(one, is_causal=False) for one in HML_3), *FULL_3],
-        ["Not causal, so that losses cannot be compared: hml."],
+        ["Not causal, so losses cannot be compared: hml."],
     ),
     "sizes": (
         [*HML_3, *(dataclasses.replace(one, trained_parameters=1300) for one in FULL_3)],
         [
-            "Trained parameters more than 10 % off the median of variants that do not train all: "
+            "Trained parameters more than 10 % off the median of variants that do not train everything: "
             "full 1,300 of 1,150, hml 1,000 of 1,150."
         ],
     ),

@@ -29,7 +29,7 @@ VARIANT_NAME = f"expected letters, digits and the signs . _ -, the first a lette
 TWICE = "rates has 0.001 twice; expected rates that differ, since each names a folder."
 REFUSED = {
     "no variants": ({"variants": {}}, "variants is empty; expected one or more."),
-    "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
+    "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected one of them, to measure learning."),
     "several rates of all": (
         {"rates": [1e-3, 1e-4]},
         "validation is empty, and midus.hml-2 has several rates; expected text like the corpus that is neither trained on nor",
@@ -38,7 +38,7 @@ REFUSED = {
         {"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty, and controls are true; expected held-out text by which"
     ),
     "a variant called as the base": (
-        {"variants": {"base": {}}}, "variants has 'base', which is what the base itself is called; give it another name."
+        {"variants": {"base": {}}}, "variants has 'base', which is the name of the base itself; choose another name."
     ),
     "no seeds": ({"seeds": []}, "seeds is empty; expected one or more."),
     "a variant's name": ({"variants": {"a/b": {}}}, f"variants has 'a/b'; {VARIANT_NAME}"),
@@ -48,7 +48,7 @@ REFUSED = {
     "a text's name": ({"retention": {"a/b": "text"}}, f"retention has 'a/b'; {VARIANT_NAME}"),
     "a text twice": (
         {"retention": {"plants": "other.txt"}},
-        "domain and retention both have a text 'plants'; expected a name of its own for each text.",
+        "domain and retention both have a text 'plants'; expected a different name for each text.",
     ),
     "a seed twice": ({"seeds": [1, 1]}, "seeds is [1, 1]; expected different numbers from 0."),
     "a seed below 0": ({"seeds": [-1]}, "seeds is [-1]; expected different numbers from 0."),

@@ -170,7 +170,7 @@ def test_what_fails_stops_nothing_else_unless_it_is_the_base_and_is_done_again(p
     logs = [pretended.folder / f"out/runs/{name}/0.001/seed-0.log" for name in "ab"]
     assert pretended.run(variants) == {
         "a/0.001/seed-0": f"ValueError: no. (status 1; see {logs[0]})",
-        "b/0.001/seed-0": f"it said nothing (status -9; see {logs[1]})",
+        "b/0.001/seed-0": f"it printed nothing (status -9; see {logs[1]})",
     }
     assert len(pretended.names()) == 4
     assert pretended.collect(variants) == ([("c", ONE, 0)], 2)

@@ -295,10 +295,10 @@ def test_a_saved_dataset_is_read_and_names_of_what_a_source_does_not_have_are_re
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "splits"))
     write(folder, {"texts/a.txt": "a", "rows.jsonl": lines()})
     assert texts_of(folder / "splits", split="test") == ["a"]
-    without_names = "which has no configurations, and 'en' is named as one; leave the name"
+    without_names = "which has no configurations, but 'en' was given; leave the name"
     for source, options, message in (
         ("splits", {"split": "dev"}, "has the splits train, test, and not 'dev'; name one of them"),
-        ("saved", {"split": "test"}, "saved', which has no splits, and 'test' is named as one; leave it out"),
+        ("saved", {"split": "test"}, "saved', which has no splits, but 'test' was given; leave it out"),
         *((source, {"name": "en"}, without_names) for source in ("saved", "texts", "rows.jsonl")),
     ):
         with pytest.raises(ValueError, match=message):
@@ -321,7 +321,7 @@ def test_several_corpora_keep_their_order_and_columns_whose_types_agree(folder, 
     assert rows["path"][:] == [None, None, [1, 2]]
     printed = capsys.readouterr().err
     assert "2 of 3 files are read; not read: 1 .pdf" in printed
-    assert "1 of 4 texts are blank, or lack the text, and are left out" in printed
+    assert "1 of 4 texts are blank or missing, and are left out" in printed
     own = [str(folder), str(others / "file.jsonl")]  # which has a column called as that of texts
     assert texts_of(own) == ["one", "two", "b"]
     assert texts_of([str(others / "number.jsonl"), str(others / "one.csv")]) == ["a", "1"]
@@ -348,15 +348,15 @@ REFUSALS = {
     "no JSON": (
         {"x.jsonl": lines(["a"]) + b"{text\n"},
         "x.jsonl', which cannot be read: line 2 is no JSON: Expecting property name enclosed in double quotes at character 2; "
-        "expected an object in each line, or one list of objects. Mend the file",
+        "expected an object in each line, or one list of objects. Repair the file",
     ),
     "no objects": (
         {"x.jsonl": b'"a"\n"b"\n'},
-        "x.jsonl', which cannot be read: line 1 is '\"a\"'; expected an object in each line, or one list of objects. Mend",
+        "x.jsonl', which cannot be read: line 1 is '\"a\"'; expected an object in each line, or one list of objects. Repair",
     ),
     "an object over lines": ({"x.json": b'{\n"text": "a"}\n'}, "cannot be read: line 1 is no JSON: Expecting property name"),
-    "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Mend"),
-    "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Mend the file"),
+    "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Repair"),
+    "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Repair the file"),
     "a broken list": ({"x.json": b'[{"text": "a"},\n{]'}, "cannot be read: Expecting property name enclosed in double quotes"),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
     "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has 1 in row 1, under 'text'; expected text"),
@@ -385,18 +385,18 @@ REFUSALS = {
     },
     "fields without a column": (
         {"x.csv": "text,id\na,1,2\nb,3,4\n"},
-        "x.csv', which cannot be read: its rows have more fields than its first line, which names the columns. Mend the file",
+        "x.csv', which cannot be read: its rows have more fields than its first line, which names the columns. Repair the file",
     ),
     **{
         f"a quote, {case}": ({name: text}, f"{name}', which cannot be read: {said}")
         for case, name, text, said in (
             (
                 "text behind", "x.csv", 'id,text\n1,a\n2,"fast, it\n3,b\n4,"low" is\n',
-                "a field that a quote opens in line 3 is closed in line 5 with text behind it; expected a field with quotes to",
+                "a field that a quote opens in line 3 is closed in line 5 with text after it; expected a field with quotes to",
             ),
             (
                 "in a line", "x.csv", 'sep=,\nid,text\n1,"Hello" she\n',
-                "a field that a quote opens in line 3 is closed in line 3 with text behind it",
+                "a field that a quote opens in line 3 is closed in line 3 with text after it",
             ),
             (
                 "never closed", "x.csv", 'id,text\n1,a\n2,"fast\n3,b\n',
@@ -409,7 +409,7 @@ REFUSALS = {
             (
                 "over lines of a TSV", "x.tsv", 'id\ttext\n1\t"a\n\nb"\n2\tc\n',
                 "a quote opens a field in line 2, and line 4 has 1 of 2 fields; quotes in a TSV file are text, and a field ends "
-                "with its line. Save it as CSV or JSON lines. Mend",
+                "with its line. Save it as CSV or JSON lines. Repair",
             ),
         )
     },
@@ -418,7 +418,7 @@ REFUSALS = {
         "not together: fields are separated by commas in 'a.csv', and by semicolons in 'b.csv'. Expected the same columns",
     ),
     "no rows": ({"x.jsonl": ""}, "which is empty: it has no text with a visible character. Add text to it"),
-    "zero bytes": ({"a.txt": "a", "x.txt": b"a\0b"}, "x.txt', which is not text: it has zero bytes. Take it out"),
+    "zero bytes": ({"a.txt": "a", "x.txt": b"a\0b"}, "x.txt', which is not text: it has zero bytes. Remove it"),
     "no Parquet": ({"a.parquet": b"PAR1"}, "a.parquet', which cannot be read"),
     "a cut archive": (
         {"a.jsonl": lines(), "x.jsonl.gz": gzip.compress(lines())[:-9]},

@@ -327,8 +327,11 @@ def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(roo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("---\nmodel-index:\n- broken\n---\n", "README.md is no model card that can be read (Invalid `model_index`"),
-        ("---\na: [\n---\n", "README.md is no model card that can be read (while parsing a flow node"),
+        (
+            "---\nmodel-index:\n- broken\n---\n",
+            "README.md is not a model card that can be read (Invalid `model_index`",
+        ),
+        ("---\na: [\n---\n", "README.md is not a model card that can be read (while parsing a flow node"),
         (
             None,
             "--write-card expects a folder here that can be written to. Download the model (hf download), or leave",
@@ -358,4 +361,4 @@ def test_a_perplexity_that_cannot_be_compared_and_blocks_that_were_not_read_are_
     assert (result.dataset_type, result.dataset_config, result.dataset_split) == tuple(dataset.values())
     assert result.metric_args == {"dtype": "bfloat16", "reads_blocks": False, "sequence_length": 4, "tokens": 9}
     (line,) = write_results({"models": [{**report, "causal": False}], "settings": settings})
-    assert line.endswith("no perplexity, which cannot be compared: the model reads tokens before it predicts them")
+    assert line.endswith("no perplexity, since it cannot be compared: the model reads tokens before it predicts them")

@@ -131,7 +131,7 @@ def test_the_command_measures_by_a_tree(saved, model, tmp_path, capsys):
     measured = json.loads(told.out)["models"][0]["perplexity"]["perplexity"]
     assert "no block" not in told.err
     main(words)
-    line = f"{saved.model}: no block of its bank was read, since nothing says the topics of texts"
+    line = f"{saved.model}: no block of its bank was read, since the topics of the texts are not known"
     assert line in capsys.readouterr().err
     paths = MemoryRetriever.load(saved.tree).paths
     arguments = {"sequence_length": 16, "apart": True}

@@ -214,7 +214,7 @@ REFUSED = [
         for answer in ("the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines")
     ),
     *((name, content, message) for name in ("facts", "piqa") for content, message in NO_TEXT.items()),
-    ("piqa", "", r"holds no piqa\.jsonl; expected a row of JSON per question"),
+    ("piqa", "", r"has no piqa\.jsonl; expected a row of JSON per question"),
     ("pica", "", UNKNOWN),
     ("pica", None, UNKNOWN),
     ("facts", None, r"task is 'facts'; .* with the folder of their questions as data, one of"),

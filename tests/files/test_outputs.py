@@ -116,5 +116,5 @@ def test_without_locks_in_the_file_system_work_goes_on_and_a_line_says_so(tmp_pa
     with exclusive(tmp_path, ValueError("busy")), atomic_write(tmp_path / "record.json") as partial:
         partial.write_text("new")
     assert (tmp_path / "record.json").read_text() == "new"
-    line = f"{tmp_path} is not guarded: its file system has no locks. Let no other run write it.\n"
+    line = f"{tmp_path} is not locked: its file system has no locks. Do not let another run write to it.\n"
     assert capsys.readouterr().err == line

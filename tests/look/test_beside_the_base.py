@@ -211,4 +211,4 @@ def test_models_that_have_no_base_or_another_and_batches_of_nothing_are_refused(
     model.config.upscale["plan"].pop(0)
     with refused("base is 'self', but the model does not have all layers of its base; expected"):
         base_within(model)
-    assert ablation_table(ablate(model, [TEXT])).rows[-1][0] == "loss of what is left"
+    assert ablation_table(ablate(model, [TEXT])).rows[-1][0] == "loss of the remaining model"

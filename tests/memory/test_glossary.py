@@ -19,7 +19,7 @@ WRONG_ROWS = [
     ({"name": " ", "text": "x"}, "row 1 has the name ' '; expected a name, or a list of names."),
     ({"name": [], "text": "x"}, "row 1 has the name []; expected a name, or a list of names."),
     ({"name": ["a", 3], "text": "x"}, "row 1 has the name ['a', 3]; expected a name, or a list of names."),
-    ({"name": "a", "text": " "}, "row 1 has the text ' '; expected what is to be known of 'a'. Write it, or take"),
+    ({"name": "a", "text": " "}, "row 1 has the text ' '; expected what is to be known of 'a'. Write it, or remove"),
     ({"name": "a"}, "row 1 has the text None; expected what is to be known of 'a'."),
     ({"name": "a", "text": "x", "exact": "yes"}, "row 1 has exact = 'yes'; expected true or false."),
     ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),

@@ -110,12 +110,12 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on_
 
 def test_an_output_that_is_something_else_is_refused_and_so_is_a_build_without_scikit_learn(make, without, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Name another\."):
+    with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Choose another\."):
         make("file")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "tree.safetensors").write_text("mine")  # centroids that no build was at
     for output, overwrite in ((".", False), ("tree", False), ("tree", True)):
-        with pytest.raises(ValueError, match=r"holds other files than those of a tree; expected a new folder\."):
+        with pytest.raises(ValueError, match=r"contains other files than those of a tree; expected a new folder\."):
             make(output, overwrite=overwrite)
     assert (tmp_path / "tree" / "tree.safetensors").read_text() == "mine"
     without("sklearn")

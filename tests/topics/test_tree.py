@@ -106,7 +106,7 @@ def test_the_fingerprint_is_that_of_branching_and_centroids():
         (2, [torch.zeros(2, 3), torch.zeros(5, 3)], r"of level 2 have the shape \(5, 3\); expected \(4, 3\), a row"),
         (2, [torch.zeros(2, 3), torch.zeros(4, 2)], r"of level 2 have the shape \(4, 2\); expected \(4, 3\)"),
         (2, [torch.tensor([[1.0], [torch.inf]])], r"centroids have infinite values; expected finite ones"),
-        (2, [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)], r"NaN on every way to a"),
+        (2, [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)], r"NaN on every path to a"),
     ],
 )  # fmt: skip
 def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):

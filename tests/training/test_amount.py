@@ -56,7 +56,7 @@ def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_
     assert "num_train_epochs=3 (more for fewer than 100 steps)" in err and " few," not in err
     steps = epochs * math.ceil((whole + 1) / 4)
     said = (
-        f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last filled up; "
+        f"corpus: {len(tokens):,} of {len(tokens):,} tokens are read, in {whole + 1} sequences of 60, the last padded; "
         f"{steps} steps ({epochs} times each); num_train_epochs={epochs}, for 100 steps\n"
     )
     assert said in out

@@ -93,7 +93,7 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     elsewhere = command("--base", base, *usual, "--dry-run", "--output", tmp_path / "a" / "b")
     assert elsewhere.status == 0 and not (tmp_path / "a").exists()
     inside = command("--base", base, *usual, "--dry-run", "--output", base)
-    assert inside.status == 2 and "lies inside the base" in inside.err
+    assert inside.status == 2 and "is inside the base" in inside.err
     bracketed = save_base(tmp_path / "x[/red]")
     shown = command("--base", bracketed, "--method", "llama-pro", "--output", tmp_path / "a[b]c", "--no-verify")
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded

@@ -61,13 +61,13 @@ def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp
     (run / "config.json").write_text(text("old"))
     link.symlink_to(base)
     empty.mkdir()
-    inside = "lies inside the base .*; expected a folder elsewhere"
+    inside = "is inside the base .*; expected a folder elsewhere"
     for output, overwrite, message in (
         (base, True, inside),
         (base / "a" / "b", False, inside),
         (link, False, inside),
         (link / "out", True, inside),
-        (run, True, "run holds the base .*checkpoint-5, which --overwrite would delete"),
+        (run, True, "run contains the base .*checkpoint-5, which --overwrite would delete"),
         (run / "config.json", True, "config.json is a file, so --overwrite will not"),
         (empty, False, "empty exists"),
         ("", True, "output is ''; expected the folder to make"),
@@ -142,8 +142,8 @@ NOT_OURS = (
     "upscale.json of theirs. Choose another folder, or remove it yourself."
 )
 NO_CHECKPOINT_HAS = (
-    "holds what no checkpoint has, and --overwrite would delete it: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 more; "
-    "expected nothing but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+    "contains files that no checkpoint has, which --overwrite would delete: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 "
+    "more; expected only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
 )
 
 
@@ -176,7 +176,7 @@ def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
     checkpoint(tmp_path / "old")
     old = CheckpointFolder(tmp_path / "old", overwrite=True)
     late, later = (CheckpointFolder(tmp_path / name) for name in ("out", "project"))
-    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"), old.writing():
+    with pytest.raises(RequestError, match=r"--overwrite would delete: notes\.txt; expected"), old.writing():
         (tmp_path / "old" / "notes.txt").write_text("mine")
     write(tmp_path / "out", "first")
     with pytest.raises(RequestError, match="out exists; pass --overwrite"), late.writing():

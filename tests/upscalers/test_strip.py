@@ -144,7 +144,7 @@ def test_inspect_tells_what_was_done(command, base, tmp_path):
     words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
     assert all(word in shown for word in words)
     inside = command("strip", model, "--output", model / "stripped")
-    assert inside.status == 2 and "lies inside the base" in inside.err and file_digests(model) == before
+    assert inside.status == 2 and "is inside the base" in inside.err and file_digests(model) == before
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()

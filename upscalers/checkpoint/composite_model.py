@@ -35,18 +35,18 @@ class Spelling:
 
     def language_name(self, stored: str) -> str:
         """Return the name that a stored tensor would have in a separate language model; other tensors keep their names."""
-        for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
+        for prefix, standard in ((self.stack, _STACK), (self.head, _HEAD)):
             if stored.startswith(prefix):
-                return own + stored.removeprefix(prefix)
+                return standard + stored.removeprefix(prefix)
         return stored
 
     def stored_name(self, name: str) -> str:
         """Return the stored name of a tensor, by the name that it would have in a separate language model."""
         if name in self.others:
             return name
-        for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
-            if name.startswith(own):
-                return prefix + name.removeprefix(own)
+        for prefix, standard in ((self.stack, _STACK), (self.head, _HEAD)):
+            if name.startswith(standard):
+                return prefix + name.removeprefix(standard)
         return name
 
 
@@ -173,14 +173,14 @@ def _built(native: str) -> CompositeModel:
         raise refused(reason, f"one stack of class {stack_class.__name__} and one head")
     held = model.state_dict(keep_vars=True)
     embedding = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
-    own = embedding.removeprefix(f"{paths[0]}.")
+    standard = embedding.removeprefix(f"{paths[0]}.")
 
     def stored(name: str) -> str:
         return next(iter(revert_weight_conversion(model, {name: held[name]})))
 
     outside = {name: tensor for name, tensor in held.items() if not name.startswith((f"{paths[0]}.", f"{heads[0]}."))}
     written = Spelling(
-        stored(f"{embedding}.weight").removesuffix(f"{own}.weight"),
+        stored(f"{embedding}.weight").removesuffix(f"{standard}.weight"),
         stored(f"{heads[0]}.weight").removesuffix("weight"),
         _shapes(revert_weight_conversion(model, outside)),
     )

@@ -99,9 +99,11 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
 
     def decide(model: BaseCheckpoint) -> EditDetails:
         (memory,) = find_memories(model, request.memory, only=True)
-        own = range(memory.options.chapters)
-        numbers = parse_numbers(chapters, len(own))
-        return _arranged(memory, numbers, [None if number in numbers else number for number in own], own, {})
+        all_numbers = range(memory.options.chapters)
+        numbers = parse_numbers(chapters, len(all_numbers))
+        return _arranged(
+            memory, numbers, [None if number in numbers else number for number in all_numbers], all_numbers, {}
+        )
 
     return edit_checkpoint("zero", request, decide)
 

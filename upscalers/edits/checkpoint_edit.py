@@ -143,12 +143,12 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
     """Return the config after an edit, with the edit recorded; if memories of the base are edited, in the base's config too."""
     config = copy.deepcopy(config)
     memories = [(entry.get("name", entry["type"]), entry) for entry in config.get("memory") or []]
-    own = [name for name in edit["memories"] if name in dict(memories)]
+    of_base = [name for name in edit["memories"] if name in dict(memories)]
     for name, entry in memories:
         entry.update(options.get(name, {}))
-    if own and has_config_entry(config):
+    if of_base and has_config_entry(config):
         entry = config[CONFIG_KEY]
-        entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": own}]
+        entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": of_base}]
         entry["base_config"] = _edited_config(entry["base_config"], edit, options)
     return config
 

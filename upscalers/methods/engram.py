@@ -116,8 +116,8 @@ class Engram(AttachedMemoryMethod):
     def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
         if self.options.layers != _PUBLISHED:
             return super().layers(base)
-        own = self._hosting_layers(base)
-        return tuple(sorted({own[min(1, len(own) - 1)], own[len(own) // 2]}))
+        hosting = self._hosting_layers(base)
+        return tuple(sorted({hosting[min(1, len(hosting) - 1)], hosting[len(hosting) // 2]}))
 
     def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         concern = (

@@ -218,7 +218,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections have the needed widths."""
         widths, hosting = self._projections(base), []
-        for layer in _own_layers(base):
+        for layer in _layers_of_base(base):
             tensors = base.layout.backbone_layers[layer].values()
             matrices = {(tensor.role, tensor.shape) for tensor in tensors}
             if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
@@ -233,7 +233,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def _skips(self, base: BaseCheckpoint, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the layers that have another layer `span` layers after them, and these other layers."""
-        own = _own_layers(base)
+        own = _layers_of_base(base)
         span = self.options.span
         if span < 0:
             raise RequestError(f"span is {span}; expected 0 or more layers.")
@@ -269,7 +269,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             return self.memory_options(**values)
 
 
-def _own_layers(base: BaseCheckpoint) -> list[int]:
+def _layers_of_base(base: BaseCheckpoint) -> list[int]:
     """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
 

@@ -52,10 +52,10 @@ class HierarchicalOptions(MemoryOptions):
         for other, options in others.items():
             if not isinstance(options, HierarchicalOptions):
                 continue
-            own, first = ((each.branching, len(each.sizes)) for each in (self, options))
-            if own != first:
+            this, first = ((each.branching, len(each.sizes)) for each in (self, options))
+            if this != first:
                 raise ValueError(
-                    f"memory {name!r} fetches blocks by a tree of branching {own[0]} and {own[1]} levels, and {other!r} by one of "
+                    f"memory {name!r} fetches blocks by a tree of branching {this[0]} and {this[1]} levels, and {other!r} by one of "
                     f"branching {first[0]} and {first[1]} levels; expected one tree, by whose nodes a text fetches from both."
                 )
 

@@ -95,8 +95,8 @@ def read_texts(
         run(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand(tokens.shape), recording)
         for row, ids in enumerate(part):
             layers = [recording.heads[layer] for layer in sorted(recording.heads)]
-            own = slice(len(in_front), len(ids))
-            packs.append(tuple((key[row, :, own], value[row, :, own]) for key, value in layers))
+            of_text = slice(len(in_front), len(ids))
+            packs.append(tuple((key[row, :, of_text], value[row, :, of_text]) for key, value in layers))
     return packs
 
 

@@ -254,7 +254,7 @@ def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.P
     """Return the parameters that have one of the roles in a memory within the modules."""
     memories = [each for module in modules for each in module.modules() if isinstance(each, DeclaredModule)]
     parameters = [(memory.names_of(*roles), dict(memory.named_parameters())) for memory in memories]
-    return [own[name] for names, own in parameters for name in names if name in own]
+    return [by_name[name] for names, by_name in parameters for name in names if name in by_name]
 
 
 def _num_training(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 def check_sparse_values(trainer: Any) -> None:
     optimizer, args = OptimizerNames(trainer.args.optim).value, trainer.args
-    has_own = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    has_optimizer = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     shares = args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     for is_refused, reason in (
         (
@@ -36,7 +36,7 @@ def check_sparse_values(trainer: Any) -> None:
             "Leave one of them out.",
         ),
         (
-            has_own,
+            has_optimizer,
             "the Trainer was given an optimizer, which would be replaced; expected none. Leave one of them out.",
         ),
         (shares, "several processes train, whose gradients must be dense; expected one process. Leave it out."),

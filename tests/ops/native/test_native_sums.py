@@ -46,7 +46,7 @@ def test_slots_of_any_integers_are_read(kind):
 def test_slots_outside_of_the_bank_are_refused(outside):
     bank, vectors, slots, weights = inputs()
     slots[3, 2] = outside
-    message = "slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them"
+    message = "slots are outside the bank; expected 0 <= slot < its rows. Check the code that made them"
     for call in (
         lambda: native_weighted_rows(bank, slots, weights),
         lambda: native_row_sums(vectors, slots, weights, 40),

@@ -236,7 +236,7 @@ _KEEPS = {
     ),
     "adapters": (
         {"adapters": {"r": 2}}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
-        "also trained on its texts, and kept: other weights, which the run trained; nothing",
+        "also trained on its texts, and kept: other weights, which the run trained; there",
     ),
     "other banks": (
         {}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],

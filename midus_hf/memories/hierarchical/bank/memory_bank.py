@@ -64,16 +64,16 @@ class MemoryBank(MappedBank):
                 contain their bytes. Default: none; blocks deleted in this bank stay deleted.
         """
         folder, trained = Path(folder), trained or {}
-        is_own = folder.exists() and folder.samefile(self.folder)
-        assert not (is_own and deleted), "files that are replaced leave their bytes on the disk"
-        if not is_own:
+        in_place = folder.exists() and folder.samefile(self.folder)
+        assert not (in_place and deleted), "files that are replaced leave their bytes on the disk"
+        if not in_place:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / BANK_DESCRIPTION).unlink(missing_ok=True)  # marks a bank as complete, so it is written last
         for level, source in self._levels.items():
             changed = {index + 1: record for (its_level, index), record in trained.items() if its_level == level}
             gone = {index + 1 for its_level, index in deleted if its_level == level}
             rows = self.layout.num_records(level)
-            if is_own and not changed and len(source.marks) == rows:
+            if in_place and not changed and len(source.marks) == rows:
                 continue
             kept = {
                 row: source.blocks[row].detach
@@ -90,7 +90,7 @@ class MemoryBank(MappedBank):
         changes = {"layout": layout, "tree": tree or self.tree, "roots": self.layout.blocks.roots}
         description = {**self.description, **changes}
         write_description(folder, description)
-        if is_own:
+        if in_place:
             self.description = description
             self.map_files()
 

@@ -89,12 +89,12 @@ def check_tree(
     Paths may name the nodes of a tree that was grown from the bank's from then on.
     """
     for name, bank in banks.opened.items():
-        own = bank.bank if isinstance(bank, TrainedBank) else bank
-        lineage = {*own.description["grown_from"], *grown_from}
+        stored = bank.bank if isinstance(bank, TrainedBank) else bank
+        lineage = {*stored.description["grown_from"], *grown_from}
         if None not in (bank.tree, tree) and bank.tree != tree and not {bank.tree, tree} & lineage:
             raise ValueError(
                 f"{owner} is of the tree with the fingerprint {str(tree)[:16]}..., and the model's bank was trained with "
                 f"{str(bank.tree)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
             )
-        own.grow(roots)
-        banks.layouts[name] = bank.layout = own.layout
+        stored.grow(roots)
+        banks.layouts[name] = bank.layout = stored.layout

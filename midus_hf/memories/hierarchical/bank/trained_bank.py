@@ -93,9 +93,9 @@ class TrainedBank(BlockReader):
 
     def average_gradients(self) -> None:
         """Average gradients over all processes, for every block that any process fetched. All processes must call this."""
-        own = sorted(key for key, leaf in self._leaves.items() if leaf.grad is not None)
+        with_gradients = sorted(key for key, leaf in self._leaves.items() if leaf.grad is not None)
         all_keys: list[list[BlockKey]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(all_keys, own)
+        dist.all_gather_object(all_keys, with_gradients)
         for key in sorted({key for keys in all_keys for key in keys}):
             leaf = self._leaf(key)
             if leaf.grad is None:

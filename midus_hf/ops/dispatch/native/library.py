@@ -149,9 +149,9 @@ def run(name: str, call: bytes) -> None:
     library: Any = _library
     status = getattr(library, name)(call)
     if status == _OUTSIDE:
-        raise IndexError("slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them.")
+        raise IndexError("slots are outside the bank; expected 0 <= slot < its rows. Check the code that made them.")
     if status:
-        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
+        raise MemoryError(f"{name} cannot allocate scratch memory; free some, or choose backend 'torch'.")
 
 
 def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
