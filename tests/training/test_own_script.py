@@ -92,9 +92,9 @@ ROWS = {"sparse_values": True}
     ("method", "arguments", "more", "message"),
     [
         ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
-        ("hier-ffn", {"optim": "adafactor"}, {}, "which Adafactor does not give; expected an optimizer such as optim: adamw_torch"),
-        ("hier-ffn", {}, OF_A_CLASS, "betas and eps of the run's optimizer, which SGD does not give; expected an optimizer such as"),
-        ("hier-ffn", {}, MADE, "which a Trainer with an optimizer of its own does not give; expected an optimizer such as optim"),
+        ("hier-ffn", {"optim": "adafactor"}, {}, "which Adafactor does not have; expected an optimizer such as optim: adamw_torch"),
+        ("hier-ffn", {}, OF_A_CLASS, "betas and eps of the run's optimizer, which SGD does not have; expected an optimizer such as"),
+        ("hier-ffn", {}, MADE, "which a Trainer with another optimizer does not have; expected an optimizer such as optim"),
         ("ultramem-v2", {**ROWS, "optim": "adamw_torch_8bit"}, {}, "optim is 'adamw_torch_8bit'; expected adamw_torch or"),
         ("ultramem-v2", ROWS, OF_A_CLASS, "the Trainer was given an optimizer, which would be replaced"),
         ("ultramem-v2", ROWS, MADE, "the Trainer was given an optimizer, which would be replaced"),

@@ -62,7 +62,7 @@ def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_
         name for name in weights(upscaled("llama")) if is_new(name)
     }
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    with refused("also has model.layers.1.input_layernorm.weight, so other tensors trained in its run"):
+    with refused("also has model.layers.1.input_layernorm.weight, so its run trained other tensors"):
         load_checkpoint(model.requires_grad_(False), folders[0])
     set_trainable(model)
     load_checkpoint(model, folders[0])
