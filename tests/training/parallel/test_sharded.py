@@ -283,7 +283,7 @@ REFUSED_BY_DEEPSPEED = [
     (True, {}, "bf16 is set, and " + ROUNDED.format("bfloat16")),
     # accelerate leaves what the file says as it is.
     *(
-        (False, {key: {"enabled": True}}, f"{OF_FILE} asks for {dtype}, and " + ROUNDED.format(dtype))
+        (False, {key: {"enabled": True}}, f"{OF_FILE} sets {dtype}, and " + ROUNDED.format(dtype))
         for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
     ),
 ]  # fmt: skip
