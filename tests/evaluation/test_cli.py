@@ -327,7 +327,10 @@ def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(roo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("---\nmodel-index:\n- broken\n---\n", "README.md is not a model card that can be read (Invalid `model_index`"),
+        (
+            "---\nmodel-index:\n- broken\n---\n",
+            "README.md is not a model card that can be read (Invalid `model_index`",
+        ),
         ("---\na: [\n---\n", "README.md is not a model card that can be read (while parsing a flow node"),
         (
             None,
