@@ -7,7 +7,16 @@ import pytest
 from serving.answering import answering, choice_of
 
 from benchmarks.vllm.__main__ import mixed_prompts
-from benchmarks.vllm.comparison import BASES, MEMORY_METHODS, EngineFailed, agreement, generate, load, upscaled
+from benchmarks.vllm.comparison import (
+    BASES,
+    MEMORY_METHODS,
+    PACKAGE_METHODS,
+    EngineFailed,
+    agreement,
+    generate,
+    load,
+    upscaled,
+)
 from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -15,10 +24,14 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM has an environment apar
 
 # Few sequences at once and few tokens per step, so that prompts wait and are computed in parts.
 IN_PARTS = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+ALL_AT_ONCE = {**IN_PARTS, "max_num_seqs": 16}
 CASES = [
     *(("qwen3", method, IN_PARTS) for method in MEMORY_METHODS),
+    ("qwen3", "engram", ALL_AT_ONCE),
+    ("qwen3", "engram", {"enforce_eager": False}),
     ("gemma3_text", "midus-hml", IN_PARTS),
     ("gemma3_text", "ultramem-v2", {"async_scheduling": False}),
+    ("gemma3_text", "engram", ALL_AT_ONCE),
     ("llama", "midus-hml", {"enable_prefix_caching": False}),
     ("qwen3", "midus-hml", {"enforce_eager": False}),
     ("qwen3", "llama-pro", {"model_impl": "auto"}),
@@ -45,12 +58,14 @@ def bases(tmp_path_factory):
 def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, tmp_path):
     folder = upscaled(bases(family), method, tmp_path / "model")
     base = load(bases(family))
-    prompts = mixed_prompts(base.config.vocab_size, 12)
-    answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, **engine)
-    counts = agreement(load(folder), prompts, answers.tokens)
-    assert counts.tokens == 12 * 40 and counts.different == 0, counts
-    assert counts.ties <= 2
-    assert agreement(base, prompts, answers.tokens).different > 20  # the model is not its base
+    prompts = mixed_prompts(base.config.vocab_size, 16)
+    package = method in PACKAGE_METHODS
+    answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, runs=2, package=package, **engine)
+    counts = agreement(load(folder), prompts * 2, answers.tokens)
+    assert counts.tokens == 2 * 16 * 40 and counts.different == 0, counts
+    assert counts.ties <= 4
+    assert answers.cached > 100 or not engine.get("enable_prefix_caching", True)
+    assert agreement(base, prompts * 2, answers.tokens).different > 40  # the model is not its base
 
 
 @pytest.mark.parametrize(
@@ -62,6 +77,7 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
             "keeps nothing for the memory 'chapters', which reads",
         ),
         ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
+        ("engram", {"rows": 97}, "vLLM serves a memory of type 'ngram' by midus-hf alone"),
     ],
 )
 def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
@@ -69,6 +85,15 @@ def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, b
     upscale(base=bases("qwen3"), method=method, options=options, output=folder, verify=False)
     with pytest.raises(EngineFailed, match=message):
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path)
+
+
+def test_an_option_that_leaves_the_tokens_before_unknown_is_refused(bases, tmp_path):
+    folder = tmp_path / "model"
+    upscale(base=bases("qwen3"), method="engram", options={"rows": 97}, output=folder, verify=False)
+    with pytest.raises(
+        EngineFailed, match="reads the tokens before: --enable-prompt-embeds brings tokens without ids"
+    ):
+        generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path, package=True, enable_prompt_embeds=True)
 
 
 def test_vllm_serve_answers_requests(bases, tmp_path):
