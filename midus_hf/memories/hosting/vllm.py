@@ -294,7 +294,7 @@ def earlier(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.
 
 @earlier.register_fake
 def _(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
-    return new.new_empty(len(new), len(back), *new.shape[1:])
+    return new.new_empty(new.shape[0], len(back), *new.shape[1:])
 
 
 class SlotState:
