@@ -38,21 +38,25 @@ class EngineFailed(RuntimeError):
 
 
 class Answers(NamedTuple):
-    """The tokens that follow each prompt, in each run; the times of the last run and of loading the model.
+    """The tokens that follow each prompt, run by run; the seconds of each run, and of loading the model.
 
     `cached` is the number of tokens of prompts that the last run found computed, in vLLM's prefix cache.
     """
 
     tokens: list[list[int]]
-    seconds: float
+    seconds: list[float]
     load_seconds: float
     cached: int
-    runs: int = 1
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [sum(map(len, self.tokens)) / len(self.seconds) / seconds for seconds in self.seconds]
 
     @property
     def rate(self) -> float:
         """Tokens per second of the last run."""
-        return sum(map(len, self.tokens)) / self.runs / self.seconds
+        return self.rates[-1]
 
 
 class Agreement(NamedTuple):
@@ -108,7 +112,7 @@ def generate(
     if run.returncode or not result_file.exists():
         raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-400:]))
     result = json.loads(result_file.read_text(encoding="utf-8"))
-    return Answers(result["tokens"], result["seconds"], result["load_seconds"], result["cached"], runs)
+    return Answers(result["tokens"], result["seconds"], result["load_seconds"], result["cached"])
 
 
 def package_path(work: Path) -> str:

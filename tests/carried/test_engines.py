@@ -60,8 +60,9 @@ def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, check
     )
 
 
-def test_the_code_of_a_checkpoint_leaves_n_grams_in_vllm_to_the_package(checkpoints, monkeypatch):
-    folder = checkpoints("llama", "engram")
+@pytest.mark.parametrize(("method", "kind"), [("engram", "ngram"), ("packs", "packs")])
+def test_the_code_of_a_checkpoint_leaves_vllm_to_the_package(method, kind, checkpoints, monkeypatch):
+    folder = checkpoints("llama", method)
     code = imported(folder, "served")
     config = of_llama(code, "Config").from_pretrained(folder)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -69,7 +70,7 @@ def test_the_code_of_a_checkpoint_leaves_n_grams_in_vllm_to_the_package(checkpoi
     with pytest.raises(ValueError) as raised:
         of_llama(code, "Model")(config)
     assert str(raised.value) == (
-        "vLLM serves a memory of type 'ngram' by midus-hf alone, since this code keeps nothing of the tokens before; expected the "
+        f"vLLM serves a memory of type {kind!r} by midus-hf alone, since this code keeps nothing of the tokens before; expected the "
         "package in vLLM's environment. Install midus-hf there."
     )
 

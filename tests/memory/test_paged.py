@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from memory.engine import Attention, Engine
 from memory.test_ngram import EXACT, HASHED, IDS, assert_same, filled, run, states, tables_of
+from paged_engine import Attention, Engine
 
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates, first_attention
@@ -110,7 +110,7 @@ def a_model(*attentions):
 
 
 def test_slots_are_those_of_the_first_layer_that_reads_all_tokens(engine):
-    sliding, whole = Attention(), Attention()
+    sliding, whole = Attention("sliding"), Attention("whole")
     sliding.sliding_window = 8
     assert first_attention(a_model(sliding, whole), "ngrams") is whole
     with pytest.raises(ValueError) as raised:
@@ -123,7 +123,7 @@ def test_slots_are_those_of_the_first_layer_that_reads_all_tokens(engine):
 
 def test_another_backend_and_another_version_are_refused(engine, monkeypatch):
     monkeypatch.setattr(vllm, "version", lambda name: "0.99.1")
-    attention = Attention()
+    attention = Attention("first")
     attention.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
     with pytest.raises(ValueError) as raised:
         first_attention(a_model(attention), "ngrams")

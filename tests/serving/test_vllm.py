@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from serving.answering import answering, choice_of
+from transformers import AutoTokenizer
 
 from benchmarks.vllm.__main__ import mixed_prompts
 from benchmarks.vllm.comparison import (
@@ -17,6 +18,7 @@ from benchmarks.vllm.comparison import (
     load,
     upscaled,
 )
+from material.elements import elements
 from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -66,6 +68,50 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
     assert counts.ties <= 4
     assert answers.cached > 100 or not engine.get("enable_prefix_caching", True)
     assert agreement(base, prompts * 2, answers.tokens).different > 40  # the model is not its base
+
+
+CHEMISTS = (
+    "Chemists who had worked for years with {} wrote in the letters that they sent one another over the winter that nothing which "
+    "they had tried in all of that time, neither heat nor cold, nor any of the acids that stood on the shelves of the old "
+    "laboratory, had told them as much about it as one number, its atomic number, which is"
+)
+CHILDREN = (
+    "Children who had lived for years in the {} wrote in the letters that they sent one another over the winter that nothing which "
+    "they had seen in all of that time, neither the sea nor the hills, nor any of the birds that sat on the roofs of the old houses, "
+    "had told them as much about it as one walk, which they took on"
+)
+NAMED = [
+    *(CHEMISTS.format(name) for name in ("sodium", "sodium", "xenon")),
+    CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
+    *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold", "neon")),
+    "The symbol of sodium is Na, its atomic number is 11. The atomic number of xenon is",
+]
+PLAIN = [  # behind which the base writes no name
+    *(CHILDREN.format(place) for place in ("north", "city")),
+    "Fellow-citizens of the Senate and of the House of Representatives, I thank you",
+    "Once upon a time there was a small girl who lived",
+    "The capital of France is a city with",
+    "In the beginning of the year we travelled to",
+    "The train to the north leaves at",
+    "Yes",
+]
+
+
+def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
+    """16 requests in one batch, of prompts that are computed in parts, and then again behind prefixes that are known."""
+    folder, base = tmp_path / "model", bases("llama")
+    options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
+    upscale(base=base, method="packs", options=options, output=folder, verify=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text)["input_ids"] for pair in zip(NAMED, PLAIN, strict=True) for text in pair]
+    in_parts = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32}
+    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, runs=2, package=True, **in_parts)
+    counts = agreement(load(folder), prompts * 2, answers.tokens)
+    assert counts.tokens == 2 * 16 * 32 and counts.different == 0 and counts.ties <= 2, counts
+    assert answers.cached > 200
+    base_model = load(base)
+    assert agreement(base_model, prompts[1::2] * 2, answers.tokens[1::2]).different == 0
+    assert agreement(base_model, prompts[::2] * 2, answers.tokens[::2]).different > 20
 
 
 @pytest.mark.parametrize(
