@@ -5,9 +5,9 @@
 
 Bases are SmolLM2-135M-Instruct (`llama`), and small Qwen3 and Gemma 3 models with random weights. Each method's result, in which
 no new tensor is zero, answers prompts of mixed lengths, which vLLM batches. vLLM runs methods with memory with its
-Transformers backend and the code in the checkpoint, and other models with its native classes. A token counts as
-`equal` if Transformers chooses the token after the same tokens, as `tie` if its logit is less than 1e-4 below the largest, and
-as `different` otherwise. `changed` counts the tokens that the base would not choose. Rates are compared with the base's, and
+Transformers backend and the code in the checkpoint (`engram` with this package), and other models with its native classes. A token
+counts as `equal` if Transformers chooses the token after the same tokens, as `tie` if its logit is less than 1e-4 below the largest,
+and as `different` otherwise. `changed` counts the tokens that the base would not choose. Rates are compared with the base's, and
 with LLaMA-Pro's, both by the same engine in the same run; `eager` is without vLLM's compilation.
 """
 
@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import RESULTS, Row, add_list, command_line, run_columns, tell
-from benchmarks.vllm.comparison import BASES, DENSE_METHODS, MEMORY_METHODS, agreement, generate, load, upscaled
+from benchmarks.vllm.comparison import (
+    BASES,
+    DENSE_METHODS,
+    MEMORY_METHODS,
+    PACKAGE_METHODS,
+    agreement,
+    generate,
+    load,
+    upscaled,
+)
 
 COLUMNS = {name: f"{{{name}}}" for name in ("family", "method", "tokens", "equal", "ties", "different", "changed")}
 COLUMNS |= {"tokens/s": "{rate:.0f}", "of the base's": "{of_base:.2f}", "of LLaMA-Pro's": "{of_llama_pro:.2f}"}
@@ -32,7 +41,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, required=True, help="Python of an environment with vLLM")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints, which are kept")
     add_list(parser, "--families", BASES)
-    add_list(parser, "--methods", (*MEMORY_METHODS, *DENSE_METHODS))
+    add_list(parser, "--methods", (*MEMORY_METHODS, *PACKAGE_METHODS, *DENSE_METHODS))
     parser.add_argument("--prompts", type=int, default=40, help="prompts of a batch (default: 40)")
     parser.add_argument("--tokens", type=int, default=250, help="tokens that follow each prompt (default: 250)")
     parser.add_argument(
@@ -61,7 +70,7 @@ def _rows(arguments: Any) -> Iterator[Row]:
             model = base if method == "base" else folder / method
             if not model.exists():
                 upscaled(base, method, model)
-            backend = "transformers" if method in MEMORY_METHODS else "auto"
+            backend = "transformers" if method in (*MEMORY_METHODS, *PACKAGE_METHODS) else "auto"
             answers = generate(
                 arguments.python.absolute(),
                 model.absolute(),
@@ -69,6 +78,7 @@ def _rows(arguments: Any) -> Iterator[Row]:
                 arguments.tokens,
                 folder.absolute(),
                 model_impl=backend,
+                package=method in PACKAGE_METHODS,
                 **options,
             )
             counts = agreement(load(model), prompts, answers.tokens)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from material.smollm2 import smollm2_135m
 from upscalers.runs.upscale import upscale
 
 _ENGINE = Path(__file__).with_name("engine.py")
+_ROOT = Path(__file__).parents[2]
 #: Arguments of `vllm.LLM` for a comparison with Transformers in float32 on a CPU.
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -36,16 +38,25 @@ class EngineFailed(RuntimeError):
 
 
 class Answers(NamedTuple):
-    """The tokens that follow each prompt, and the times of generation and of loading the model."""
+    """The tokens that follow each prompt, run by run; the seconds of each run, and of loading the model.
+
+    `cached` is the number of tokens of prompts that the last run found computed, in vLLM's prefix cache.
+    """
 
     tokens: list[list[int]]
-    seconds: float
+    seconds: list[float]
     load_seconds: float
+    cached: int
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [sum(map(len, self.tokens)) / len(self.seconds) / seconds for seconds in self.seconds]
 
     @property
     def rate(self) -> float:
-        """Tokens per second of generation."""
-        return sum(map(len, self.tokens)) / self.seconds
+        """Tokens per second of the last run."""
+        return self.rates[-1]
 
 
 class Agreement(NamedTuple):
@@ -62,21 +73,53 @@ class Agreement(NamedTuple):
 
 
 def generate(
-    python: Path, model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, work: Path, **engine: Any
+    python: Path,
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    work: Path,
+    *,
+    runs: int = 1,
+    package: bool = False,
+    **engine: Any,
 ) -> Answers:
-    """Return the tokens that vLLM generates greedily after prompts, in a process that does not see this project's packages."""
-    request = {"model": str(model), "prompts": prompts, "max_tokens": max_tokens, "engine": ENGINE | engine}
+    """Return what vLLM generates greedily after prompts, one run after another.
+
+    Args:
+        python: Python of an environment with vLLM.
+        model: Folder of the model.
+        prompts: Token ids of each prompt.
+        max_tokens: Number of tokens that follow each.
+        work: Folder in which the process works.
+        runs: How often the prompts are answered. Default: once.
+        package: Whether the process sees this package as an installed one. Default: it runs the code that the checkpoint carries.
+        engine: Arguments of `vllm.LLM`.
+
+    Raises:
+        EngineFailed: If the engine ends without a result.
+    """
+    request = {"model": str(model), "prompts": prompts, "max_tokens": max_tokens, "runs": runs}
+    request["engine"] = ENGINE | engine
     request_file, result_file = work / "request.json", work / "result.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
     result_file.unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(work / "modules")}
+    if package:
+        environment["PYTHONPATH"] = package_path(work)
     command = [str(python), str(_ENGINE), str(request_file), str(result_file)]
     run = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if run.returncode or not result_file.exists():
         raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-400:]))
     result = json.loads(result_file.read_text(encoding="utf-8"))
-    return Answers(result["tokens"], result["seconds"], result["load_seconds"])
+    return Answers(result["tokens"], result["seconds"], result["load_seconds"], result["cached"])
+
+
+def package_path(work: Path) -> str:
+    """Return a `PYTHONPATH` by which a process sees this package with its entry points, as `pip install` makes them."""
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(work)]
+    subprocess.run(command, cwd=_ROOT, check=True, capture_output=True)
+    return os.pathsep.join((str(work), str(_ROOT)))
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -98,6 +141,9 @@ def agreement(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: 
         ties += int((~same & (below < TIE)).sum())
     return Agreement(count, equal, ties)
 
+
+#: Methods whose memories vLLM serves with the package, not with the code that a checkpoint carries, with options.
+PACKAGE_METHODS: dict[str, dict[str, Any]] = {"engram": {"rows": 4096}}
 
 _BLOCKS = {"memory_tokens": 1024, "chapters": 256, "k": 4, "routing": "token"}
 #: Methods that add a memory that looks at one token, with options.
@@ -158,11 +204,11 @@ def upscaled(base: Path, method: str, output: Path) -> Path:
 
     Tensors that start at 0, so that the model computes the same as the base, get noise.
     """
-    options = MEMORY_METHODS.get(method, {}) | DENSE_METHODS.get(method, {})
+    options = MEMORY_METHODS.get(method, {}) | PACKAGE_METHODS.get(method, {}) | DENSE_METHODS.get(method, {})
     upscale(base=base, method=method, options=options, output=output, verify=False)
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    std = 0.2 if method in MEMORY_METHODS else 0.02
+    std = 0.02 if method in DENSE_METHODS else 0.2
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():

@@ -2,8 +2,9 @@
 
     python engine.py REQUEST.json RESULT.json
 
-The request has `model` (a folder), `prompts` (token ids of each prompt), `max_tokens`, and `engine` (arguments of
-`vllm.LLM`). The result has `tokens` (the tokens that follow each prompt), `seconds` of generation, and `load_seconds`.
+The request has `model` (a folder), `prompts` (token ids of each prompt), `max_tokens`, `runs` (how often all are answered), and
+`engine` (arguments of `vllm.LLM`). The result has `tokens` (the tokens that follow each prompt, run by run), `seconds` of each run,
+`cached` (tokens of prompts that the last run found in the prefix cache), and `load_seconds`.
 """
 
 import json
@@ -23,13 +24,14 @@ def main(request_file: str, result_file: str) -> None:
     prompts = [{"prompt_token_ids": tokens} for tokens in request["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
     engine.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=2, detokenize=False), use_tqdm=False)
-    began = time.perf_counter()
-    answers = engine.generate(prompts, sampling, use_tqdm=False)
-    result = {
-        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-        "seconds": time.perf_counter() - began,
-        "load_seconds": load_seconds,
-    }
+    tokens, seconds = [], []
+    for _ in range(request["runs"]):
+        began = time.perf_counter()
+        answers = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+        tokens += [list(answer.outputs[0].token_ids) for answer in answers]
+    cached = sum(answer.num_cached_tokens or 0 for answer in answers)
+    result = {"tokens": tokens, "seconds": seconds, "cached": cached, "load_seconds": load_seconds}
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -57,6 +57,8 @@ class MemoryModule(DeclaredModule):
     is_croppable: bool = True
     #: Function that rolls the last tokens back in a state's tensors. Default: None, the tensors do not depend on these tokens.
     rollback: ClassVar["staticmethod[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None] | None"] = None
+    #: Whether this package serves the memory in vLLM, and the code that a checkpoint carries does not (`midus_hf.memories.paged`).
+    vllm_needs_package: ClassVar[bool] = False
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
     #: Tensors derived from weights, during a generation (`midus_hf.memories.decode_cache`). Default: None.

@@ -60,6 +60,21 @@ def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, check
     )
 
 
+@pytest.mark.parametrize(("method", "kind"), [("engram", "ngram"), ("packs", "packs")])
+def test_the_code_of_a_checkpoint_leaves_vllm_to_the_package(method, kind, checkpoints, monkeypatch):
+    folder = checkpoints("llama", method)
+    code = imported(folder, "served")
+    config = of_llama(code, "Config").from_pretrained(folder)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError) as raised:
+        of_llama(code, "Model")(config)
+    assert str(raised.value) == (
+        f"vLLM serves a memory of type {kind!r} by midus-hf alone, since this code keeps nothing of the tokens before; expected the "
+        "package in vLLM's environment. Install midus-hf there."
+    )
+
+
 def is_lookup(node: ast.expr | None) -> bool:
     """Whether an expression takes a function from `ALL_ATTENTION_FUNCTIONS`."""
     if isinstance(node, ast.Call):

@@ -5,9 +5,20 @@ from pathlib import Path
 
 import pytest
 from serving.answering import answering, choice_of
+from transformers import AutoTokenizer
 
 from benchmarks.vllm.__main__ import mixed_prompts
-from benchmarks.vllm.comparison import BASES, MEMORY_METHODS, EngineFailed, agreement, generate, load, upscaled
+from benchmarks.vllm.comparison import (
+    BASES,
+    MEMORY_METHODS,
+    PACKAGE_METHODS,
+    EngineFailed,
+    agreement,
+    generate,
+    load,
+    upscaled,
+)
+from material.elements import elements
 from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -15,10 +26,14 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM has an environment apar
 
 # Few sequences at once and few tokens per step, so that prompts wait and are computed in parts.
 IN_PARTS = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+ALL_AT_ONCE = {**IN_PARTS, "max_num_seqs": 16}
 CASES = [
     *(("qwen3", method, IN_PARTS) for method in MEMORY_METHODS),
+    ("qwen3", "engram", ALL_AT_ONCE),
+    ("qwen3", "engram", {"enforce_eager": False}),
     ("gemma3_text", "midus-hml", IN_PARTS),
     ("gemma3_text", "ultramem-v2", {"async_scheduling": False}),
+    ("gemma3_text", "engram", ALL_AT_ONCE),
     ("llama", "midus-hml", {"enable_prefix_caching": False}),
     ("qwen3", "midus-hml", {"enforce_eager": False}),
     ("qwen3", "llama-pro", {"model_impl": "auto"}),
@@ -45,12 +60,58 @@ def bases(tmp_path_factory):
 def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, tmp_path):
     folder = upscaled(bases(family), method, tmp_path / "model")
     base = load(bases(family))
-    prompts = mixed_prompts(base.config.vocab_size, 12)
-    answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, **engine)
-    counts = agreement(load(folder), prompts, answers.tokens)
-    assert counts.tokens == 12 * 40 and counts.different == 0, counts
-    assert counts.ties <= 2
-    assert agreement(base, prompts, answers.tokens).different > 20  # the model is not its base
+    prompts = mixed_prompts(base.config.vocab_size, 16)
+    package = method in PACKAGE_METHODS
+    answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, runs=2, package=package, **engine)
+    counts = agreement(load(folder), prompts * 2, answers.tokens)
+    assert counts.tokens == 2 * 16 * 40 and counts.different == 0, counts
+    assert counts.ties <= 4
+    assert answers.cached > 100 or not engine.get("enable_prefix_caching", True)
+    assert agreement(base, prompts * 2, answers.tokens).different > 40  # the model is not its base
+
+
+CHEMISTS = (
+    "Chemists who had worked for years with {} wrote in the letters that they sent one another over the winter that nothing which "
+    "they had tried in all of that time, neither heat nor cold, nor any of the acids that stood on the shelves of the old "
+    "laboratory, had told them as much about it as one number, its atomic number, which is"
+)
+CHILDREN = (
+    "Children who had lived for years in the {} wrote in the letters that they sent one another over the winter that nothing which "
+    "they had seen in all of that time, neither the sea nor the hills, nor any of the birds that sat on the roofs of the old houses, "
+    "had told them as much about it as one walk, which they took on"
+)
+NAMED = [
+    *(CHEMISTS.format(name) for name in ("sodium", "sodium", "xenon")),
+    CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
+    *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold", "neon")),
+    "The symbol of sodium is Na, its atomic number is 11. The atomic number of xenon is",
+]
+PLAIN = [  # behind which the base writes no name
+    *(CHILDREN.format(place) for place in ("north", "city")),
+    "Fellow-citizens of the Senate and of the House of Representatives, I thank you",
+    "Once upon a time there was a small girl who lived",
+    "The capital of France is a city with",
+    "In the beginning of the year we travelled to",
+    "The train to the north leaves at",
+    "Yes",
+]
+
+
+def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
+    """16 requests in one batch, of prompts that are computed in parts, and then again behind prefixes that are known."""
+    folder, base = tmp_path / "model", bases("llama")
+    options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
+    upscale(base=base, method="packs", options=options, output=folder, verify=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text)["input_ids"] for pair in zip(NAMED, PLAIN, strict=True) for text in pair]
+    in_parts = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32}
+    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, runs=2, package=True, **in_parts)
+    counts = agreement(load(folder), prompts * 2, answers.tokens)
+    assert counts.tokens == 2 * 16 * 32 and counts.different == 0 and counts.ties <= 2, counts
+    assert answers.cached > 200
+    base_model = load(base)
+    assert agreement(base_model, prompts[1::2] * 2, answers.tokens[1::2]).different == 0
+    assert agreement(base_model, prompts[::2] * 2, answers.tokens[::2]).different > 20
 
 
 @pytest.mark.parametrize(
@@ -62,6 +123,7 @@ def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, 
             "keeps nothing for the memory 'chapters', which reads",
         ),
         ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
+        ("engram", {"rows": 97}, "vLLM serves a memory of type 'ngram' by midus-hf alone"),
     ],
 )
 def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
@@ -69,6 +131,15 @@ def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, b
     upscale(base=bases("qwen3"), method=method, options=options, output=folder, verify=False)
     with pytest.raises(EngineFailed, match=message):
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path)
+
+
+def test_an_option_that_leaves_the_tokens_before_unknown_is_refused(bases, tmp_path):
+    folder = tmp_path / "model"
+    upscale(base=bases("qwen3"), method="engram", options={"rows": 97}, output=folder, verify=False)
+    with pytest.raises(
+        EngineFailed, match="reads the tokens before: --enable-prompt-embeds brings tokens without ids"
+    ):
+        generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path, package=True, enable_prompt_embeds=True)
 
 
 def test_vllm_serve_answers_requests(bases, tmp_path):

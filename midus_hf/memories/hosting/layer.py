@@ -13,6 +13,7 @@ from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import LayerNames, MissingPart
 from midus_hf.memories.module import MemoryModule, build_memory
+from midus_hf.memories.paged import as_served
 from midus_hf.memories.registry import layer_class
 
 
@@ -98,6 +99,7 @@ class HostLayer(LayerNames):
             entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
             for entry in entries
         }
+        built = {name: as_served(memory, config._attn_implementation) for name, memory in built.items()}
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}

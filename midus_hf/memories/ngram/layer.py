@@ -46,6 +46,7 @@ class Ngrams(MemoryModule):
     sites = (BesideFeedForward, BehindAttention, BehindLayer)
     services = (Tables, Tokens, States)
     rollback = staticmethod(without_last)
+    vllm_needs_package = True
 
     options: NgramOptions
     value_table: torch.Tensor

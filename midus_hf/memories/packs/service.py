@@ -58,13 +58,17 @@ class OpensPacks(BankService, States):
         self.name = names.pop()
         first = self.name, self.layers[0]
         BankService.__init__(self, model, memories, hosted)
-        States.__init__(self, model, memories, {first: hosted[first]})
+        self.keep_states(model, memories, {first: hosted[first]})
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
         self._vocab_size = model.config.vocab_size
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
+
+    def keep_states(self, model: Any, memories: Memories, first: Mapping[tuple[str, int], MemoryModule]) -> None:
+        """Keep what sequences have open as the state of the first layer with the memory."""
+        States.__init__(self, model, memories, first)
 
     def digest(self) -> str | None:
         """Return a digest of the entries; None without a glossary."""
@@ -174,7 +178,7 @@ class OpensPacks(BankService, States):
             _refuse_shards(model)
 
         def run(ids: torch.Tensor, positions: torch.Tensor, recording: Recording) -> None:
-            model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
+            self.read(model, {"input_ids": ids, "position_ids": positions, "use_cache": False, RECORDING: recording})
 
         if self._angles is None or self._angles[0] != model.dtype:
             self._angles = model.dtype, rotation_angles(run, device)
@@ -186,6 +190,10 @@ class OpensPacks(BankService, States):
         for entry in [*made][:-_MOST_KEPT]:
             del made[entry]
         return packs
+
+    def read(self, model: Any, arguments: dict[str, Any]) -> None:
+        """Run a pass of the stack over texts."""
+        model(**arguments)
 
     def open_at_end(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """Return the entries whose packs the last token of a text reads, and others that the text names."""

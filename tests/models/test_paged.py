@@ -1,0 +1,165 @@
+"""Whole models as vLLM runs them: parts of several requests in one row, whose keys and values lie in blocks."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.hosting import host_of
+from models.pack_models import ENTRIES, pack_model, tiny_tokenizer
+from paged_engine import Attention, Engine
+from tiny import prompt, tiny_model
+from transformers import AutoModel
+
+from midus_hf.memories.hosting import vllm
+from midus_hf.memories.hosting.vllm import CachedHeads
+from midus_hf.memories.packs.glossary import Glossary
+
+ENGRAM = {"type": "ngram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
+FAMILIES = ["llama", "gemma3", "qwen2"]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    return Engine(monkeypatch)
+
+
+def with_packs(family, **options):
+    return pack_model(family, torch.float32, options=options)
+
+
+def with_engram(family):
+    model = host_of(tiny_model(family, torch.float32), {"site": "beside-ffn", **ENGRAM})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".memories." in name:
+                parameter.normal_(std=0.5)
+    return model
+
+
+def served(engine, model):
+    """The stack of a model, as vLLM makes it of the config, with the model's weights."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "vllm"
+    stack = AutoModel.from_config(config).to(torch.float32).eval()
+    stack.load_state_dict(model.model.state_dict())
+    if "packs" in stack.services:
+        stack.services["packs"].glossary = Glossary(tiny_tokenizer(), ENTRIES)
+    engine.serve(stack)
+    return stack
+
+
+@torch.no_grad()
+def run_pass(engine, stack, tokens, parts):
+    """The hidden states of the tokens of one pass: for each part the number of a row, blocks, and the first and last position."""
+    engine.begin([part[1:] for part in parts])
+    ids = torch.cat([tokens[row, first:end] for row, _, first, end in parts])
+    positions = torch.cat([torch.arange(first, end) for *_, first, end in parts])
+    return stack(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+
+
+FIRST, SECOND = [3, 9, 1, 16, 7, 4], [5, 2, 11, 8, 17, 13]
+PASSES = [
+    [(0, FIRST, 0, 7)],
+    [(0, FIRST, 7, 8), (1, SECOND, 0, 11)],
+    [(0, FIRST, 8, 22), (1, SECOND, 11, 12)],
+    [(1, SECOND, 12, 13), (0, FIRST, 22, 23)],
+    [(0, FIRST, 23, 24), (1, SECOND, 13, 14)],
+    [(1, SECOND, 14, 24)],
+]
+
+
+@pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
+    model, tokens = make(family), prompt()
+    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()
+    stack = served(engine, model)
+    outputs = [[], []]
+    for parts in PASSES:
+        output = run_pass(engine, stack, tokens, parts)
+        for (row, *_), each in zip(parts, output.split([end - first for *_, first, end in parts]), strict=True):
+            outputs[row].append(each)
+    torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
+    reused = run_pass(engine, stack, tokens, [(0, [3, 9, 1, 0, 6, 10], 12, 24)])  # behind blocks of the first request
+    torch.testing.assert_close(reused, expected[0, 12:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
+    tokens = torch.tensor([tiny_tokenizer()("it is so; |")["input_ids"], tiny_tokenizer()("it # is so;")["input_ids"]])
+    outputs = []
+    for model in (with_packs("llama"), host_of(tiny_model("llama", torch.float32))):
+        stack = served(engine, model)
+        count = tokens.shape[1]
+        outputs.append(run_pass(engine, stack, tokens, [(0, FIRST, 0, count), (1, SECOND, 0, count)]).split(count))
+    name = tokens[1].tolist().index(tiny_tokenizer().convert_tokens_to_ids("#"))
+    (plain, named), (of_base, named_of_base) = outputs
+    assert torch.equal(plain, of_base) and torch.equal(named[:name], named_of_base[:name])
+    assert not torch.equal(named[name], named_of_base[name])
+
+
+def refusal_of(engine, model):
+    """What the stack of a model says that vLLM makes of its config."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError) as raised:
+        AutoModel.from_config(config)
+    return str(raised.value)
+
+
+def test_what_packs_do_not_read_is_refused(engine):
+    assert refusal_of(engine, with_packs("gemma2")) == (
+        "this model caps scores of attention, which packs in vLLM do not; expected a model without attn_logit_softcapping. Serve it "
+        "with `transformers serve`."
+    )
+    engine.config.cache_config.cache_dtype = "fp8_e5m2"
+    assert refusal_of(engine, with_packs("llama")) == (
+        "--kv-cache-dtype is fp8_e5m2, whose keys and values packs do not read; expected auto, float16, bfloat16 or float32. Leave "
+        "the option out."
+    )
+    engine.config.lora_config = object()
+    assert refusal_of(engine, with_packs("llama")) == (
+        "vLLM is not to serve the memory 'packs' so, which reads the tokens before: --enable-lora changes keys and values by "
+        "request, and packs are one for all. Leave the option out, or serve the model with `transformers serve`."
+    )
+    entries = {"site": "beside-ffn", **ENGRAM}, {"type": "packs", "layers": [0, 1, 2, 3]}
+    both = host_of(tiny_model("llama", torch.float32), *entries)
+    assert refusal_of(engine, both) == (
+        "vLLM is not to serve packs beside the memory 'ngram', which would take texts of entries for requests; expected one of the "
+        "two. Serve the model with `transformers serve`."
+    )
+
+
+def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_path):
+    with_packs("llama").save_pretrained(tmp_path)
+    model = with_packs("llama")
+    stack = served(engine, model)
+    stack.services["packs"].glossary = None
+    stack.services["packs"].settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
+    engine.layers["layers.1"].has_sink = True
+    with pytest.raises(ValueError) as raised:
+        run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
+    assert str(raised.value) == (
+        "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with `transformers serve`."
+    )
+    engine.layers["layers.1"].has_sink = False
+    run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
+    assert len(stack.services["packs"].glossary) == len(ENTRIES)
+
+
+def test_a_cache_that_holds_no_single_numbers_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm, "version", lambda name: "0.32.0")
+    attention = Attention("first")
+    CachedHeads(attention)
+
+    def halved(layer, key, value, cache, slots):
+        Attention.write(layer, key // 2, value, cache, slots)
+
+    attention.impl.do_kv_cache_update = halved
+    with pytest.raises(ValueError) as raised:
+        CachedHeads(attention)
+    assert str(raised.value) == (
+        "the cache of vLLM's CPU_ATTN does not hold keys and values number by number (vLLM 0.32.0, torch.float32), which packs read; "
+        "expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
+    )
