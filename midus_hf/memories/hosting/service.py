@@ -22,7 +22,7 @@ class Service:
 
     #: Name of the service in a stack's `services`.
     key: ClassVar[str]
-    #: Whether a pass passes a memory by for which the service made nothing; the value of a pass then has the memory's name as a key.
+    #: Whether to skip a memory when this service produced nothing for it; the value of a pass then has the memory's name as a key.
     is_required: ClassVar[bool] = False
     #: Whether a pass may get a cache from the service, which then comes after services that ask whether there is one.
     may_add_cache: ClassVar[bool] = False
