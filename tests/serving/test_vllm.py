@@ -123,7 +123,7 @@ def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
             "keeps nothing for the memory 'chapters', which reads",
         ),
         ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
-        ("engram", {"rows": 97}, "vLLM serves a memory of type 'ngram' by midus-hf alone"),
+        ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
     ],
 )
 def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
