@@ -49,7 +49,7 @@ PLANNED = {
     "dtype": "bfloat16",
 }
 # Options without which a method does not plan from a config alone; `packs` needs texts, and is left out.
-NEEDED = {"engram": ("--set", "compress=false")}
+NEEDED = {"engram": ("--set", "compress=false"), "stack": ("--set", "layers=[0-11, 4-15]")}
 REFUSED = "a refused placement"
 
 # Runs `upscale` with words, and prints on standard error how many functions of this project were called, and if torch is imported.
@@ -178,7 +178,9 @@ def planned_requests(folder: Path) -> dict[str, list[str]]:
         (folder / family).mkdir()
         (folder / family / "config.json").write_text(json.dumps({"model_type": family, **PLANNED}))
     get_method("solar")  # fills the table
-    cases = [(method, "llama") for method in METHODS if method != "packs"]
+    cases = [
+        (method, "llama") for method in METHODS if method not in ("packs", "vocabulary")
+    ]  # which read a tokenizer
     cases += [("midus-hml", family) for family in PROVEN if family != "llama"]
     requests = {
         f"{method}, {family}": [

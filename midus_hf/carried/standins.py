@@ -41,7 +41,7 @@ def layer_of(options_class: Any) -> Any:
     return decorate
 
 
-def layer_class(options: Any) -> Any:
+def layer_class(options: Any, attention: Any = None) -> Any:
     """Return the class of a memory's layer."""
     return type(options).layer
 
@@ -86,20 +86,6 @@ def check_memories(memories: Any) -> None:
 
 def check_layer(memory: Any, sizes: Any, count: int) -> None:
     """Take a layer as one that fits its options."""
-
-
-def as_served(memory: Any, implementation: Any) -> Any:
-    """Return a memory as it is.
-
-    Raises:
-        ValueError: If it is to be served by vLLM, which takes the package.
-    """
-    if implementation == "vllm" and memory.vllm_needs_package:
-        raise ValueError(
-            f"vLLM serves a memory of type {memory.options.type!r} by midus-hf alone, since this code keeps nothing of the tokens "
-            "before; expected the package in vLLM's environment. Install midus-hf there."
-        )
-    return memory
 
 
 def decode_cache(model: Any) -> Any:

@@ -57,8 +57,6 @@ class MemoryModule(DeclaredModule):
     is_croppable: bool = True
     #: Function that rolls the last tokens back in a state's tensors. Default: None, the tensors do not depend on these tokens.
     rollback: ClassVar["staticmethod[[dict[str, torch.Tensor], int], dict[str, torch.Tensor] | None] | None"] = None
-    #: Whether this package serves the memory in vLLM, and the code that a checkpoint carries does not (`midus_hf.memories.paged`).
-    vllm_needs_package: ClassVar[bool] = False
     #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
     #: Tensors derived from weights, during a generation (`midus_hf.memories.decode_cache`). Default: None.
@@ -87,7 +85,9 @@ class MemoryModule(DeclaredModule):
         return ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
-def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:
+def build_memory(
+    options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1, attention: str | None = None
+) -> MemoryModule:
     """Build the layer of a memory.
 
     Args:
@@ -95,11 +95,12 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
         sizes: Sizes of the model.
         index: Index of the layer among the layers that have the memory. Default: 0.
         count: Number of layers that have the memory. Default: 1.
+        attention: The implementation of attention of the model. Default: any but vLLM's.
 
     Raises:
         ValueError: If the type has no layer, or `check_layer` refuses it.
     """
-    memory = layer_class(options)(options, sizes)
+    memory = layer_class(options, attention)(options, sizes)
     memory.index = index
     for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
         memory.leave_out(name)

@@ -23,6 +23,8 @@ Layer = TypeVar("Layer", bound=type)
 #: Options classes of the registered types, by type. Types of other packages are added when `memory_type` looks for one.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
 
+_PAGED: dict[type[MemoryOptions], Any] = {}
+
 _WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
 
 _ROLES: tuple[Role, ...] = get_args(Role)
@@ -76,13 +78,36 @@ def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     return decorate
 
 
-def layer_class(options: MemoryOptions) -> Any:
+def paged_layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
+    """Return a decorator that makes a subclass of a memory's layer the one that serves the memory in vLLM.
+
+    vLLM lays tokens of several requests in one row and keeps keys and values in pages. A memory that reads the tokens before has a
+    module `paged` beside its options, which does not travel with checkpoints.
+    """
+
+    def decorate(cls: Layer) -> Layer:
+        _PAGED[options_class] = cls
+        return cls
+
+    return decorate
+
+
+def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     """Return the class of a memory's layer; import the module `layer` in the folder of its options if needed.
+
+    Args:
+        options: The memory's options.
+        attention: The implementation of attention of the model; with "vllm" the class may be the one of the module `paged`. Default:
+            another.
 
     Raises:
         ValueError: If no class is the layer of the memory.
     """
     options_class = type(options)
+    if attention == "vllm":
+        import_beside(options_class, "paged")
+        if options_class in _PAGED:
+            return _PAGED[options_class]
     if vars(options_class).get("layer") is None:  # a subclass has a separate layer
         import_beside(options_class, "layer")
     if vars(options_class).get("layer") is None:

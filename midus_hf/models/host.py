@@ -208,7 +208,7 @@ class HostMixin:
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Check the implementation as the family does; called when a model is made and when its attention is set."""
         model: Any = self
-        layers = [layer_class(entry.options) for entry in memories_of(model.config).entries]
+        layers = [layer_class(entry.options, attn_implementation) for entry in memories_of(model.config).entries]
         if (attn_implementation or "").removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS:  # others the family refuses
             for layer in layers:
                 layer.check_attention(attn_implementation)

@@ -79,7 +79,7 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
     wrapped = get_peft_model(model, lora_config(model))
     with refused(r"the model is wrapped by PEFT already; expected the model that from_pretrained returns"):
         lora_config(wrapped)
-    with refused(r"this midus_llama model is wrapped by PEFT, which has set what trains"):
+    with refused(r"this midus_llama model is wrapped by PEFT, which decides what is trained"):
         set_trainable(wrapped)
 
 

@@ -86,7 +86,7 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, con
     new = {key for key in weights(model) if re.search(r"layers\.[14]\.", key)}
     assert moved(model, tmp_path / "out") == linear(weights(model)) | new
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Training adapters on the base, and what is new in the model whole: " in printed
+    assert "Training adapters on the base, and all new parameters: " in printed
     assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", printed)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 

@@ -43,36 +43,35 @@ def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(me
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, checkpoints, monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "method", "memory"),
+    [("vllm", "moc", "chapters"), ("sglang", "moc", "chapters"), ("vllm", "engram", "ngram")],
+)
+def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, method, memory, checkpoints, monkeypatch):
     """An engine's Transformers backend sets attention of the engine's name in the config, and makes the model by it."""
-    folder = checkpoints("llama", "moc")
+    assert refusal_of(checkpoints("llama", method), engine, monkeypatch) == (
+        f"attention {engine!r} lays the tokens of several requests in one row and keeps nothing for the memory {memory!r}, which "
+        "reads the tokens before; expected midus-hf installed beside vLLM (for engram and packs), a server such as `transformers "
+        "serve`, a memory that reads one token (moc with routing = 'token'), or a method without it."
+    )
+
+
+def test_an_engine_makes_no_model_with_packs(checkpoints, monkeypatch):
+    assert refusal_of(checkpoints("llama", "packs"), "vllm", monkeypatch) == (
+        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected midus-hf installed "
+        "beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
+    )
+
+
+def refusal_of(folder, engine, monkeypatch):
+    """What the code of a checkpoint says when an engine makes its model."""
     code = imported(folder, "served")
     config = of_llama(code, "Config").from_pretrained(folder)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, engine, ALL_ATTENTION_FUNCTIONS["sdpa"])
     config._attn_implementation = engine
     with pytest.raises(ValueError) as raised:
         of_llama(code, "Model")(config)
-    assert str(raised.value) == (
-        f"attention {engine!r} lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which "
-        "reads the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a "
-        "memory that reads one token (moc with routing = 'token'), or a method without it."
-    )
-
-
-@pytest.mark.parametrize(("method", "kind"), [("engram", "ngram"), ("packs", "packs")])
-def test_the_code_of_a_checkpoint_leaves_vllm_to_the_package(method, kind, checkpoints, monkeypatch):
-    folder = checkpoints("llama", method)
-    code = imported(folder, "served")
-    config = of_llama(code, "Config").from_pretrained(folder)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", ALL_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "vllm"
-    with pytest.raises(ValueError) as raised:
-        of_llama(code, "Model")(config)
-    assert str(raised.value) == (
-        f"vLLM serves a memory of type {kind!r} by midus-hf alone, since this code keeps nothing of the tokens before; expected the "
-        "package in vLLM's environment. Install midus-hf there."
-    )
+    return str(raised.value)
 
 
 def is_lookup(node: ast.expr | None) -> bool:

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from memory.test_ngram import EXACT, HASHED, IDS, assert_same, filled, run, states, tables_of
+from memory.test_ngram import EXACT, HASHED, IDS, SIZES, assert_same, filled, run, states, tables_of
 from paged_engine import Attention, Engine
 
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates, first_attention
+from midus_hf.memories.module import build_memory
+from midus_hf.memories.ngram.options import NgramOptions
 from midus_hf.memories.ngram.paged import PagedNgrams
-from midus_hf.memories.paged import as_served
 
 FIRST, SECOND = [3, 9, 1], [5, 2, 11]  # blocks of two requests
 
@@ -19,6 +20,13 @@ FIRST, SECOND = [3, 9, 1], [5, 2, 11]  # blocks of two requests
 @pytest.fixture
 def engine(monkeypatch):
     return Engine(monkeypatch)
+
+
+def filled_in_vllm(options):
+    """Return the memory of `filled` as it is in vLLM."""
+    memory = build_memory(NgramOptions(**options), SIZES, attention="vllm").double()
+    memory.load_state_dict(filled(options).state_dict())
+    return memory
 
 
 def run_parts(engine, memory, parts, padding=0):
@@ -36,7 +44,7 @@ def run_parts(engine, memory, parts, padding=0):
 def test_tokens_read_those_before_in_parts_of_prompts_and_behind_a_prefix_of_another_request(options, engine):
     memory = filled(options)
     expected = run(memory)
-    served = as_served(filled(options), "vllm")
+    served = filled_in_vllm(options)
     assert type(served) is PagedNgrams
     outputs = [[], []]
     passes = [
@@ -55,17 +63,12 @@ def test_tokens_read_those_before_in_parts_of_prompts_and_behind_a_prefix_of_ano
 
 
 def test_earlier_tokens_are_none_while_there_is_no_cache(engine):
-    memory = as_served(filled(HASHED), "vllm")
+    memory = filled_in_vllm(HASHED)
     alone = torch.cat([run_parts(engine, memory, [(0, FIRST, at, at + 1)]) for at in (0,)])
     engine.context.attn_metadata = None
     state = SlotState("first", "ngrams.1")
     output = memory(states()[:1], input_ids=IDS[:1], state=state)
     assert_same(output[0, :1], alone)
-
-
-def test_a_memory_is_as_it_is_with_other_attention():
-    memory = filled(HASHED)
-    assert as_served(memory, "sdpa") is memory and not isinstance(memory, PagedNgrams)
 
 
 LEAVE_OUT = "Leave the option out"

@@ -181,8 +181,8 @@ def test_vllm_makes_no_such_model(monkeypatch):
     with pytest.raises(ValueError) as raised:
         AutoModel.from_config(config)
     assert str(raised.value) == (
-        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected a server "
-        "that runs Transformers' own attention, such as `transformers serve`, or a method without it."
+        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected midus-hf "
+        "installed beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
     )
     config.memory = []
     AutoModel.from_config(config)

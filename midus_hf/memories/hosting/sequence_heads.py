@@ -32,7 +32,7 @@ def require_log_sum_exp(implementation: str | None) -> None:
 def _refusal(implementation: str, where: str = "") -> str:
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if implementation in ("vllm", "sglang"):
-        remedy = "expected a server that runs Transformers' own attention, such as `transformers serve`, or a method without it."
+        remedy = "expected midus-hf installed beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
     if implementation.startswith("paged"):  # set by continuous batching; transformers 5.23 leaves 'sdpa' as it is
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
     return (

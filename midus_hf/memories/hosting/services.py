@@ -96,10 +96,9 @@ class States(Service):
     may_add_cache = True
 
     def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
-        self.stateful = dict(hosted)
-        attention = model.config._attn_implementation
-        if attention in ("vllm", "sglang"):
-            own = "a server that runs Transformers' own attention, such as `transformers serve`"
+        self.stateful, attention = dict(hosted), model.config._attn_implementation
+        if attention in ("vllm", "sglang") and self.may_add_cache:  # where states lie
+            own = "midus-hf installed beside vLLM (for engram and packs), a server such as `transformers serve`"
             refuse_one_row(self.stateful, f"attention {attention!r}", own)
 
     def of_pass(

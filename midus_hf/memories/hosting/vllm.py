@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from midus_hf.memories.entries import Memories
+from midus_hf.memories.hosting.heads import AttentionHost
 from midus_hf.memories.hosting.service import Service
 from midus_hf.memories.module import MemoryModule
 
@@ -237,6 +238,23 @@ class CachedHeads:
             for first, of_token, of_head, of_feature in self.strides
         )
         return keys, values
+
+
+class ServedHeads(AttentionHost):
+    """Host of heads of an attention for which vLLM makes one of its own, as `attn`, if it names vLLM's."""
+
+    attention: Any
+
+    @property
+    def _attn_implementation(self) -> str:
+        is_made = self.config._attn_implementation != "vllm" or hasattr(self.attention, "attn")
+        return super()._attn_implementation if is_made else "vllm"
+
+
+def serve_heads(attention: Any) -> None:
+    """Let vLLM serve an attention that hosts memories at its heads."""
+    host = attention.config
+    host.__class__, host.attention = ServedHeads, attention
 
 
 # Tables of a model by name, beside the attention whose slots they have rows for.

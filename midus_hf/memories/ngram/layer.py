@@ -46,7 +46,6 @@ class Ngrams(MemoryModule):
     sites = (BesideFeedForward, BehindAttention, BehindLayer)
     services = (Tables, Tokens, States)
     rollback = staticmethod(without_last)
-    vllm_needs_package = True
 
     options: NgramOptions
     value_table: torch.Tensor

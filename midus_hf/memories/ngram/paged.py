@@ -8,10 +8,11 @@ import torch
 from midus_hf.memories.hosting.services import Tables
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates
 from midus_hf.memories.ngram.layer import Ngrams
-from midus_hf.memories.paged import paged_layer_of
+from midus_hf.memories.ngram.options import NgramOptions
+from midus_hf.memories.registry import paged_layer_of
 
 
-@paged_layer_of(Ngrams)
+@paged_layer_of(NgramOptions)
 class PagedNgrams(Ngrams):
     """The n-gram memory of a pass whose T tokens, of several requests, are treated as T sequences of one token."""
 

@@ -66,13 +66,11 @@ class Packs(MemoryModule):
     services = (OpensPacks,)
     options: PacksOptions
     rollback = staticmethod(without_last)
-    vllm_needs_package = True
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Refuse an implementation that does not return the log-sum-exp of its softmax; vLLM's attention is run again for packs."""
-        if implementation != "vllm":
-            require_log_sum_exp(implementation)
+        """Refuse an implementation that does not return the log-sum-exp of its softmax."""
+        require_log_sum_exp(implementation)
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to the sequence and to the packs of each token, in one softmax.

@@ -18,6 +18,7 @@ from midus_hf.memories.hosting.vllm import (
     first_attention,
     for_pass,
     part_of_vllm,
+    serve_heads,
     slot_table,
     slots_of_pass,
 )
@@ -31,9 +32,10 @@ from midus_hf.memories.packs.opening import (
     openings_tensor,
     readings_of,
 )
+from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, PackPart, open_packs
 from midus_hf.memories.packs.service import RECORDING, OpensPacks
-from midus_hf.memories.paged import paged_layer_of
+from midus_hf.memories.registry import paged_layer_of
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
 # Tokens of a prompt that attend at once.
@@ -58,6 +60,24 @@ class Group(NamedTuple):
     lengths: torch.Tensor
 
 
+class _Reader:
+    """Stands for a stack where texts are read: its passes attend by torch, and do not read vLLM's cache."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **arguments: Any) -> None:
+        config = self.model.config
+        config._attn_implementation, own = "sdpa", config._attn_implementation
+        try:
+            self.model.forward(**arguments)  # not the call, which vLLM compiles
+        finally:
+            config._attn_implementation = own
+
+
 # The services that open packs, by the name of the memory, for an operation that compilers do not look into.
 _SERVICES: dict[str, "PagedOpens"] = {}
 
@@ -65,8 +85,10 @@ _SERVICES: dict[str, "PagedOpens"] = {}
 class PagedOpens(OpensPacks):
     """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
 
-    def keep_states(self, model: Any, memories: Memories, first: Mapping[tuple[str, int], MemoryModule]) -> None:
-        """Refuse what packs are not served with, and keep what requests have open by slots."""
+    may_add_cache = False
+
+    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+        super().__init__(model, memories, hosted)
         others = [
             name
             for layer in model.layers
@@ -95,6 +117,8 @@ class PagedOpens(OpensPacks):
                 f"{_CACHES[-1]}. Leave the option out."
             )
         self.model, self.settings = model, part_of_vllm(config, "model_config")
+        for layer in self.layers:
+            serve_heads(model.layers[layer].mixer_part)
         self.heads: dict[str, CachedHeads] = {}
         self._kept: dict[Any, Any] = {}
         _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
@@ -193,22 +217,13 @@ class PagedOpens(OpensPacks):
 
     def _open_group(self, rows: list[list[Reading]], num_tokens: int, device: Any) -> OpenPacks:
         assert self.glossary is not None, "the glossary was opened"
-        packs = self._packs(self.model, self.glossary, rows, self._kept, device)
+        packs = self._packs(_Reader(self.model), self.glossary, rows, self._kept, device)
         assert self._angles is not None, "packs were read before"
         distance = self.options.distance + len(self.glossary.spelling.in_front)
         opened = open_packs(rows, num_tokens, packs, self._angles[1], distance, device, self.model.dtype)
         if num_tokens > 1:
             return opened
         return opened.in_place([self.model.layers[layer].mixer_part for layer in self.layers])
-
-    def read(self, model: Any, arguments: dict[str, Any]) -> None:
-        """Run a pass of the stack over texts with attention of torch, which does not read vLLM's cache."""
-        config, own = model.config, model.config._attn_implementation
-        config._attn_implementation = "sdpa"
-        try:
-            model.forward(**arguments)  # not the call, which vLLM compiles
-        finally:
-            config._attn_implementation = own
 
 
 class OpenedPass(NamedTuple):
@@ -218,11 +233,15 @@ class OpenedPass(NamedTuple):
     name: str
 
 
-@paged_layer_of(Packs)
+@paged_layer_of(PacksOptions)
 class PagedPacks(Packs):
     """A layer's part of packs, which attends again for tokens that read packs, to vLLM's cache and the packs in one softmax."""
 
     services = (PagedOpens,)  # type: ignore[assignment]
+
+    @classmethod
+    def check_attention(cls, implementation: str | None) -> None:
+        """Take vLLM's attention, which is run again for packs."""
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenedPass) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
         """Attend to the sequence, and again to the sequence and the packs where a token reads any.

@@ -58,17 +58,13 @@ class OpensPacks(BankService, States):
         self.name = names.pop()
         first = self.name, self.layers[0]
         BankService.__init__(self, model, memories, hosted)
-        self.keep_states(model, memories, {first: hosted[first]})
+        States.__init__(self, model, memories, {first: hosted[first]})
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
         self._vocab_size = model.config.vocab_size
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
-
-    def keep_states(self, model: Any, memories: Memories, first: Mapping[tuple[str, int], MemoryModule]) -> None:
-        """Keep what sequences have open as the state of the first layer with the memory."""
-        States.__init__(self, model, memories, first)
 
     def digest(self) -> str | None:
         """Return a digest of the entries; None without a glossary."""
@@ -178,7 +174,7 @@ class OpensPacks(BankService, States):
             _refuse_shards(model)
 
         def run(ids: torch.Tensor, positions: torch.Tensor, recording: Recording) -> None:
-            self.read(model, {"input_ids": ids, "position_ids": positions, "use_cache": False, RECORDING: recording})
+            model(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
 
         if self._angles is None or self._angles[0] != model.dtype:
             self._angles = model.dtype, rotation_angles(run, device)
@@ -190,10 +186,6 @@ class OpensPacks(BankService, States):
         for entry in [*made][:-_MOST_KEPT]:
             del made[entry]
         return packs
-
-    def read(self, model: Any, arguments: dict[str, Any]) -> None:
-        """Run a pass of the stack over texts."""
-        model(**arguments)
 
     def open_at_end(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """Return the entries whose packs the last token of a text reads, and others that the text names."""
@@ -240,11 +232,8 @@ class OpensPacks(BankService, States):
 def _refuse_shards(model: Any) -> None:
     """Refuse sharded parameters, since processes would wait for one another in the pass over an entry's text."""
     for name, parameter in model.named_parameters():
-        if (
-            hasattr(parameter, "ds_id")
-            or type(parameter).__name__ == "DTensor"
-            or hasattr(parameter, "_is_flat_param")
-        ):
+        is_flat = hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param")
+        if is_flat or type(parameter).__name__ == "DTensor":
             raise ValueError(
                 f"the parameter {name} is shared by several processes, of which each would read the texts that its own rows name; "
                 "expected whole parameters (DDP, ZeRO up to stage 2). Or train without packs, and add them afterwards."
