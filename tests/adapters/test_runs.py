@@ -87,7 +87,7 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, con
     assert moved(model, tmp_path / "out") == linear(weights(model)) | new
     printed = " ".join(capsys.readouterr().out.split())
     assert "Training adapters on the base, and all new parameters: " in printed
-    assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", printed)
+    assert re.search(r"parameters: [\d,]+ of [\d,]+ parameters", printed)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 
     interrupted(PreparedRun(config_for("parts", **options)), 2)
