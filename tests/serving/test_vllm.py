@@ -104,14 +104,16 @@ def with_packs(base, folder):
     upscale(base=base, method="packs", options=options, output=folder, verify=False)
 
 
-def test_packs_are_read_behind_names_and_nowhere_else(bases, tmp_path):
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_path):
     """16 requests in one batch, of prompts that are computed in parts, and then again behind prefixes that are known."""
     folder, base = tmp_path / "model", bases("llama")
     with_packs(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for pair in zip(NAMED, PLAIN, strict=True) for text in pair]
     in_parts = {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "block_size": 32}
-    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, runs=2, package=True, **in_parts)
+    settings = {"runs": 2, "package": True, "enforce_eager": enforce_eager}
+    answers = generate(Path(PYTHON), folder, prompts, 32, tmp_path, **settings, **in_parts)
     counts = agreement(load(folder), prompts * 2, answers.tokens)
     assert counts.tokens == 2 * 16 * 32 and counts.different == 0 and counts.ties <= 2, counts
     assert answers.cached > 200

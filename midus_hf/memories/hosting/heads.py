@@ -45,7 +45,7 @@ class AttentionHost:
 
     @property
     def _attn_implementation(self) -> str:
-        return _WITH_MEMORY
+        return WITH_MEMORY
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":  # not there yet, in a copy that is being made
@@ -62,7 +62,7 @@ def host_of_heads(layer: Any) -> AttentionHost:
 
 
 # Name of the attention function, different for each copy of this code that a checkpoint brings.
-_WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
+WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
 
 
 def _attend_with_memory(
@@ -77,7 +77,7 @@ def _attend_with_memory(
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
-ALL_ATTENTION_FUNCTIONS.register(_WITH_MEMORY, _attend_with_memory)
+ALL_ATTENTION_FUNCTIONS.register(WITH_MEMORY, _attend_with_memory)
 
 
 class _HeadsAttend(Exception):

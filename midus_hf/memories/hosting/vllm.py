@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.heads import AttentionHost
+from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
 from midus_hf.memories.hosting.service import Service
 from midus_hf.memories.module import MemoryModule
 
@@ -248,7 +248,7 @@ class ServedHeads(AttentionHost):
     @property
     def _attn_implementation(self) -> str:
         is_made = self.config._attn_implementation != "vllm" or hasattr(self.attention, "attn")
-        return super()._attn_implementation if is_made else "vllm"
+        return WITH_MEMORY if is_made else "vllm"
 
 
 def serve_heads(attention: Any) -> None:
