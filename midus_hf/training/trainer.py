@@ -249,6 +249,10 @@ class MemoryTrainerMixin(AnyTrainer):
                 save_trained(self.model, Path(output_dir), gathered)
         elif not _internal_call and shares_parameters(self):
             save_gathered(self, output_dir)
+        elif self.is_deepspeed_enabled and getattr(self, "deepspeed", None) is None:
+            # No step was taken since the model was loaded, so DeepSpeed has not wrapped it: each process holds it whole.
+            if self.args.should_save:
+                self._save(output_dir)
         else:
             super().save_model(output_dir, _internal_call)
 
