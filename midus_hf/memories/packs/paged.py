@@ -253,8 +253,9 @@ class PagedPacks(Packs):
         Returns:
             The output of the heads, `[T, H d]`, that of vLLM, bit for bit, where a token reads no pack; and None.
         """
+        module: Any = sequence.module
         output, weights = sequence.alone()
-        attend_again(output, sequence.query[0], packs.opened, sequence.module.attn.layer_name, packs.name, self.index)
+        attend_again(output, sequence.query[0], packs.opened, module.attn.layer_name, packs.name, self.index)
         return output, weights
 
 
