@@ -18,8 +18,8 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.memories.entries import Memories, memories_of
 from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
-from midus_hf.memories.hosting.parts import CACHE, named_cache
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.parts import CACHE, Keywords, named_cache
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.memories.hosting.services import scale_initial
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_class
@@ -200,15 +200,13 @@ class HostMixin:
         Raises:
             ValueError: If no memory fetches blocks.
         """
-        model: Any = self
         if self.banks is None:
             raise ValueError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
-        return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
+        return self.banks.fetch(memory_ids, len(memory_ids), self.device, self.dtype)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Check the implementation as the family does; called when a model is made and when its attention is set."""
-        model: Any = self
-        layers = [layer_class(entry.options, attn_implementation) for entry in memories_of(model.config).entries]
+        layers = [layer_class(entry.options, attn_implementation) for entry in memories_of(self.config).entries]
         if (attn_implementation or "").removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS:  # others the family refuses
             for layer in layers:
                 layer.check_attention(attn_implementation)
@@ -224,22 +222,21 @@ class HostMixin:
             ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise. The model then has the
                 adapter, and has to be loaded again.
         """
-        model: Any = self
-        before = set(getattr(model, "peft_config", {}))
+        before = set(getattr(self, "peft_config", {}))
         loading_info = super().load_adapter(*args, **kwargs)
-        for adapter in set(model.peft_config) - before:
-            names = _adapter_tensors(model).get(adapter, set())
+        for adapter in set(self.peft_config) - before:
+            names = _adapter_tensors(self).get(adapter, set())
             loaded = names - set(loading_info.missing_keys)
             try:
-                _check_adapter_layers(model.config, adapter, loaded, names, model.peft_config[adapter])
+                _check_adapter_layers(self.config, adapter, loaded, names, self.peft_config[adapter])
             except ValueError as error:
                 raise ValueError(f"{error} This model now has the adapter: load the model again.") from None
         return loading_info
 
-    def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], arguments: Keywords) -> Any:
         """Run the family's forward, with what services do around it."""
 
-        def family_forward(given: dict[str, Any]) -> Any:
+        def family_forward(given: Keywords) -> Any:
             return forward(**given)
 
         run = family_forward
@@ -247,7 +244,7 @@ class HostMixin:
             run = partial(service.run, self, run)
         return run(arguments)
 
-    def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
+    def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
         """Return the weight of the routers' losses in the loss of this pass. Default: 1, for a loss that is a mean over the pass."""
         return 1.0
 
@@ -266,7 +263,7 @@ class HostMixin:
         scale_initial(module)
 
 
-class MemoryModel(HostMixin):
+class MemoryModel(HostMixin, HostStack):
     """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
     If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.
@@ -276,14 +273,6 @@ class MemoryModel(HostMixin):
     # Classes of host layers and of memory blocks, one per class of the family's layers.
     layer_classes: ClassVar[tuple[Any, ...]]
     block_classes: ClassVar[tuple[Any, ...]]
-    config: Any
-    layers: nn.ModuleList
-    #: Names of the arguments of the forward that memories take.
-    memory_input_names: set[str]
-    #: Services that the memories need, by key.
-    services: dict[str, Service]
-    #: Banks that memories fetch blocks from (`Banks`); None if no memory fetches blocks.
-    own_banks: Any = None
 
     def __init__(self, config):
         super().__init__(config)
@@ -312,7 +301,7 @@ class MemoryModel(HostMixin):
             *(self._no_split_modules or ()),
             *(type(self.layers[index]).__name__ for index in taken_over),
         }
-        self.post_init()
+        self.post_init()  # type: ignore[operator]
 
     def forward(
         self,
@@ -341,7 +330,7 @@ class MemoryModel(HostMixin):
         Raises:
             ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
         """
-        arguments: dict[str, Any] = {
+        arguments: Keywords = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -358,19 +347,17 @@ class MemoryModel(HostMixin):
         return super().forward(**arguments, **kwargs)
 
     @property
-    def stack(self) -> Any:
+    def stack(self) -> HostStack:
         """The stack itself."""
         return self
 
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
         """Yield each memory that reads shared tables, with these tables by name."""
-        layers: Any = self.layers
-        tables: Any = self.services.get("tables")
+        tables = self.services.get("tables")
         for name, number_of_layer in ({} if tables is None else tables.number_of_layer).items():
-            modules: Any = self.memory_tables[name]
             for layer, number in number_of_layer.items():
-                holder = modules[number]
-                yield layers[layer].memories[name], {key: holder.declared_tensor(key) for key in holder.declared}
+                holder = self.memory_tables[name][number]
+                yield self.layers[layer].memories[name], {key: holder.declared_tensor(key) for key in holder.declared}
 
     def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
         """Yield the layer, the name and the module of each memory; the name of an inserted memory is empty."""
@@ -381,7 +368,7 @@ class MemoryModel(HostMixin):
                 yield index, "", layer.memory
 
 
-def _refuse_splitting(options: Mapping[str, Any]) -> None:
+def _refuse_splitting(options: Keywords) -> None:
     """Refuse options of `from_pretrained` that split heads or layers over processes."""
     for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
         asked = options.get(name) or getattr(options.get("distributed_config"), name, None)

@@ -1,6 +1,5 @@
 """Mixin for a family's language model over a stack that hosts memory."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +7,8 @@ from transformers import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memories.decode_cache import decode_cache
-from midus_hf.memories.hosting.parts import named_cache
+from midus_hf.memories.hosting.parts import Keywords, named_cache
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.models.host import HostMixin
 from midus_hf.models.listing import list_model
 
@@ -36,7 +36,7 @@ class MemoryForCausalLM(HostMixin):
         self.post_init()
 
     @property
-    def stack(self) -> Any:
+    def stack(self) -> HostStack:
         """The stack of layers that host memories."""
         return self.get_submodule(self.stack_path)
 
@@ -73,7 +73,7 @@ class MemoryForCausalLM(HostMixin):
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
             kwargs: Other arguments of the family's forward.
         """
-        inputs: dict[str, Any] = {"token_mask": token_mask, "memory_ids": memory_ids}
+        inputs: Keywords = {"token_mask": token_mask, "memory_ids": memory_ids}
         if "report" in self.stack.services:
             inputs["output_router_logits"] = output_router_logits
         kwargs |= {name: value for name, value in inputs.items() if value is not None}
@@ -89,7 +89,7 @@ class MemoryForCausalLM(HostMixin):
         }
         return self.run(super().forward, kwargs)
 
-    def share_of_step(self, arguments: Mapping[str, Any]) -> torch.Tensor | float:
+    def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
         """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
         labels, num_items = arguments["labels"], arguments.get("num_items_in_batch")
         if num_items is None or labels is None:
@@ -97,7 +97,7 @@ class MemoryForCausalLM(HostMixin):
         num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items
         return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+    def _validate_model_kwargs(self, model_kwargs: Keywords) -> None:
         """Validate arguments of `generate` as the family does, without the arguments that memories take."""
         names: set[str] = self.stack.memory_input_names
         super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
@@ -121,7 +121,7 @@ class MemoryForCausalLM(HostMixin):
             service.prepare_inputs(inputs, attention_mask)
         return inputs
 
-    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+    def _get_candidate_generator(self, *args: Any, model_kwargs: Keywords, **kwargs: Any) -> Any:
         """Return the family's generator of candidates for assisted decoding, without the arguments that memories take."""
         for service in self.stack.services.values():
             service.check_assistant()

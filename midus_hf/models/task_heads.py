@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModel, Cache
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
-from midus_hf.memories.hosting.parts import named_cache
+from midus_hf.memories.hosting.parts import Keywords, named_cache
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.models.host import HostMixin
 from midus_hf.models.listing import list_model
 
@@ -47,11 +48,11 @@ class MemoryHead(HostMixin):
         list_model(type(self))
 
     @property
-    def stack(self) -> Any:
+    def stack(self) -> HostStack:
         """The stack of layers that host memories."""
         return self.model
 
-    def _run(self, arguments: dict[str, Any], cache: Any, past_key_values: Any, **of_memories: Any) -> Any:
+    def _run(self, arguments: Keywords, cache: Any, past_key_values: Any, **of_memories: Any) -> Any:
         """Run the family's forward with those arguments of memories that are not None, and add the losses of routers."""
         if "report" not in self.stack.services:
             del of_memories["output_router_logits"]

@@ -8,6 +8,7 @@ import torch
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions, SlotSource
 from midus_hf.memories.depth_attention.site import DepthHeads
+from midus_hf.memories.hosting.heads import HeadsOutput
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
@@ -67,7 +68,7 @@ class DepthAttention(MemoryModule):
         sequence: SequenceHeads,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> HeadsOutput:
         """Attend to the sequence and to the slots, and join both results (`joint_attention`).
 
         Args:

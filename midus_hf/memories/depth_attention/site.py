@@ -1,16 +1,25 @@
 """A layer's part in attention over the depth: the slots that it reads, and the slots that it writes for later layers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hosting.heads import Rotation, host_of_heads, rotated, unrotated
+from midus_hf.memories.hosting.heads import (
+    Attention,
+    AttentionFunction,
+    HeadsOutput,
+    Rotation,
+    host_of_heads,
+    rotated,
+    unrotated,
+)
 from midus_hf.memories.hosting.inputs import CarriedKey
 from midus_hf.memories.hosting.layer import HostLayer, LayerCall, read_by
-from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.parts import CACHE, Arguments, Keywords, PartOutput
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 from midus_hf.memories.hosting.sites import InsideAttention
 
@@ -24,22 +33,16 @@ class DepthHeads(InsideAttention):
     A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
     memory rotate by different angles (Gemma 3), or some layers do not rotate (SmolLM3), slots and the queries that read them are
     left unrotated.
-
-    Args:
-        layer: The host layer, whose memories are built.
-        config: Config of the model.
-        memories: Memories of the model.
     """
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
         self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
-        # Keys under which the key and the value of each slot are carried: for slots that the layer reads, from the oldest to the
-        # newest,
-        # and for slots that it writes and later layers read, by their source.
+        # Keys under which the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the
+        # newest, and of slots that it writes and later layers read, by their source.
         self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
         own = self.options.sources if self.index + 1 < len(entry.layers) else ()
         self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
@@ -47,9 +50,8 @@ class DepthHeads(InsideAttention):
         # Whether later layers read the keys and values that attention computes.
         self.reuses = self.options.attention_slots == "reused" and "attention" in self.writes
         self.hook(layer.mixer_name, self.note_input, before=True)
-        host_of_heads(layer).changes.insert(
-            0, self
-        )  # other memories change what heads make of the sequence and the depth
+        # Other memories change what heads make of the sequence and the depth.
+        host_of_heads(layer).changes.insert(0, self)
         self.hook(str(layer.feed_forward_name), self.write_slots)
 
     @property
@@ -57,7 +59,7 @@ class DepthHeads(InsideAttention):
         """True if the memory has something to do in the call of the layer that runs now."""
         return self.memory in self.layer.at(self.name, self.layer.call.memory_inputs)
 
-    def note_input(self, attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def note_input(self, attention: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
         """Record the input of attention, and the keys and values of the tokens of the pass, if later layers read them."""
         if not self.is_active:
             return None
@@ -67,7 +69,7 @@ class DepthHeads(InsideAttention):
             return None
         return args, {**kwargs, CACHE: _NotingCache(cache, self.layer.call)}
 
-    def write_slots(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def write_slots(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> None:
         """Write the slots that later layers read, after the feed-forward network."""
         if not self.is_active:
             return
@@ -81,7 +83,7 @@ class DepthHeads(InsideAttention):
                 written = self._projected(source, read)
             call.carried[key], call.carried[value] = written
 
-    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
         """Attend to the sequence, and to the slots of the depth if the layer reads any.
 
         Returns:
@@ -125,7 +127,7 @@ class _NotingCache:
     def __init__(self, cache: Any, call: LayerCall):
         self._cache, self._call = cache, call
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Heads:
         """Update the cache."""
         self._call.own_heads = key, value
         return self._cache.update(key, value, *args, **kwargs)
@@ -139,7 +141,7 @@ def _carried(entry: MemoryEntry, slot: Slot) -> tuple[CarriedKey, CarriedKey]:
     return CarriedKey(entry.name, layer, f"{slot.source}_key"), CarriedKey(entry.name, layer, f"{slot.source}_value")
 
 
-def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
+def normalised_keys(attention: nn.Module, keys: torch.Tensor) -> torch.Tensor:
     """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`.
 
     It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
@@ -158,7 +160,7 @@ def _split(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return keys.unflatten(-1, (like.shape[1], like.shape[-1])).transpose(1, 2)
 
 
-def _rotations_differ(config: Any, layers: tuple[int, ...]) -> bool:
+def _rotations_differ(config: PreTrainedConfig, layers: tuple[int, ...]) -> bool:
     """Return whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
     kinds = getattr(config, "layer_types", None)
     parameters = getattr(config, "rope_parameters", None) or {}

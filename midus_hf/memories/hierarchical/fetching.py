@@ -1,5 +1,6 @@
 """The service that fetches the blocks of the texts of a pass from the checkpoint's banks."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.bank_folder import BankService
+from midus_hf.memories.hosting.parts import Keywords
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
@@ -23,12 +26,12 @@ class BlockService(BankService):
     key = "fetched"
     is_required = True
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         super().__init__(model, memories, hosted)
         self.banks = model.own_banks = Banks(block_layouts(memories))
         model.memory_input_names |= {IDS, BLOCKS}
 
-    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Mapping[str, FetchedBatch]:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Mapping[str, FetchedBatch]:
         """Return the blocks of the texts of the pass, by the name of the memory.
 
         Raises:
@@ -51,11 +54,11 @@ class BlockService(BankService):
         return memory_blocks
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: Any, name: str, layer: int) -> Keywords:
         """Return the blocks of the layer."""
         return {"fetched": value[name].blocks_for(layer)}
 
-    def check_continuous_batching(self, arguments: Mapping[str, Any]) -> None:
+    def check_continuous_batching(self, arguments: Keywords) -> None:
         """Refuse paths or blocks: all tokens of a row fetch the same blocks, but they belong to several requests."""
         for name in (IDS, BLOCKS):
             if arguments.get(name) is not None:
@@ -64,12 +67,12 @@ class BlockService(BankService):
                     "the same blocks; expected `generate`, or none."
                 )
 
-    def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
+    def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
         """Open the banks of all memories, or raise a `BankError`; if they are not available, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 
-    def after_saving(self, folder: Any) -> None:
+    def after_saving(self, folder: str | os.PathLike) -> None:
         """Write open banks into the folder of the weights."""
         self.banks.save(folder)
 

@@ -5,14 +5,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from huggingface_hub import snapshot_download
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.parts import Keywords
+from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.module import MemoryModule
 
 
@@ -28,10 +29,10 @@ class BankService(Service):
     #: Whether reading an open bank runs passes of the model.
     runs_passes: ClassVar[bool] = False
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         model.register_state_dict_post_hook(_add_digests)
 
-    def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
+    def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
         """Open the bank in a checkpoint's folder, None if it is not at hand, with the arguments of `from_pretrained`."""
         raise NotImplementedError
 
@@ -39,7 +40,7 @@ class BankService(Service):
         """Return a digest of what the memories read, whatever its folder; None if nothing is open."""
         raise NotImplementedError
 
-    def after_loading(self, name: Any, arguments: Mapping[str, Any]) -> None:
+    def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
         """Open the bank that lies beside the checkpoint; none for a model that was made of a state."""
         if name is not None:
             self.open_bank(folder_of_checkpoint(name, arguments, self.files), arguments)
@@ -53,7 +54,7 @@ class BankService(Service):
             )
 
 
-def _add_digests(stack: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
     """Add the digests of a stack's services to its state, if TRL's `hash_module` asks for it, of the stack or of a model around."""
     frame = sys._getframe()
     while (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("hash_module", "trl.trainer.utils"):
@@ -65,7 +66,7 @@ def _add_digests(stack: Any, state: dict[str, Any], prefix: str, _: Any) -> None
             state[f"{prefix}beside.{key}"] = torch.tensor(list(digest.encode()), dtype=torch.uint8)
 
 
-def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any], patterns: Sequence[str]) -> Path | None:
+def folder_of_checkpoint(name: str | os.PathLike, options: Keywords, patterns: Sequence[str]) -> Path | None:
     """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
 
     Args:

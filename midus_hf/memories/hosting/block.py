@@ -1,8 +1,10 @@
 """Decoder layer that is inserted for a memory."""
 
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.inputs import MemoryInputs
@@ -21,37 +23,28 @@ class MemoryBlock(LayerNames):
     """
 
     # Class of the attention whose heads a memory can read; None if the family's layers have none.
-    block_attention: ClassVar[Any] = None
+    block_attention: ClassVar[type[nn.Module] | None] = None
 
-    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
+    def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
         """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
-
-        Args:
-            config: Config of the model.
-            layer_idx: Index of the layer.
-            memories: Memories of the model.
 
         Raises:
             ValueError: If the layer has no attention whose heads a memory can read.
         """
-        self.layer_idx, layer = layer_idx, cast(Any, self)
-        entry = memories.inserted[layer_idx]
+        self.layer_idx, entry = layer_idx, memories.inserted[layer_idx]
         options = entry.options
         assert isinstance(options, InsertedOptions)
         self.attention_name, self.adds_block_input = self.mixer_name, options.inner_residual
         self.output_norm = self.attention_output_norm if options.output_projection else None
-        for name in [
-            name
-            for name, _ in layer.named_children()
-            if name not in (self.attention_name, self.attention_norm, self.output_norm)
-        ]:
+        kept = self.attention_name, self.attention_norm, self.output_norm
+        for name in [name for name, _ in self.named_children() if name not in kept]:
             delattr(self, name)
-        for name in [*layer._parameters, *layer._buffers]:  # such as Gemma 4's factor of a layer's output
+        for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
             delattr(self, name)
-        attention: Any = getattr(self, self.attention_name)
-        if self.block_attention is None or not isinstance(attention, self.block_attention):
+        if self.block_attention is None or not isinstance(getattr(self, self.attention_name), self.block_attention):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
         if not options.output_projection:  # attention then returns the heads' outputs side by side
+            attention = getattr(self, self.attention_name)
             del attention.o_proj
             attention.o_proj = _NoProjection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
@@ -64,7 +57,7 @@ class MemoryBlock(LayerNames):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         memory_inputs: MemoryInputs | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Return the residual stream behind this layer. Arguments that are not listed here are the family layer's.
 

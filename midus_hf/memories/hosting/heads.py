@@ -1,27 +1,37 @@
 """What memories need of a family's attention to read its heads: its attention function, and the rotation of its heads."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from midus_hf.memories.hosting.layer import HostLayer
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
+# Output of the heads, `[B, T, H, d]`, and attention weights if they are known; and the function that makes them.
+HeadsOutput = tuple[torch.Tensor, torch.Tensor | None]
+AttentionFunction = Callable[..., HeadsOutput]
+
+
+class Attention(Protocol):
+    """A family's attention that hosts memories at its heads."""
+
+    config: "AttentionHost"
 
 
 class ChangesHeads(Protocol):
     """Site whose memories change the output of the heads."""
 
-    def attend(self, own: Any, module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Return the output of the heads, `[B, T, H, d]`, and attention weights if they are known.
+    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
+        """Attend by `own`, the model's attention function with the changes of sites before, and change the output of the heads.
 
         Args:
-            own: The attention function, with the changes of sites before.
-            module: The layer's attention.
             heads: Queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the mask.
-            kwargs: Other arguments of the attention function.
         """
 
 
@@ -37,7 +47,8 @@ class AttentionHost:
     """
 
     def __init__(self, attention: Any, rotates: bool):
-        self.config, self.rotates = attention.config, rotates
+        self.config: PreTrainedConfig = attention.config
+        self.rotates = rotates
         # Name of the module of the family's code.
         self.modeling = type(attention).__module__
         # Sites whose memories change the heads, in their order.
@@ -53,7 +64,7 @@ class AttentionHost:
         return getattr(self.config, name)
 
 
-def host_of_heads(layer: Any) -> AttentionHost:
+def host_of_heads(layer: HostLayer) -> AttentionHost:
     """Return what hosts memories at the heads of a host layer's attention, which gets it if it has none."""
     attention = layer.mixer_part
     if not isinstance(attention.config, AttentionHost):
@@ -66,12 +77,12 @@ WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
 
 
 def _attend_with_memory(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> HeadsOutput:
     """Run the model's own attention with the changes of memories, each around those before."""
-    host: AttentionHost = module.config
+    host = module.config
     eager = sys.modules[host.modeling].eager_attention_forward
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(host.config._attn_implementation, eager)
+    attend: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(host.config._attn_implementation, eager)
     for change in host.changes:
         attend = partial(change.attend, attend)
     return attend(module, query, key, value, attention_mask, **kwargs)
@@ -84,7 +95,7 @@ class _HeadsAttend(Exception):
     """A call of attention has come to its heads."""
 
     @classmethod
-    def attend(cls, *heads: Any, **kwargs: Any) -> Any:
+    def attend(cls, *heads: object, **kwargs: object) -> HeadsOutput:
         """Raise this in place of attending."""
         raise cls
 
@@ -110,18 +121,18 @@ def rotates(attention: Any) -> bool:
     raise AssertionError("attention calls its attention function")
 
 
-def rotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def rotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Rotate queries or keys `[B, H, T, d]` as a family's attention does, if it does and there is a rotation."""
-    host: AttentionHost = attention.config
+    host = attention.config
     if rotation is None or not host.rotates:
         return heads
-    rotate: Any = sys.modules[host.modeling].apply_rotary_pos_emb
+    rotate = sys.modules[host.modeling].apply_rotary_pos_emb
     if rotate.__code__.co_varnames[1] == "cos":  # the function takes queries or keys (Gemma 4)
         return rotate(heads, *rotation)
     return rotate(heads, heads[:, :0], *rotation)[0]  # the function takes queries and keys
 
 
-def unrotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def unrotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings.
 
     Raises:
@@ -139,7 +150,7 @@ def unrotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) ->
     return rotated(attention, heads.to(cos.dtype), (cos / squared, -sin / squared)).to(heads.dtype)
 
 
-def moved_back(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def moved_back(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Move rotated keys `[B, K, T, d]` back by the positions of a rotation `[B, 1, d]`, without the lengthening that it may have."""
     if rotation is None or not attention.config.rotates:
         return heads
@@ -148,7 +159,7 @@ def moved_back(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -
     return rotated(attention, heads.to(cos.dtype), (cos / length, -sin / length)).to(heads.dtype)
 
 
-def moved_by(attention: Any, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def moved_by(attention: Attention, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate keys `[B, K, T, d]` further by angles `[B, T, r]`, in radians."""
     rotation = angles.cos(), angles.sin()
     return rotated(attention, heads.to(angles.dtype), rotation).to(heads.dtype)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midus_hf.memories.entries import MemoryEntry
+from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.module import MemoryModule
 
 
@@ -35,12 +36,12 @@ class MemoryInputs:
         arguments: Arguments of the model's forward that memories take, by name. Default: none.
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None):
+    def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, object] | None = None):
         self._values, self._arguments = values or {}, arguments or {}
         # Tensors that layers gave to later layers.
         self.carried: dict[CarriedKey, torch.Tensor | None] = {}
 
-    def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+    def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> Keywords:
         """Return a memory's keyword arguments: its `forward_arguments` that were passed, and what its services give.
 
         Args:
@@ -58,7 +59,7 @@ class MemoryInputs:
         required = (service.key for service in memory_class.services if service.is_required)
         return all(name in self._values.get(key, ()) for key in required)
 
-    def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "MemoryInputs":
         """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
         moved = copy.copy(self)  # all copies share the tensors that layers carry
         moved._values = _moved(self._values, device, non_blocking)
@@ -66,14 +67,14 @@ class MemoryInputs:
         return moved
 
 
-def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
+def _moved(value: object, device: Any, non_blocking: bool) -> Any:
     """Return tensors, or objects that hold tensors, on another device; anything else as it is."""
     if isinstance(value, Mapping):
         return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
     return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
 
 
-def arguments_of_pass(names: set[str], arguments: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Keywords:
     """Return the arguments of a model's forward that memories take, by name.
 
     Args:

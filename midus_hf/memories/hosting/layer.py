@@ -3,15 +3,16 @@
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
-from midus_hf.memories.hosting.parts import LayerNames, MissingPart
+from midus_hf.memories.hosting.parts import Arguments, Keywords, LayerNames, MissingPart, PartOutput
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.registry import layer_class
 
@@ -44,12 +45,11 @@ class LayerCalls(threading.local):
 
     current: LayerCall | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
 
-# Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
-# inputs.
+# For a pass without inputs of memories. Never written to: where layers carry tensors, a pass has inputs.
 _NO_INPUTS = MemoryInputs()
 
 
@@ -81,13 +81,8 @@ class HostLayer(LayerNames):
     classes: dict[str, type[MemoryModule]]
     attached: list["Site"]
 
-    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
+    def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
         """Build the memories that are attached to the layer, a layer of the family whose class has just become this one.
-
-        Args:
-            config: Config of the model.
-            layer_idx: Index of the layer.
-            memories: Memories of the model.
 
         Raises:
             MissingPart: If the layer lacks the part at which a memory is to be attached.
@@ -117,13 +112,13 @@ class HostLayer(LayerNames):
             each.attach()  # now, since a compiled forward would have to register hooks while it is traced
 
     def __call__(
-        self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
-    ) -> Any:
+        self, hidden_states: torch.Tensor, *args: object, memory_inputs: MemoryInputs | None = None, **kwargs: object
+    ) -> PartOutput:
         """Call the layer with the tensors from earlier layers as inputs, and the tensors for later layers as outputs.
 
         So both kinds of activation checkpointing treat these tensors as they treat hidden states.
         """
-        call: Any = super().__call__  # type: ignore[misc]
+        call = super().__call__
         if not self.layer_inputs and not self.layer_outputs:
             return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
@@ -158,13 +153,13 @@ class HostLayer(LayerNames):
         return getattr(self, self.mixer_name, None)
 
     @property
-    def feed_forward_part(self) -> Any:
+    def feed_forward_part(self) -> nn.Module | None:
         """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
         return getattr(self, self.feed_forward_name or "", None)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> PartOutput:
         """Return what the family's layer returns, with the changes that memories make.
 
         Args:
@@ -184,7 +179,7 @@ class HostLayer(LayerNames):
         before = self.calls.current
         self.calls.current = LayerCall(hidden_states, inputs, carried, kwargs.get("position_embeddings"))
         try:
-            output = super().forward(hidden_states, *args[len(self.layer_inputs) :], **kwargs)  # type: ignore[misc]
+            output = super().forward(hidden_states, *args[len(self.layer_inputs) :], **kwargs)
             for site in self.attached:
                 output = site.behind(output)
         finally:
@@ -201,7 +196,7 @@ class HostLayer(LayerNames):
         """Return the output of a memory, `[B, T, D]`, for the input `hidden_states`, `[B, T, D]`."""
         return self.memories[name](hidden_states, **self.inputs_of(name, memory_inputs))
 
-    def inputs_of(self, name: str, memory_inputs: MemoryInputs) -> dict[str, Any]:
+    def inputs_of(self, name: str, memory_inputs: MemoryInputs) -> Keywords:
         """Return the keyword arguments of a memory."""
         return memory_inputs.arguments_for(self.classes[name], name, self.layer_idx)
 
@@ -220,7 +215,7 @@ class CopiedLock:
     def __init__(self) -> None:
         self.held = threading.Lock()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
 
@@ -235,18 +230,16 @@ class Site:
 
     Args:
         layer: The host layer, whose memories are built.
-        config: Config of the model.
-        memories: Memories of the model.
     """
 
     #: The site, as entries of a config name it.
     name: ClassVar[str]
 
-    def __init__(self, layer: "HostLayer", config: Any, memories: Memories):
+    def __init__(self, layer: "HostLayer", config: PreTrainedConfig, memories: Memories):
         self.layer = layer
         # For the path of each part in the layer, the hook, and whether it runs before the part.
         self._hooks: dict[str, tuple[Callable[..., Any], bool]] = {}
-        self._hooked: dict[str, Any] = {}  # the module that was last seen at each path
+        self._hooked: dict[str, nn.Module] = {}  # the module that was last seen at each path
 
     @staticmethod
     def concerns(entry: MemoryEntry, layer: int) -> bool:
@@ -268,7 +261,7 @@ class Site:
         Quantisation replaces linear layers, vLLM norms too, and an adapter wraps what it changes.
         """
         for path, (hook, before) in self._hooks.items():
-            part: Any = self.layer
+            part: nn.Module = self.layer
             for name in path.split("."):
                 part = getattr(part, name)
             if part is self._hooked.get(path):
@@ -280,11 +273,11 @@ class Site:
                     register(hook, with_kwargs=True)
                 self._hooked[path] = part
 
-    def behind(self, output: Any) -> Any:
+    def behind(self, output: PartOutput) -> PartOutput:
         """Return the output of the layer with what memories add behind it."""
         return output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> "Site":
         """Return a copy for a copy of the layer; the copy of a part alone, as PEFT makes it, belongs to this layer."""
         if id(self.layer) not in memo:
             return self
@@ -293,17 +286,17 @@ class Site:
         return copied
 
 
-def first_of(output: Any) -> torch.Tensor:
+def first_of(output: PartOutput) -> torch.Tensor:
     """Return the hidden states in the output of a part, which may be a tuple that begins with them."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def with_first(output: Any, hidden_states: torch.Tensor) -> Any:
+def with_first(output: PartOutput, hidden_states: torch.Tensor) -> PartOutput:
     """Return the output of a part with other hidden states."""
     return hidden_states if isinstance(output, torch.Tensor) else (hidden_states, *output[1:])
 
 
-def read_by(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def read_by(args: Arguments, kwargs: Keywords) -> torch.Tensor:
     """Return the hidden states that a part was called with."""
     return args[0] if args else kwargs["hidden_states"]
 

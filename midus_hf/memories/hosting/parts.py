@@ -4,15 +4,21 @@ import warnings
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# Arguments of a call by place and by name, and what a layer or its part returns: hidden states, or a tuple that begins with them.
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+PartOutput = torch.Tensor | tuple[Any, ...]
 
 #: Name of the argument of forwards, and of the field of outputs, that holds the cache: `cache` from Transformers 5.24 on,
 #: `past_key_values` before. Forwards of this package take both names.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
+def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
     """Return the keyword arguments by which a family's forward gets its cache, which came under either name.
 
     From Transformers 5.24 on the older name is deprecated, and this warns of it as the family does. Before, continuous batching
@@ -53,13 +59,12 @@ def decoder_of(model: Any) -> Any:
     return decoder if hasattr(decoder, "layers") else decoder.model
 
 
-class FamilyMixin:
+class FamilyMixin(nn.Module):
     """Mixin in front of a family's class, whose modules the class takes over."""
 
-    # The family's class.
-    family_class: ClassVar[Any]
+    family_class: ClassVar[type]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls.__bases__[-1], FamilyMixin):  # as classes are that FSDP makes of classes here
             cls.family_class = cls.__bases__[-1]

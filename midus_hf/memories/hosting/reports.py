@@ -1,13 +1,13 @@
 """Reports of a model's routers on one forward pass, and the service that adds their losses to the model's."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.parts import CACHE, Keywords
+from midus_hf.memories.hosting.service import HostStack, Service
 
 # Fields of the family's output that are kept.
 _FIELDS = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
@@ -81,16 +81,16 @@ class Reports(Service):
 
     key = "report"
 
-    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> RouterReports | None:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> RouterReports | None:
         """Return the collector of the pass."""
         return own["memory_reports"]
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: RouterReports | None, name: str, layer: int) -> Keywords:
         """Return the report to which the memory writes in the layer. Default: routers do not report."""
         return {} if value is None else {"report": value.report_for(name, layer)}
 
-    def run(self, model: Any, forward: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:
         """Run the forward of a model, and add the losses of routers. `return_dict` and `output_router_logits` may be given."""
         wanted = arguments.pop("output_router_logits", None)
         if wanted is None:

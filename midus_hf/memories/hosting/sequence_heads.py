@@ -1,11 +1,12 @@
 """The model's own attention to the sequence, with the log-sum-exp of its softmax, for memories that share one softmax with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput
 from midus_hf.ops.depth.op import sequence_lse
 from midus_hf.ops.depth.reference import sequence_weights
 
@@ -56,8 +57,8 @@ class SequenceHeads:
         arguments: Keyword arguments of `own`.
     """
 
-    module: Any
-    own: Callable[..., Any]
+    module: Attention
+    own: AttentionFunction
     implementation: str
     query: torch.Tensor
     key: torch.Tensor
@@ -95,7 +96,7 @@ class SequenceHeads:
             raise ValueError(self._refusal)
         return output, None, extra.to(torch.promote_types(extra.dtype, torch.float32))
 
-    def alone(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def alone(self) -> HeadsOutput:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 

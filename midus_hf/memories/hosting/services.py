@@ -10,12 +10,15 @@ from transformers import Cache, DynamicCache
 
 from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.parts import CACHE, Keywords
+from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.hosting.state import MemoryState, not_croppable, refuse_one_row, states_in
 from midus_hf.memories.hosting.token_places import TokenPlaces, token_places
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.tables import MemoryTables
+
+# Tables by name, for each memory and layer.
+LayerTables = dict[tuple[str, int], dict[str, torch.Tensor]]
 
 
 class Tables(Service):
@@ -23,7 +26,7 @@ class Tables(Service):
 
     key = "tables"
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         shared = {name: tables for name in memories.attached if (tables := memories.tables(name))}
         self.number_of_layer = {
             name: {layer: str(number) for number, tables in enumerate(layer_tables) for layer in tables.layers}
@@ -39,18 +42,16 @@ class Tables(Service):
                 }
             )
 
-    def of_pass(
-        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
-    ) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> LayerTables:
         """Return the tables of each memory and layer."""
-        tables: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+        tables: LayerTables = {}
         for name, number_of_layer in self.number_of_layer.items():
             by_number = {number: module() for number, module in model.memory_tables[name].items()}
             tables |= {(name, layer): by_number[number] for layer, number in number_of_layer.items()}
         return tables
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: LayerTables | None, name: str, layer: int) -> Keywords:
         """Return the tables of the layer, if it shares any."""
         return {"tables": value[name, layer]} if value and (name, layer) in value else {}
 
@@ -60,7 +61,7 @@ class Tokens(Service):
 
     key = "tokens"
 
-    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> TokenPlaces:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> TokenPlaces:
         """Return where padding is and documents begin."""
         mask = arguments["attention_mask"]
         tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
@@ -73,11 +74,11 @@ class Tokens(Service):
         )
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: TokenPlaces | None, name: str, layer: int) -> Keywords:
         """Return the places of the tokens. Default: no padding, one document per row."""
         return {"tokens": value or TokenPlaces()}
 
-    def prepare_inputs(self, inputs: dict[str, Any], attention_mask: Any) -> None:
+    def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
         """Add a mask of padding, since static caches get a mask of another form."""
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
@@ -95,15 +96,13 @@ class States(Service):
     key = "state"
     may_add_cache = True
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         self.stateful, attention = dict(hosted), model.config._attn_implementation
         if attention in ("vllm", "sglang") and self.may_add_cache:  # where states lie
             own = "midus-hf installed beside vLLM (for engram and packs), a server such as `transformers serve`"
             refuse_one_row(self.stateful, f"attention {attention!r}", own)
 
-    def of_pass(
-        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
-    ) -> dict[tuple[str, int], MemoryState]:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], MemoryState]:
         """Return the states of the cache of the pass. Outside training, create a cache if the pass uses one and has none."""
         cache: Cache | None = arguments[CACHE]
         use_cache = arguments["use_cache"]
@@ -119,7 +118,7 @@ class States(Service):
         return states_in(cache, self.stateful, model.config.num_hidden_layers)
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: dict[tuple[str, int], MemoryState] | None, name: str, layer: int) -> Keywords:
         """Return the state of the memory in the layer. Default: sequences begin here, and no state is kept."""
         return {"state": value[name, layer]} if value and (name, layer) in value else {}
 
@@ -129,7 +128,7 @@ class States(Service):
             if not memory.is_croppable:
                 raise not_croppable(name)
 
-    def check_continuous_batching(self, arguments: Mapping[str, Any]) -> None:
+    def check_continuous_batching(self, arguments: Keywords) -> None:
         """Refuse continuous batching, whose cache has no place for states."""
         instead = "`generate`, or `transformers serve` without --continuous-batching"
         refuse_one_row(self.stateful, "continuous batching", instead)
@@ -140,7 +139,7 @@ class WholeSequences(Service):
 
     key = "whole"
 
-    def before_generate(self, arguments: dict[str, Any]) -> None:
+    def before_generate(self, arguments: Keywords) -> None:
         """Let a generation compute all tokens so far for each new token, without a cache.
 
         Raises:
@@ -169,7 +168,7 @@ class ScaledInitialisation(Service):
 
     key = "initialisation"
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         for layer in model.layers:
             for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
                 projection: Any = getattr(getattr(layer, part or "", None), PROJECTION_NAMES[role], None)
@@ -183,7 +182,7 @@ class ScaledInitialisation(Service):
 @torch.no_grad()
 def scale_initial(module: nn.Module) -> None:
     """Multiply the weight of a projection by its `initial_scale`, if it has one and no checkpoint has filled the weight."""
-    scale: Any = getattr(module, "initial_scale", None)
+    scale = getattr(module, "initial_scale", None)
     weight: Any = getattr(module, "weight", None)
     if scale is not None and not getattr(weight, "_is_hf_initialized", False):
         weight.mul_(scale)

@@ -1,15 +1,17 @@
 """Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hosting.heads import host_of_heads, unrotated
+from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
 from midus_hf.memories.hosting.layer import HostLayer, Site, first_of, read_by, with_first
+from midus_hf.memories.hosting.parts import Arguments, Keywords, PartOutput
 
 
 class ChangesProjections(Site):
@@ -39,7 +41,7 @@ class _ProjectionHook(NamedTuple):
     site: ChangesProjections
     role: str
 
-    def __call__(self, projection: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, projection: nn.Module, args: Arguments, kwargs: Keywords, output: torch.Tensor) -> torch.Tensor:
         return self.site.changed(self.role, args[0], output)
 
 
@@ -57,7 +59,7 @@ class InsideAttention(Site):
 class AttentionAdapters(InsideAttention, ChangesProjections):
     """Memories that change the outputs of projections of attention."""
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self.hook_projections(layer.mixer_name)
 
@@ -65,11 +67,11 @@ class AttentionAdapters(InsideAttention, ChangesProjections):
 class AttentionHeads(InsideAttention):
     """Memories that change the output of attention heads, made one after another."""
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         host_of_heads(layer).changes.append(self)
 
-    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
         """Attend by the function `own`, and let each memory change the output of the heads, `[B, T, H, d]`.
 
         A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output. One that
@@ -94,7 +96,7 @@ class BehindAttention(Site):
 
     name = "behind-attention"
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         # The last part before the mixer's output is added to the residual stream.
         self.hook(layer.attention_output_norm or layer.mixer_name, self.add)
@@ -104,7 +106,7 @@ class BehindAttention(Site):
         """Return whether the layer has no mixer, or does not add its output to the residual stream."""
         return not layer.mixer_name or not layer.adds_mixer
 
-    def add(self, part: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    def add(self, part: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
         """Add what memories read from the sum of the part's output and the layer's input."""
         call = self.layer.call
         added = first_of(output)
@@ -116,7 +118,7 @@ class InsideFeedForward(ChangesProjections):
 
     name = "inside-ffn"
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self.hook_projections(str(layer.feed_forward_name))
 
@@ -131,7 +133,7 @@ class BesideFeedForward(Site):
 
     name = "beside-ffn"
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self.hook(str(layer.feed_forward_name), self.add)
 
@@ -140,7 +142,7 @@ class BesideFeedForward(Site):
         """Return whether the layer has no feed-forward network."""
         return layer.feed_forward_part is None
 
-    def add(self, network: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    def add(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
         """Add what memories read from the input of the network."""
         call = self.layer.call
         read = read_by(args, kwargs)
@@ -154,7 +156,7 @@ class Skip(Site):
 
     name = "skip"
 
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self._added = tuple(
             CarriedKey(entry.name, read)
@@ -174,14 +176,14 @@ class Skip(Site):
         """Return whether a layer at which a memory reads has no feed-forward network."""
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
-    def read(self, network: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def read(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> None:
         """Let memories read the input of the network, for the layers behind which their results are added."""
         layer, call = self.layer, self.layer.call
         for name in layer.at("skip", call.memory_inputs):
             read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
             call.carried[CarriedKey(name, layer.layer_idx)] = read
 
-    def behind(self, output: Any) -> Any:
+    def behind(self, output: PartOutput) -> PartOutput:
         """Add the results of memories that read at this layer or an earlier one."""
         call = self.layer.call
         for skip in self._added:
@@ -196,7 +198,7 @@ class BehindLayer(Site):
 
     name = "behind-layer"
 
-    def behind(self, output: Any) -> Any:
+    def behind(self, output: PartOutput) -> PartOutput:
         """Add what memories read from the layer's output."""
         stream = first_of(output)
         return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

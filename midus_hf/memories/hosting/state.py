@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.memories.module import MemoryModule
 from midus_hf.ops.dispatch.private_torch import keep_address
 
 # Function that returns a state's tensors without so many last tokens, or None if they do not reach back so far.
@@ -57,7 +58,7 @@ class MemoryState:
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_empty, self._is_cropped = True, False
         # What rows share, such as keys and values of texts that several have open.
-        self.shared: dict[Any, Any] = {}
+        self.shared: dict[str, Any] = {}
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
@@ -173,7 +174,7 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
 
 
 def states_in(
-    cache: Any, wanted: Mapping[tuple[str, int], Any], num_layers: int
+    cache: Any, wanted: Mapping[tuple[str, int], MemoryModule], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
     """Return the states of memories in a cache, by memory and layer. An empty cache gets new states.
 

@@ -17,7 +17,7 @@ class TokenPlaces:
     real: torch.Tensor | None = None
     starts: torch.Tensor | None = None
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "TokenPlaces":
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TokenPlaces":
         """Return the padding and documents on another device."""
         both = (self.real, self.starts)
         return TokenPlaces(*(None if each is None else each.to(device, non_blocking=non_blocking) for each in both))

@@ -15,14 +15,20 @@ import weakref
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
-from midus_hf.memories.hosting.service import Service
+from midus_hf.memories.hosting.parts import Keywords
+from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.module import MemoryModule
+
+if TYPE_CHECKING:  # vLLM may be absent
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention as VllmAttention
 
 # The version in which the names here were read and tried.
 _READ_IN = "0.32.0"
@@ -40,7 +46,7 @@ def _version() -> str:
     return "of an unknown version"
 
 
-def part_of_vllm(owner: Any, path: str) -> Any:
+def part_of_vllm(owner: object, path: str) -> Any:
     """Return an attribute of an object of vLLM.
 
     Args:
@@ -62,7 +68,7 @@ def part_of_vllm(owner: Any, path: str) -> Any:
 _LEAVE_OUT = "Leave the option out"
 
 
-def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = None) -> Any:
+def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = None) -> "VllmConfig":
     """Return vLLM's config; refuse options with which tables per slot would be empty, or be read for other tokens.
 
     Args:
@@ -101,7 +107,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
     return config
 
 
-def first_attention(model: Any, memory: str) -> Any:
+def first_attention(model: HostStack, memory: str) -> "VllmAttention":
     """Return vLLM's attention of the first layer that reads all tokens before, whose slots vLLM keeps to the end of a request.
 
     Args:
@@ -138,7 +144,7 @@ class Slots:
         mapping: `[T]`, the slot of each token, negative for padding.
     """
 
-    def __init__(self, attention: Any, metadata: Any, mapping: torch.Tensor):
+    def __init__(self, attention: "VllmAttention", metadata: object, mapping: torch.Tensor):
         num_blocks, _, self.block_size, _ = part_of_vllm(attention, "kv_cache").shape
         #: Number of slots; the row behind all of them is spare, and stands for padding and for tokens before a request.
         self.num_slots = num_blocks * self.block_size
@@ -190,7 +196,7 @@ class CachedHeads:
         ValueError: If there are no such strides, as in a cache that is quantised or packs pairs of numbers.
     """
 
-    def __init__(self, attention: Any):
+    def __init__(self, attention: "VllmAttention"):
         cache = part_of_vllm(attention, "kv_cache")
         _, heads, tokens, both = cache.shape
         self.sizes = tokens, heads, both // 2
@@ -243,7 +249,7 @@ class CachedHeads:
 class ServedHeads(AttentionHost):
     """Host of heads of an attention for which vLLM makes one of its own, as `attn`, if it names vLLM's."""
 
-    attention: Any
+    attention: nn.Module
 
     @property
     def _attn_implementation(self) -> str:
@@ -258,10 +264,10 @@ def serve_heads(attention: Any) -> None:
 
 
 # Tables of a model by name, beside the attention whose slots they have rows for.
-_TABLES: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
+_TABLES: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
-def slot_table(attention: Any, name: str, slots: Slots, like: torch.Tensor) -> torch.Tensor:
+def slot_table(attention: "VllmAttention", name: str, slots: Slots, like: torch.Tensor) -> torch.Tensor:
     """Return a table with a row like those of a tensor `[T, ...]` for each slot, and a spare one; zeros at first."""
     tables, shape = _TABLES.setdefault(attention, {}), (slots.num_slots + 1, *like.shape[1:])
     there = tables.get(name)
@@ -270,7 +276,7 @@ def slot_table(attention: Any, name: str, slots: Slots, like: torch.Tensor) -> t
     return there
 
 
-def slots_of_pass(layer: str) -> tuple[Any, Slots | None]:
+def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
     """Return vLLM's attention of a layer, by its name, and the slots of the pass that runs; None while vLLM has no cache yet."""
     from vllm.forward_context import get_forward_context
 
@@ -327,7 +333,7 @@ class SlotState:
         self.layer, self.owner = layer, owner
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, "SlotState"]:
         """The state itself, as `slots`."""
         return {"slots": self}
 
@@ -344,18 +350,16 @@ class SlotStates(Service):
 
     key = "state"
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         self.hosted = tuple(hosted)
         check_engine(next(name for name, _ in hosted))
 
-    def of_pass(
-        self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]
-    ) -> dict[tuple[str, int], SlotState]:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], SlotState]:
         """Return the states, which keep by the slots of one layer."""
         where = first_attention(model, self.hosted[0][0]).layer_name
         return {(name, layer): SlotState(where, f"{name}.{layer}") for name, layer in self.hosted}
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: dict[tuple[str, int], SlotState], name: str, layer: int) -> Keywords:
         """Return the state of the memory in the layer."""
         return {"state": value[name, layer]}

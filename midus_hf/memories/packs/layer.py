@@ -1,12 +1,12 @@
 """Attention to packs and the sequence, in one softmax."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.heads import host_of_heads
+from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.memories.hosting.sites import InsideAttention
@@ -20,20 +20,14 @@ from midus_hf.ops.depth.reference import joint_attention, sequence_scores
 
 
 class PackedHeads(InsideAttention):
-    """Heads of a layer that also read packs. Other memories change their output for the sequence and the packs.
+    """Heads of a layer that also read packs. Other memories change their output for the sequence and the packs."""
 
-    Args:
-        layer: The host layer, whose memories are built.
-        config: Config of the model.
-        memories: Memories of the model.
-    """
-
-    def __init__(self, layer: HostLayer, config: Any, memories: Memories):
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self.memory = next(entry.name for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
         host_of_heads(layer).changes.insert(0, self)
 
-    def attend(self, own: Callable[..., Any], module: Any, *heads: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
         """Attend to the sequence, and to the packs that tokens of the pass read, if there are any."""
         layer, call = self.layer, self.layer.call
         if not call.memory_inputs.are_there_for(layer.classes[self.memory], self.memory):
@@ -72,7 +66,7 @@ class Packs(MemoryModule):
         """Refuse an implementation that does not return the log-sum-exp of its softmax."""
         require_log_sum_exp(implementation)
 
-    def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> HeadsOutput:
         """Attend to the sequence and to the packs of each token, in one softmax.
 
         Args:

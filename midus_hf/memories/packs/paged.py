@@ -8,7 +8,9 @@ import torch
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.bank_folder import folder_of_checkpoint
 from midus_hf.memories.hosting.inputs import arguments_of_pass
+from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.memories.hosting.vllm import (
     CachedHeads,
     Slots,
@@ -87,7 +89,7 @@ class PagedOpens(OpensPacks):
 
     may_add_cache = False
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         super().__init__(model, memories, hosted)
         others = [
             name
@@ -120,10 +122,10 @@ class PagedOpens(OpensPacks):
         for layer in self.layers:
             serve_heads(model.layers[layer].mixer_part)
         self.heads: dict[str, CachedHeads] = {}
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[str, Any] = {}
         _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
 
-    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
         """Return the packs that tokens read, by the name of the memory."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
@@ -253,8 +255,9 @@ class PagedPacks(Packs):
         Returns:
             The output of the heads, `[T, H d]`, that of vLLM, bit for bit, where a token reads no pack; and None.
         """
+        module: Any = sequence.module
         output, weights = sequence.alone()
-        attend_again(output, sequence.query[0], packs.opened, sequence.module.attn.layer_name, packs.name, self.index)
+        attend_again(output, sequence.query[0], packs.opened, module.attn.layer_name, packs.name, self.index)
         return output, weights
 
 

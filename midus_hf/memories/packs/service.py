@@ -1,6 +1,7 @@
 """The service that finds names in the tokens of a pass, and reads the texts of the entries that the names open."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.hosting.inputs import arguments_of_pass
-from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.hosting.parts import CACHE, Keywords
+from midus_hf.memories.hosting.service import HostStack
 from midus_hf.memories.hosting.services import States, Tokens
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
@@ -47,7 +49,7 @@ class OpensPacks(BankService, States):
     runs_passes = True
     files = (GLOSSARY_FILE, "*.json", "*.model", "*.txt", "*.jinja")
 
-    def __init__(self, model: Any, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         names = {name for name, _ in hosted}
         if len(names) > 1:
             raise ValueError(
@@ -75,7 +77,7 @@ class OpensPacks(BankService, States):
             digest.update(repr(entry).encode())
         return digest.hexdigest()
 
-    def of_pass(self, model: Any, arguments: dict[str, Any], own: Mapping[str, Any]) -> Any:
+    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
@@ -96,7 +98,7 @@ class OpensPacks(BankService, States):
     @torch.compiler.disable
     def _open(
         self,
-        model: Any,
+        model: HostStack,
         glossary: Glossary,
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -110,7 +112,7 @@ class OpensPacks(BankService, States):
         rows = self._readings(glossary, tokens, positions.tolist(), begins, state)
         if not any(rows):
             return {}
-        kept: dict[Any, Any] = {} if state is None else state.shared
+        kept: dict[str, Any] = {} if state is None else state.shared
         key = tuple(tuple(row) for row in rows), ids.device, model.dtype
         if ids.shape[1] == 1 and kept.get("step", (None,))[0] == key:
             return {self.name: kept["step"][1]}
@@ -163,7 +165,7 @@ class OpensPacks(BankService, States):
         return readings
 
     def _packs(
-        self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[Any, Any], device: Any
+        self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[str, Any], device: torch.device
     ) -> dict[int, Pack]:
         """Return the pack of each entry that a row reads. Those that the sequences opened before are kept with their cache."""
         wanted = dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)
@@ -196,15 +198,15 @@ class OpensPacks(BankService, States):
         return at_end, [entry for entry in self.glossary.named(ids) if entry not in at_end]
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> dict[str, Any]:
+    def given(value: Any, name: str, layer: int) -> Keywords:
         """Return the packs that tokens read."""
         return {"packs": value[name]}
 
-    def prepare_inputs(self, inputs: dict[str, Any], attention_mask: Any) -> None:
+    def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
         """Add a mask of padding, since static caches get a mask of another form."""
         self.tokens.prepare_inputs(inputs, attention_mask)
 
-    def open_bank(self, folder: Path | None, arguments: Mapping[str, Any]) -> None:
+    def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
         """Read the glossary and the tokenizer, or raise `ValueError` if either is absent, or a row is not an entry."""
         if folder is None:
             raise ValueError(
@@ -217,7 +219,7 @@ class OpensPacks(BankService, States):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
         self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size)
 
-    def before_saving(self, folder: Any) -> None:
+    def before_saving(self, folder: str | os.PathLike) -> None:
         """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""
         if self.glossary is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -229,7 +231,7 @@ class OpensPacks(BankService, States):
         """Allow an upload, which includes files that were written before."""
 
 
-def _refuse_shards(model: Any) -> None:
+def _refuse_shards(model: HostStack) -> None:
     """Refuse sharded parameters, since processes would wait for one another in the pass over an entry's text."""
     for name, parameter in model.named_parameters():
         is_flat = hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param")
