@@ -55,7 +55,8 @@ NEAREST = {
     "midus_hf/ops/headwise/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
     "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_chapters.py",
-    "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py",
+    "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py tests/upscalers/test_packs.py "
+    "tests/upscalers/test_every_method.py",
     "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites",
     "midus_hf/memories/hosting/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memories/depth_attention/layer.py": "tests/models/test_depth.py",
