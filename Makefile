@@ -195,7 +195,7 @@ release-check: $(VENV)/installed $(OLDEST)/installed
 
 # Its own environment: cosmic-ray runs the tests with the Python of $(VENV).
 mutants: $(VENV)/installed material $(VENV)-mutants/installed
-	$(VENV)-mutants/bin/python scripts/mutants.py --python $(abspath $(VENV))/bin/python $(MUTANTS)
+	$(TEST_ENV) $(VENV)-mutants/bin/python scripts/mutants.py --python $(abspath $(VENV))/bin/python $(MUTANTS)
 
 $(VENV)-mutants/installed: constraints.txt
 	$(PYTHON) -m venv $(VENV)-mutants

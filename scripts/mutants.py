@@ -55,12 +55,23 @@ NEAREST = {
     "midus_hf/ops/headwise/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
     "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_chapters.py",
+    "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py tests/upscalers/test_packs.py "
+    "tests/upscalers/test_every_method.py",
     "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites",
     "midus_hf/memories/hosting/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memories/depth_attention/layer.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",
     "midus_hf/cli": "tests/commands tests/look",
     "midus_hf/data": "tests/data",
+    "midus_hf/look": "tests/look",
+    "midus_hf/carried": "tests/carried",
+    "midus_hf/models": "tests/models --ignore=tests/models/test_fsdp.py --ignore=tests/models/test_every_type.py",
+    "midus_hf/models/host.py": "tests/models/test_config.py tests/models/test_start.py tests/models/test_outputs.py "
+    "tests/models/test_hierarchical.py tests/models/test_packs.py tests/models/test_training.py "
+    "tests/upscalers/test_hub.py tests/adapters/test_adapter_layers.py",
+    "midus_hf/models/inference": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",
+    "midus_hf/models/listing.py": "tests/models/test_listing.py",
+    "midus_hf/models/task_heads.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
     "midus_hf/memories/ngram/known.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
     "midus_hf/topics": "tests/topics",
     "midus_hf/files": "tests/files",
@@ -77,10 +88,16 @@ NEAREST = {
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_run.py",
     "midus_hf/training/loading.py": "tests/training/test_loading.py tests/training/test_sharing.py",
     "midus_hf/training/optim": "tests/training/optim",
+    "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_early_checks.py "
+    "tests/training/checkpoints/test_interruption.py",
     "midus_hf/training/parallel.py": "tests/training/parallel/test_sharded.py",
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
+    "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_amount.py tests/training/test_early_checks.py "
+    "tests/training/test_protection.py tests/training/checkpoints/test_end_of_work.py",
     "midus_hf/training/saving.py": "tests/training/checkpoints/test_end_of_work.py tests/training/test_sharing.py",
     "midus_hf/training/sft": "tests/sft",
+    "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_not_finite.py tests/training/test_blocks.py "
+    "tests/training/checkpoints/test_whole_checkpoints.py tests/training/optim/test_sparse_values.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
@@ -111,10 +128,12 @@ NEAREST_TO_UPSCALERS = {
     "safetensors_format": "safetensors_format checkpoint_layouts",
     "solver": "solvers dense",
     "source": "hub bad_input checkpoint_layouts",
+    "stack": "dense/new_layers refusals plan every_method",
     "streamed_model": "streamed_model memory_methods verification",
     "strip": "strip every_method",
     "tokenizer": "tokenizer",
     "verify": "verification streamed_model",
+    "vocabulary": "vocabulary",
     "writer": "safetensors_format checkpoint_layouts memory_methods every_method",
 }
 

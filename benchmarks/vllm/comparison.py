@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,10 @@ def generate(
     if package:
         environment["PYTHONPATH"] = package_path(work)
     command = [str(python), str(_ENGINE), str(request_file), str(result_file)]
-    run = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+    # vLLM leaves its sockets behind; a path that is short, as that of a socket has to be.
+    with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:
+        environment["VLLM_RPC_BASE_PATH"] = sockets
+        run = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if run.returncode or not result_file.exists():
         raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-400:]))
     result = json.loads(result_file.read_text(encoding="utf-8"))

@@ -52,6 +52,7 @@ for name in names:
     modules = [module for module in sys.modules if module.startswith(package + ".")]
     born.save_pretrained(f"{name}_again", max_shard_size="8KB")
     found[name] = {"modules": modules, "born": logits_of(born, inputs), "acting": computed(acting, inputs)}
+    found[name]["experts"] = born.config._experts_implementation
     if os.path.exists(f"{name}_acting.pickle"):
         found[name]["pickled"] = sent_to_another_process(f"{name}_acting", inputs)
 torch.save(found, "found.pt")
@@ -163,6 +164,7 @@ def test_the_module_alone_computes_what_the_package_does(family, method, folder,
     assert [path.read_text() for path in again.glob("*.py")] == [(saved / "modeling_midus.py").read_text()]
     model = with_the_package(again)
     assert model.config.upscale == json.loads((saved / "config.json").read_text())["upscale"]
+    assert found[name]["experts"] == model.config._experts_implementation
     born = computing.logits_of(model, inputs_of(method))
     assert torch.equal(found[name]["born"], born)
     here = computing.computed(with_the_package(folder / f"{name}_acting"), inputs_of(method))

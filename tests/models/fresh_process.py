@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from processes.warm import run_warm
 
 # Makes this project absent from a process, also where it is installed.
@@ -25,7 +26,6 @@ import torch
 import transformers.dynamic_module_utils
 
 warnings.simplefilter("ignore")
-torch.set_num_threads(1)
 transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
 """
 
@@ -33,10 +33,13 @@ transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACH
 def run_python(code: str, folder: Path, *, package_present: bool) -> str:
     """Run `code` with `folder` as working directory and as transformers' cache of remote code.
 
+    It computes on as many threads as the test, since on others sums round differently.
+
     Returns:
         What it printed.
     """
-    program = ("" if package_present else BLOCK_IMPORTS) + _SETTINGS + code
+    threads = f"torch.set_num_threads({torch.get_num_threads()})\n"
+    program = ("" if package_present else BLOCK_IMPORTS) + _SETTINGS + threads + code
     result = run_warm(program, folder=folder, HF_MODULES_CACHE=str(folder / "modules"))
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -1,6 +1,7 @@
 """vLLM itself, unmodified, on what upscaling writes: `make test-vllm`, which names a Python with vLLM in `VLLM_PYTHON`."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,10 @@ def test_vllm_serve_answers_requests(method, bases, tmp_path):
     }
     if method == "packs":
         environment["PYTHONPATH"] = package_path(tmp_path)
-    with answering(command, tmp_path / "server.log", cwd=tmp_path, env=environment) as address:
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm-") as environment["VLLM_RPC_BASE_PATH"],
+        answering(command, tmp_path / "server.log", cwd=tmp_path, env=environment) as address,
+    ):
         request = {
             "prompt": prompt,
             "max_tokens": 16,

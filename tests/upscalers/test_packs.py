@@ -21,6 +21,7 @@ from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
+from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -75,6 +76,7 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
     ]
     assert not (model / "memory_bank").exists()
     assert same_tensors(model, base)
+    assert "bank" not in inspect_checkpoint(model)["parameters"], "texts are no parameters"
     assert not torch.equal(logits(model, [5, 50]), logits(base, [5, 50]))
     assert torch.equal(logits(model, [6, 50]), logits(base, [6, 50]))
 

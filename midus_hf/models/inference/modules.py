@@ -114,11 +114,13 @@ def family_source(model_type: str) -> str:
         layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
         model=type(model.model).__name__,
+        model_experts=_experts(type(model.model)),
         causal_lm=causal_lm,
+        experts=_experts(type(model)),
         head_kinds=f"    head_kinds = {tuple(heads)}\n".replace("'", '"') if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
         heads="".join(
-            _HEAD.format(family=family, kind=kind, mixin=_mixin(kind), head=head.__name__)
+            _HEAD.format(family=family, kind=kind, mixin=_mixin(kind), head=head.__name__, experts=_experts(head))
             for kind, head in heads.items()
         ),
         shared=_SHARED if conversions else "",
@@ -149,6 +151,15 @@ def _heads(config: Any) -> dict[str, type]:
 
 def _mixin(kind: str) -> str:
     return f"Memory{kind if kind == 'ForQuestionAnswering' else 'ForClassification'}"
+
+
+def _experts(native: Any) -> str:
+    """Return the line by which a class has the experts of its native class, where there are any.
+
+    Transformers looks for them in the text of a class's module, but they are in that of the native class.
+    """
+    line = f"    _can_set_experts_implementation = {native.__name__}._can_set_experts_implementation\n"
+    return line if native._can_set_experts_implementation() else ""
 
 
 def _conversions(name: str, model_type: str, native: str) -> str:
@@ -221,6 +232,7 @@ def composite_source(model_type: str) -> str:
         language_config=language.config_class.__name__,
         language_model=language.model_class.__name__,
         path=path,
+        experts=_experts(composite),
         shared=_SHARED if conversions else "",
         signature="".join(f"        {name}={default!r},\n" for name, default in arguments.items()),
         arguments="".join(f"            {name}={name},\n" for name in arguments),
@@ -274,7 +286,7 @@ class Midus{family}Model(MemoryModel, {model}):
     config: Midus{family}Config
     layer_classes = ({layer_classes},)
     block_classes = ({block_classes},)
-
+{model_experts}
 {heads}
 @register_family
 class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
@@ -282,7 +294,7 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
 
     config: Midus{family}Config
     model_class = Midus{family}Model
-{conversions}'''
+{experts}{conversions}'''
 
 _MIXINS = "from midus_hf.models.task_heads import {names}\n"
 
@@ -292,7 +304,7 @@ class Midus{family}{kind}({mixin}, {head}):
 
     config: Midus{family}Config
     model_class = Midus{family}Model
-
+{experts}
 '''
 
 # TRL's fused losses take `logits_scaling` of any type but `hyperclovax` for a divisor, and read `logit_scale` first.
@@ -339,7 +351,7 @@ class Midus{composite}(MemoryForConditionalGeneration, {composite}):
     config: {own_config}
     model_class = {language_model}
     stack_path = "{path}"
-
+{experts}
     def forward(
         self,
 {signature}        **kwargs,
