@@ -96,13 +96,14 @@ def draw(rows: list[dict[str, str]]) -> bytes:
     for number, ((variant, rate), by_weight) in enumerate(points.items()):
         weights = sorted(by_weight)
         means = [[statistics.fmean(values) for values in zip(*by_weight[weight], strict=True)] for weight in weights]
-        label = f"{variant}, {float(rate):g} ({max(map(len, by_weight.values()))} seeds)"
+        count = len(by_weight[0.0])
+        label = f"{variant}, {float(rate):g} ({count} seed{'s' * (count > 1)})"
         axes.plot(*zip(*means, strict=True), marker="o", color=colors(number), label=label)
         for weight, (learned, risen) in zip(weights, means, strict=True):
             axes.annotate(f"{weight:g}", (learned, risen), (4, 4), textcoords="offset points", fontsize=8)
     axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
     axes.set(xlabel="learned (nats per token)", ylabel="change of the loss of articles (nats per token)")
-    axes.set_title("points are weights of base_kl, means over seeds", fontsize=9, loc="left")
+    axes.set_title("points are weights of base_kl; means over seeds, those of 0.3 seed 0", fontsize=9, loc="left")
     axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return as_png(figure)
