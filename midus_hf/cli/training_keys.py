@@ -6,7 +6,7 @@ from importlib.metadata import version
 _VERSIONS = {"transformers": "5.24.0", "trl": "1.16.0"}
 _SHARED = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
-    adapters attn_implementation auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16
+    adapters attn_implementation auto_find_batch_size average_tokens_across_devices base_kl batch_eval_metrics bf16
     bf16_full_eval config_name data_seed dataloader_drop_last dataloader_in_order
     dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
     dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters

@@ -25,7 +25,7 @@ from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE
 
 _SET_PARENT_DEATH_SIGNAL = 1
 # Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
-_OF_MEMORIES = ("adapters", "frozen", "protect", "sparse_values")
+_OF_MEMORIES = ("adapters", "base_kl", "frozen", "protect", "sparse_values")
 # Keys that the base refuses, since it reads no paths: its texts are concatenated, while a run with paths packs each leaf separately.
 _OF_PATHS = ("path_column", "tree")
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
 from midus_hf.look.effects import Effect, effect_between
 from midus_hf.look.page import TextTable
-from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
 from midus_hf.look.pictures import Panel, bars
+from midus_hf.models.added_parts import Part, added_parts, has_whole_base, switched_off
 
 HOW_TO_READ = (
     "The effect of a part on a text is how much the text's loss grows without the part. Parts can compensate for one another, so the "

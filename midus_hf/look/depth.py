@@ -12,9 +12,9 @@ from torch import nn
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, grid
-from midus_hf.look.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.hosting.token_places import token_places
+from midus_hf.models.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
 from midus_hf.ops.depth.op import joint_shares
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 

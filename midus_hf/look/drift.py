@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from midus_hf.evaluation.text_rows import TextRows, evaluating
 from midus_hf.look.effects import Effect, mean_with_error
 from midus_hf.look.page import TextTable, table_of
-from midus_hf.look.parts import added_parts, has_whole_base, switched_off
+from midus_hf.models.added_parts import added_parts, has_whole_base, switched_off
 
 # A function that takes a batch of rows that fetch nothing, and returns the base's logits, `[B, T, V]`.
 LogitsOfBase = Callable[[TextRows], torch.Tensor]

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, curves, grid
-from midus_hf.look.watched_models import held_hooks
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.models.watched_models import held_hooks
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks

@@ -11,9 +11,9 @@ from torch import nn
 
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.look.pictures import Panel, curves
-from midus_hf.look.watched_models import held_hooks, hosted_memories, lacking
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.models.watched_models import held_hooks, hosted_memories, lacking
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 

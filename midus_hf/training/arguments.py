@@ -1,6 +1,7 @@
 """Arguments of a run: the keys of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -49,6 +50,9 @@ class MemoryArguments(Rates):
             read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process. Default: false.
         generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
             resampled each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        base_kl: Weight of the divergence from the base on the text itself, added to the loss; the token that comes next is
+            taken out of both distributions (arXiv:2605.29498). The base is the model without its adapters, or without all that
+            upscaling added, and no parameter of it may train. Costs one more forward pass per step. Default: 0, none.
         protect: Texts that keep their logits bit for bit when they are the whole input, as `corpus`. Their n-grams are
             removed from the tables of the trained memories, which must be memories of known n-grams (`engram` with an
             exact table); no other parameter may train. The texts are computed with and without the memories at the end,
@@ -60,7 +64,7 @@ class MemoryArguments(Rates):
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
         activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
-            checkpoint.             `"auto"` resumes if there is a whole checkpoint, and otherwise starts from the beginning. Default:
+            checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts from the beginning. Default:
             false.
 
     Raises:
@@ -77,6 +81,7 @@ class MemoryArguments(Rates):
     adapters: dict[str, Any] | str | None = None
     sparse_values: bool = False
     generic_share: float = 1 / 17
+    base_kl: float = 0.0
     protect: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     eval_text: dict[str, str] | str | None = None
     bf16: bool | None = dataclasses.field(default=None, metadata=_FLAG)
@@ -146,6 +151,10 @@ class MemoryArguments(Rates):
             number = getattr(self, key, None)
             if isinstance(number, int | float) and not is_right(number):
                 raise ValueError(f"{key} is {number!r}; expected {expected}.")
+        if self.base_kl and getattr(self, "use_liger_kernel", False):
+            raise ValueError(
+                f"base_kl is {self.base_kl:g}, and use_liger_kernel is true, with which a step has no logits; expected one of them."
+            )
         roles = get_args(TrainedRole)
         is_choice = isinstance(self.trainable, list) or self.trainable in ("auto", "new", "all")
         for key, is_wrong, expected in (
@@ -238,6 +247,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_steps": (lambda steps: steps != 0, "more than 0, or -1 for num_train_epochs"),
     "num_train_epochs": (lambda epochs: epochs > 0, "more than 0"),
     "generic_share": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
+    "base_kl": (lambda weight: 0 <= weight < math.inf, "a finite number, at least 0"),
 }
 # Optimizers that choose the parameters of their groups themselves.
 _OWN_GROUPS = re.compile(r"(galore|apollo)_.*|(ada)?lomo")

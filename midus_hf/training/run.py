@@ -42,7 +42,7 @@ class TrainResult:
         steps: Number of optimizer steps, including steps before a resumption.
         tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
-        log: Events of the Trainer's log (`log_history`), also those before a resumption.     The last has the numbers of trained
+        log: Events of the Trainer's log (`log_history`), also those before a resumption. The last has the numbers of trained
             parameters and of bytes of peak memory.
     """
 

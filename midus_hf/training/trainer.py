@@ -16,6 +16,7 @@ from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER
 from midus_hf.files.full_disk import telling_room
 from midus_hf.memories.hierarchical.training import Blocks, model_banks
 from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
@@ -92,6 +93,11 @@ class MemoryTrainerMixin(AnyTrainer):
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
+        self.base_kl = 0.0 if options is None else options.base_kl
+        if self.base_kl:
+            check_base_divergence(self)
+        # Since the last log event: the divergence from the base in each batch of this process, in nats per token.
+        self._divergences: list[torch.Tensor] = []
         if self.label_smoother is not None or self.compute_loss_func is not None:
             config = getattr(model, "config", None)
             has_chapters = any(entry.get("type") == "chapters" for entry in getattr(config, "memory", None) or [])
@@ -184,6 +190,34 @@ class MemoryTrainerMixin(AnyTrainer):
         if self.blocks is not None:
             self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as `Trainer.compute_loss` does; in training with `base_kl` times the divergence from the base."""
+        if not self.base_kl or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        base = base_logits(self.accelerator.unwrap_model(model, keep_torch_compile=False), inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        divergence = divergence_without_target(outputs.logits, base, labels)
+        tokens = (labels[:, 1:] != IGNORED_LABEL).sum().clamp(min=1)
+        self._divergences.append(divergence.detach() / tokens)
+        # Per token as the loss is: of all batches and processes whose gradients are summed, or of this one.
+        is_summed = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+        divergence = divergence / (num_items_in_batch if is_summed else tokens)
+        if is_summed and self.args.average_tokens_across_devices:
+            divergence = divergence * (self.accelerator.num_processes if self.args.n_gpu <= 1 else self.args.n_gpu)
+        loss = loss + self.base_kl * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Trainer.log` does; beside a training loss also `base_divergence`, in nats per token, if it was computed."""
+        if self._divergences and "loss" in logs:
+            mean = torch.stack(self._divergences).mean()
+            logs["base_divergence"] = self.accelerator.gather(mean[None]).mean().item()
+            self._divergences.clear()
+        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""

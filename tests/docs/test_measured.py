@@ -1,7 +1,9 @@
 """Numbers of methods and of packs: the tables are what their results say, and what other pages say of methods is in the tables."""
 
+import csv
 import json
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +86,26 @@ def test_the_table_of_null_controls_is_what_the_results_say():
         itself = chosen(name)[0]
         runs = [itself, *(controls[name, control, rate_name(itself.rate)] for control in CONTROLS)]
         assert cells == [f"{fall(one, 'addresses'):.3f}" for one in runs]
+
+
+def test_the_table_of_base_kl_is_what_the_results_say():
+    with (ROOT / "experiments" / "results" / "base_kl.csv").open(encoding="utf-8", newline="") as file:
+        base, *rows = csv.DictReader(file)
+    runs: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        runs[row["variant"], row["rate"], row["base_kl"]].append(row)
+    expected = []
+    for (variant, rate, weight), own in runs.items():
+        assert sorted(row["seed"] for row in own) == [str(seed) for seed in range(len(own))]
+        changes = [
+            [float(row[text]) - float(base[text]) for row in own] for text in ("addresses", "articles", "countries")
+        ]
+        cells = [[-fall for fall in changes[0]], *changes[1:]]
+        spreads = [with_spread(spread(each), "+") if len(own) > 1 else f"{each[0]:+.4f}" for each in cells]
+        expected.append(
+            [variant, rate, f"{float(weight):g}", str(len(own)), spreads[0].replace("+", "", 1), *spreads[1:]]
+        )
+    assert sorted(rows_of("| variant | rate | `base_kl` |")) == sorted(expected)
 
 
 @pytest.mark.parametrize(("page", "paragraph"), STATED, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(STATED)])

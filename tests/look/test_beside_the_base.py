@@ -14,8 +14,8 @@ from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, other_base
 from midus_hf.look.effects import Effect, effect_between
-from midus_hf.look.parts import Part, added_parts, has_whole_base, switched_off
 from midus_hf.look.pictures import draw_panels
+from midus_hf.models.added_parts import Part, added_parts, has_whole_base, switched_off
 from upscalers.runs.base_confirmation import keeps_base
 from upscalers.runs.upscale import upscale
 

@@ -332,3 +332,14 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)
+
+
+def test_it_stays_near_the_base_where_it_is_asked_to(config_for, base, tmp_path):
+    options = {"model": base("llama", True), "trainable": "auto", "max_steps": 4}
+    finetune(config_for("without", **options))
+    finetune(config_for("with", base_kl=50.0, **options))
+    assert "base_divergence" not in events(tmp_path / "without")[-1]
+    assert by_step(tmp_path / "with", "base_divergence")[4] > 0
+    assert by_step(tmp_path / "with", "loss")[1] == by_step(tmp_path / "without", "loss")[1]
+    assert moved(tmp_path / "with", tmp_path / "without") <= moved(base("llama", True), tmp_path / "without")
+    assert moved(tmp_path / "with", tmp_path / "without")

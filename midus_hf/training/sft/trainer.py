@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SftTrainer(MemoryTrainerMixin, SFTTrainer):
+class _ModelLossTrainer(SFTTrainer):
     """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+
+class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
+    """TRL's trainer for models with memory, on chats that are checked."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -41,9 +48,6 @@ class SftTrainer(MemoryTrainerMixin, SFTTrainer):
         self.first_labels = _check_encoded(encoded, processing_class, args)
         encoded = encoded.select_columns(["input_ids", "labels"])
         return super()._prepare_dataset(encoded, processing_class, args, packing, *others)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return Trainer.compute_loss(self, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card, since the run extends the card of the model."""

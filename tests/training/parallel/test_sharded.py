@@ -86,7 +86,7 @@ def sharded(recipe: Path, *words: str) -> None:
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
     words += ["--max_steps=5", "--save_steps=2", "--load_best_model_at_end=true"]
-    words += [f"--eval_text={corpus}", "--eval_steps=2"]
+    words += [f"--eval_text={corpus}", "--eval_steps=2", "--base_kl=3"]
     one, shared = tmp_path / "out", tmp_path / "shared"
     more = ["--per_device_train_batch_size=1", f"--output_dir={shared}"]
     run = run_ranks(FAILS_IF_THE_GROUP_IS_NOT_LEFT, "train", *words, *more, COLUMNS="120")
@@ -94,7 +94,11 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     assert run.stdout.count("Training new: ") == run.stdout.count(": 5 steps, 160 tokens") == 1
     assert run.stdout.count("'eval_perplexity': ") == 3
     assert main(words) == 0
-    for name, count in (("loss", 5), ("eval_loss", 3)):  # of which the perplexity is the exponential
+    for name, count in (
+        ("loss", 5),
+        ("base_divergence", 5),
+        ("eval_loss", 3),
+    ):  # of which the perplexity is the exponential
         assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5) and len(logged(one, name)) == count
     folders = [sorted(path.name for path in folder.iterdir()) for folder in (shared, one)]
     assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])

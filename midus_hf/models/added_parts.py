@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from midus_hf.look.watched_models import depth_heads, held_hooks, hosted_memories
 from midus_hf.memories.entries import NO_MEMORIES, Memories
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.models.watched_models import depth_heads, held_hooks, hosted_memories
 
 
 @dataclass(frozen=True)

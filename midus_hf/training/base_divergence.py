@@ -1,0 +1,114 @@
+"""The divergence of a model from its base on the text that it learns, without the tokens that are learned (arXiv:2605.29498).
+
+The base is the model itself with everything that trains switched off, so no second model is loaded; a step costs one more
+forward pass, without gradients.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.evaluation.text_rows import evaluating
+from midus_hf.models.added_parts import added_parts, has_whole_base, switched_off
+from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows
+from midus_hf.training.parallel import shares_parameters
+
+_TOKENS_AT_A_TIME = 256
+
+
+def divergence_without_target(logits: torch.Tensor, base_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the predicted tokens of KL(base || model) in nats, both without the token that comes next.
+
+    The probability of that token is removed from both distributions, and the rest is normalised: learning the token costs
+    nothing, and moving the others does. Distributions are computed again in the backward pass, so that only those of
+    256 tokens are held at a time.
+
+    Args:
+        logits: Logits of the model, `[B, T, V]`.
+        base_logits: Logits of the base, `[B, T, V]`; they get no gradient.
+        labels: Token ids, `[B, T]`; the token at t is predicted at t - 1. -100 marks tokens that are not learned.
+
+    Returns:
+        The sum, a scalar, in float32, or in the dtype of the logits if that is wider.
+    """
+    rows, positions = (labels[:, 1:] != IGNORED_LABEL).nonzero(as_tuple=True)  # [N]
+    total = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for row, position in zip(rows.split(_TOKENS_AT_A_TIME), positions.split(_TOKENS_AT_A_TIME), strict=True):
+        arguments = (logits, base_logits.detach(), labels, row, position)
+        total = total + checkpoint(_divergence_at, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, position: Any) -> torch.Tensor:
+    """Return the sum of the divergences at some positions of some rows, [N] each."""
+    targets = labels[row, position + 1][:, None]  # [N, 1]
+
+    def log_rest(logits: torch.Tensor) -> torch.Tensor:
+        chosen = logits[row, position]
+        chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+        # The lowest finite number: the product of an infinite one and the probability 0 would be NaN.
+        return chosen.scatter(1, targets, torch.finfo(chosen.dtype).min).log_softmax(1)  # [N, V]
+
+    return F.kl_div(log_rest(logits), log_rest(base_logits), reduction="sum", log_target=True)
+
+
+def check_base_divergence(trainer: Any) -> None:
+    """Raise a `ValueError` unless a Trainer's model computes as its base does when all that trains is switched off."""
+    model, args = trainer.model, trainer.args
+    for is_refused, reason in (
+        (
+            getattr(model, "get_output_embeddings", lambda: None)() is None,
+            "the model has no language model's head; expected a causal language model.",
+        ),
+        (
+            shares_parameters(trainer) or trainer.is_deepspeed_enabled,
+            "the processes share parameters or run DeepSpeed; expected processes that hold whole models "
+            "(configs/accelerate/ddp.yaml).",
+        ),
+    ):
+        if is_refused:
+            raise ValueError(f"base_kl is {args.base_kl:g}, and {reason}")
+    wrong = _trained_in_place(model) if has_adapters(model) else _trained_of_base(model)
+    if wrong is not None:
+        raise ValueError(f"base_kl is {args.base_kl:g}, and {wrong}")
+
+
+def _trained_in_place(model: Any) -> str | None:
+    """Return why a model with adapters does not compute as before with its adapters disabled, or None."""
+    if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
+        return "adapters.bias trains biases of the base; expected none. Leave bias out."
+    if getattr(getattr(model.get_base_model(), "banks", None), "trainable", False):
+        return "the blocks of a bank train beside adapters; expected adapters alone. Set adapters.layers: all."
+    return None
+
+
+def _trained_of_base(model: Any) -> str | None:
+    """Return why a model without its added parts is not its base, or None."""
+    if len(new_rows(model.config)):
+        return "the last upscaling added tokens, which the base cannot read. Leave base_kl out."
+    added = {id(parameter) for module in new_modules(model).values() for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in added:
+            return f"{name}, which is the base's, trains; expected added parameters alone. Set trainable: new, or adapters."
+    if not has_whole_base(model):
+        return "the model lacks layers of its base; expected a method that keeps them all, in their order."
+    return None
+
+
+@contextlib.contextmanager
+def as_base(model: Any) -> Iterator[None]:
+    """Let a model compute as its base does within the context: without its adapters, or else without all that upscaling added."""
+    with model.disable_adapter() if has_adapters(model) else switched_off(model, added_parts(model)):
+        yield
+
+
+def base_logits(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the logits of a model's base for the inputs of a training step, `[B, T, V]`, in eval mode and without gradients."""
+    with as_base(model), evaluating(model):
+        logits: torch.Tensor = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+    return logits

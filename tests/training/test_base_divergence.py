@@ -1,0 +1,157 @@
+"""With base_kl a run also learns to stay near its base, which is the model with what it added switched off."""
+
+import math
+
+import pytest
+import torch
+from look.upscaled_folders import METHODS, acting, loaded, saved_pair
+from tiny import FAMILIES, save_tiny_model
+from training.outcomes import (
+    assert_close_weights,
+    assert_resumes,
+    assert_same_blocks,
+    bank_of,
+    logged,
+    moved,
+)
+from training.tiny_run import PreparedRun, refused, tiny_tokenizer
+
+from midus_hf.training import base_divergence
+from midus_hf.training.base_divergence import base_logits, divergence_without_target
+from midus_hf.training.run import run_training
+
+
+def test_the_divergence_is_that_of_distributions_without_the_next_token(monkeypatch):
+    torch.manual_seed(0)
+    logits, base = (3 * torch.randn(2, 7, 11, dtype=torch.float64) for _ in range(2))
+    labels = torch.randint(11, (2, 7))
+    labels[0, 3] = labels[1, 0] = -100
+    expected = 0.0
+    for row in range(2):
+        for position in range(6):
+            target = labels[row, position + 1].item()
+            if target == -100:
+                continue
+            rest = [token for token in range(11) if token != target]
+            q, p = (each[row, position, rest].softmax(0) for each in (base, logits))
+            expected += (q * (q.log() - p.log())).sum().item()
+    for size in (256, 2):
+        monkeypatch.setattr(base_divergence, "_TOKENS_AT_A_TIME", size)
+        assert divergence_without_target(logits, base, labels).item() == pytest.approx(expected, rel=1e-12)
+        assert torch.autograd.gradcheck(
+            lambda logits: divergence_without_target(logits, base, labels), logits.clone().requires_grad_()
+        )
+    half = divergence_without_target(logits.bfloat16(), base.bfloat16(), labels)
+    assert half.dtype is torch.float32 and half.item() == pytest.approx(expected, rel=0.05)
+
+
+def test_the_next_token_is_free_and_the_same_model_diverges_by_nothing():
+    torch.manual_seed(0)
+    base, labels = torch.randn(1, 5, 11), torch.randint(11, (1, 5))
+    moved_at_targets = base.clone()
+    for position in range(4):
+        moved_at_targets[0, position, labels[0, position + 1]] += 5.0
+    for logits in (base, moved_at_targets):
+        assert abs(divergence_without_target(logits, base, labels).item()) < 1e-6
+    nothing = torch.full_like(labels, -100)
+    assert divergence_without_target(base, base + 1, nothing).item() == 0.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_base_of_a_model_that_has_learned_is_its_base_to_the_bit(method, family):
+    base, model = map(loaded, saved_pair(family, method))
+    acting(model).train()
+    ids = torch.randint(3, 100, (2, 12))
+    with torch.no_grad():
+        expected = base(ids).logits
+        assert torch.equal(base_logits(model, {"input_ids": ids, "labels": ids}), expected)
+        assert model.training and not torch.equal(model(ids).logits, expected)
+
+
+ADAPTERS = {"adapters": {"r": 4, "lora_dropout": 0.5}}
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTERS, {"attn_implementation": "eager", "bf16": True}], ids=str)
+def test_passes_of_the_base_leave_nothing_behind(options, config_for, upscaled, tmp_path, monkeypatch):
+    """A run that computes the divergence, and gives it no weight, is the run without it."""
+    options = {"model": upscaled("llama", "ultramem-v2"), "max_steps": 4, **options}
+    PreparedRun(config_for("without", **options)).execute()
+    run = PreparedRun(config_for("with", base_kl=1.0, **options))
+    run.trainer.base_kl = 1e-300
+    run.execute()
+    assert moved(tmp_path / "with", tmp_path / "without") == set()
+    assert logged(tmp_path / "with") == logged(tmp_path / "without")
+    diverged = logged(tmp_path / "with", "base_divergence")
+    assert len(diverged) == 4 and diverged[0] < 1e-6 < diverged[3]
+
+
+def test_blocks_that_texts_fetch_are_not_fetched_by_the_base(blocks_for, tmp_path):
+    run_training(blocks_for("without"))
+    run = PreparedRun(blocks_for("with", base_kl=1.0))
+    run.trainer.base_kl = 1e-300
+    run.execute()
+    assert_same_blocks(bank_of(tmp_path / "without"), bank_of(tmp_path / "with"))
+    assert logged(tmp_path / "with") == logged(tmp_path / "without")
+    assert logged(tmp_path / "with", "base_divergence")[-1] > 1e-9
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTERS], ids=str)
+def test_a_heavier_weight_keeps_a_run_nearer_to_its_base(options, config_for, tmp_path):
+    ends = {}
+    for weight in (0.01, 100.0):
+        output = f"out-{weight:g}"
+        run_training(config_for(output, base_kl=weight, max_steps=20, **options))
+        ends[weight] = logged(tmp_path / output, "base_divergence")[-1]
+    assert ends[100.0] < 0.8 * ends[0.01]
+
+
+def test_the_logged_loss_has_the_weighted_divergence(config_for, tmp_path):
+    run = PreparedRun(config_for("heavy", base_kl=2.0, max_steps=1))
+    ids = next(iter(run.trainer.get_train_dataloader()))["input_ids"]
+    acting(run.model)
+    with torch.no_grad():
+        outputs = run.model(input_ids=ids, labels=ids)
+        base = base_logits(run.model, {"input_ids": ids})
+        divergence = divergence_without_target(outputs.logits, base, ids) / (ids.numel() - len(ids))
+    run.execute()
+    assert logged(tmp_path / "heavy", "base_divergence") == [pytest.approx(divergence.item(), rel=1e-4)]
+    assert logged(tmp_path / "heavy")[0] == pytest.approx((outputs.loss + 2 * divergence).item(), rel=1e-4)
+
+
+def test_accumulated_batches_weigh_the_divergence_as_one_batch_does(config_for, tmp_path):
+    options = {"base_kl": 3.0, "max_steps": 4, "optim": "sgd", "learning_rate": 0.1}
+    run_training(config_for("one", per_device_train_batch_size=4, **options))
+    run_training(config_for("two", gradient_accumulation_steps=2, **options))
+    assert_close_weights(tmp_path / "one", tmp_path / "two")
+    for name in ("loss", "base_divergence"):
+        assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=1e-3)
+
+
+def test_a_run_resumes_exactly_and_evaluates_without_the_divergence(config_for, corpus, tmp_path):
+    held_out = {"eval_text": str(corpus), "eval_steps": 7}
+    assert_resumes(config_for, 4, max_steps=7, base_kl=50.0, **held_out)
+    (held,) = logged(tmp_path / "whole", "eval_loss")
+    assert held < math.log(128) * 1.5
+
+
+def test_what_cannot_be_compared_with_the_base_is_refused(config_for, blocks_for, tmp_path):
+    base = save_tiny_model("llama", tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(base)
+    for options, expected in (
+        (
+            {"trainable": "all"},
+            "model.embed_tokens.weight, which is the base's, trains; expected added parameters alone. Set",
+        ),
+        ({"trainable": [0]}, r"model.layers.0.\S+, which is the base's, trains"),
+        ({"model": base, "trainable": "all"}, "model.embed_tokens.weight, which is the base's, trains"),
+        ({"adapters": {"r": 4, "bias": "all"}}, "adapters.bias trains biases of the base; expected none"),
+        ({"use_liger_kernel": True}, "use_liger_kernel is true, with which a step has no logits; expected one"),
+    ):
+        with refused(f"base_kl is 0.3, and {expected}"):
+            run_training(config_for(base_kl=0.3, **options))
+    with refused("base_kl is 0.3, and the blocks of a bank train beside adapters; expected adapters alone"):
+        run_training(blocks_for(base_kl=0.3, **ADAPTERS))
+    for weight in (-1.0, math.inf, math.nan):
+        with refused(f"base_kl is {weight}; expected a finite number, at least 0"):
+            config_for(base_kl=weight)
