@@ -59,36 +59,32 @@ def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, positio
 
 def check_base_divergence(trainer: Any) -> None:
     """Raise a `ValueError` unless a Trainer's model computes as its base does when all that trains is switched off."""
-    model, args = trainer.model, trainer.args
-    for is_refused, reason in (
-        (
-            getattr(model, "get_output_embeddings", lambda: None)() is None,
-            "the model has no language model's head; expected a causal language model.",
-        ),
-        (
-            shares_parameters(trainer) or trainer.is_deepspeed_enabled,
-            "the processes share parameters or run DeepSpeed; expected processes that hold whole models "
-            "(configs/accelerate/ddp.yaml).",
-        ),
+    reason = _refusal(trainer)
+    if reason is not None:
+        raise ValueError(f"base_kl is {trainer.args.base_kl:g}, and {reason}")
+
+
+def _refusal(trainer: Any) -> str | None:
+    """Return why a Trainer's model cannot be compared with its base, or None."""
+    model = trainer.model
+    if model.get_output_embeddings() is None:
+        return "the model has no language model's head; expected a causal language model."
+    if (
+        trainer.is_deepspeed_enabled
+        or shares_parameters(trainer)
+        or getattr(trainer.accelerator, "parallelism_config", None)
     ):
-        if is_refused:
-            raise ValueError(f"base_kl is {args.base_kl:g}, and {reason}")
-    wrong = _trained_in_place(model) if has_adapters(model) else _trained_of_base(model)
-    if wrong is not None:
-        raise ValueError(f"base_kl is {args.base_kl:g}, and {wrong}")
-
-
-def _trained_in_place(model: Any) -> str | None:
-    """Return why a model with adapters does not compute as before with its adapters disabled, or None."""
-    if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
-        return "adapters.bias trains biases of the base; expected none. Leave bias out."
-    if getattr(getattr(model.get_base_model(), "banks", None), "trainable", False):
-        return "the blocks of a bank train beside adapters; expected adapters alone. Set adapters.layers: all."
-    return None
-
-
-def _trained_of_base(model: Any) -> str | None:
-    """Return why a model without its added parts is not its base, or None."""
+        return (
+            "the processes share parameters, or run DeepSpeed; expected processes that hold whole models. Start the run with "
+            "configs/accelerate/ddp.yaml."
+        )
+    if has_adapters(model):
+        # What trains outside of adapters is not switched off with them.
+        if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
+            return "adapters.bias trains biases of the base; expected none. Leave bias out."
+        if getattr(getattr(model.get_base_model(), "banks", None), "trainable", False):
+            return "the blocks of a bank train beside adapters; expected adapters alone. Set adapters.layers: all."
+        return None
     if len(new_rows(model.config)):
         return "the last upscaling added tokens, which the base cannot read. Leave base_kl out."
     added = {id(parameter) for module in new_modules(model).values() for parameter in module.parameters()}
@@ -96,7 +92,7 @@ def _trained_of_base(model: Any) -> str | None:
         if parameter.requires_grad and id(parameter) not in added:
             return f"{name}, which is the base's, trains; expected added parameters alone. Set trainable: new, or adapters."
     if not has_whole_base(model):
-        return "the model lacks layers of its base; expected a method that keeps them all, in their order."
+        return "the model lacks layers of its base, or repeats them; expected each once, in their order. Leave base_kl out."
     return None
 
 

@@ -148,7 +148,7 @@ def run_training(
 def measure_texts(arguments: TrainArguments) -> dict[str, float]:
     """Evaluate held-out texts as during training, and return the loss of each, in nats per token, by its name.
 
-    Files that the Trainer writes to `arguments.output_dir` are removed.
+    The name of a single text is `""`. Files that the Trainer writes to `arguments.output_dir` are removed.
 
     Raises:
         ValueError: If the arguments are wrong.
@@ -162,7 +162,7 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
         model, _ = _freeze(model, arguments)
         cast_for_training(model, bool(arguments.bf16))
         metrics = make_memory_trainer(model, arguments, tokenizer, texts).evaluate()
-    return {name: metrics[f"eval_{name}_loss"] for name in arguments.eval_texts}
+    return {name: metrics[f"eval_{name}_loss" if name else "eval_loss"] for name in arguments.eval_texts}
 
 
 class TrainingError(RuntimeError):

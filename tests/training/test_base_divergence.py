@@ -1,6 +1,7 @@
 """With base_kl a run also learns to stay near its base, which is the model with what it added switched off."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from training.outcomes import (
     moved,
 )
 from training.tiny_run import PreparedRun, refused, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from midus_hf.training import base_divergence
-from midus_hf.training.base_divergence import base_logits, divergence_without_target
-from midus_hf.training.run import run_training
+from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.run import measure_texts, run_training
+from upscalers.runs.upscale import upscale
 
 
 def test_the_divergence_is_that_of_distributions_without_the_next_token(monkeypatch):
@@ -73,7 +77,7 @@ ADAPTERS = {"adapters": {"r": 4, "lora_dropout": 0.5}}
 
 
 @pytest.mark.parametrize("options", [{}, ADAPTERS, {"attn_implementation": "eager", "bf16": True}], ids=str)
-def test_passes_of_the_base_leave_nothing_behind(options, config_for, upscaled, tmp_path, monkeypatch):
+def test_passes_of_the_base_leave_nothing_behind(options, config_for, upscaled, tmp_path):
     """A run that computes the divergence, and gives it no weight, is the run without it."""
     options = {"model": upscaled("llama", "ultramem-v2"), "max_steps": 4, **options}
     PreparedRun(config_for("without", **options)).execute()
@@ -128,11 +132,13 @@ def test_accumulated_batches_weigh_the_divergence_as_one_batch_does(config_for, 
         assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=1e-3)
 
 
-def test_a_run_resumes_exactly_and_evaluates_without_the_divergence(config_for, corpus, tmp_path):
+def test_a_run_resumes_exactly_and_measures_held_out_text_without_the_divergence(config_for, corpus, tmp_path):
     held_out = {"eval_text": str(corpus), "eval_steps": 7}
     assert_resumes(config_for, 4, max_steps=7, base_kl=50.0, **held_out)
     (held,) = logged(tmp_path / "whole", "eval_loss")
-    assert held < math.log(128) * 1.5
+    (measured,) = measure_texts(config_for("measured", model=tmp_path / "whole", **held_out)).values()
+    assert held == pytest.approx(measured, rel=1e-6)
+    assert logged(tmp_path / "whole", "base_divergence")[-1] > 1e-4
 
 
 def test_what_cannot_be_compared_with_the_base_is_refused(config_for, blocks_for, tmp_path):
@@ -155,3 +161,43 @@ def test_what_cannot_be_compared_with_the_base_is_refused(config_for, blocks_for
     for weight in (-1.0, math.inf, math.nan):
         with refused(f"base_kl is {weight}; expected a finite number, at least 0"):
             config_for(base_kl=weight)
+
+
+def trainer_of(model, **changes) -> SimpleNamespace:
+    """Return what a Trainer is, as far as the checks ask."""
+    of_processes = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "accelerator": SimpleNamespace()}
+    return SimpleNamespace(model=model, args=SimpleNamespace(base_kl=0.3), **{**of_processes, **changes})
+
+
+def test_models_and_processes_that_have_no_base_at_hand_are_refused(upscaled, tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    tiny_tokenizer().save_pretrained(base)
+    (tmp_path / "tokens.txt").write_text("new1\nnew2\n")
+    tokens = {"tokens": str(tmp_path / "tokens.txt")}
+    upscale(base=base, method="vocabulary", output=tmp_path / "tokens", options=tokens, verify=False)
+    upscale(base=base, method="stack", output=tmp_path / "stack", options={"layers": "0-2,1-3"}, verify=False)
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    set_trainable(model)
+    check_base_divergence(trainer_of(model))
+    shared = "the processes share parameters, or run DeepSpeed; expected processes that hold whole models. Start"
+    for trainer, expected in (
+        (
+            trainer_of(AutoModelForSequenceClassification.from_pretrained(base)),
+            "the model has no language model's head",
+        ),
+        (trainer_of(model, is_deepspeed_enabled=True, deepspeed=None), shared),
+        (trainer_of(model, is_fsdp_enabled=True), shared),
+        (trainer_of(model, accelerator=SimpleNamespace(parallelism_config=object())), shared),
+        (trainer_of(trained_in(tmp_path / "tokens")), "the last upscaling added tokens, which the base cannot read"),
+        (
+            trainer_of(trained_in(tmp_path / "stack")),
+            "the model lacks layers of its base, or repeats them; expected each",
+        ),
+    ):
+        with refused(f"base_kl is 0.3, and {expected}"):
+            check_base_divergence(trainer)
+
+
+def trained_in(folder):
+    """Return the model of a folder, of which nothing trains that the base has."""
+    return AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)

@@ -94,11 +94,8 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     assert run.stdout.count("Training new: ") == run.stdout.count(": 5 steps, 160 tokens") == 1
     assert run.stdout.count("'eval_perplexity': ") == 3
     assert main(words) == 0
-    for name, count in (
-        ("loss", 5),
-        ("base_divergence", 5),
-        ("eval_loss", 3),
-    ):  # of which the perplexity is the exponential
+    # The perplexity is the exponential of the loss.
+    for name, count in (("loss", 5), ("base_divergence", 5), ("eval_loss", 3)):
         assert logged(shared, name) == pytest.approx(logged(one, name), rel=1e-5) and len(logged(one, name)) == count
     folders = [sorted(path.name for path in folder.iterdir()) for folder in (shared, one)]
     assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
