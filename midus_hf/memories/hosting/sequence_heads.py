@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput
 from midus_hf.ops.depth.op import sequence_lse
@@ -99,6 +100,28 @@ class SequenceHeads:
     def alone(self) -> HeadsOutput:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
+
+    def beside(self, key: torch.Tensor, value: torch.Tensor, bias: float) -> HeadsOutput:
+        """Attend with one query per row, which has no mask, to further keys and values too, `[B, K, S', d]`, in one softmax.
+
+        Args:
+            key: Keys before those of the sequence.
+            value: Their values.
+            bias: Number added to their scores.
+        """
+        count = key.shape[2]
+        key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
+        if not bias:
+            return self.own(self.module, self.query, key, value, None, **self.arguments)
+        mask = self.query.new_zeros(1, 1, 1, key.shape[2])
+        mask[..., :count] = bias
+        if self.implementation == "sdpa" and self.query.is_cpu:
+            # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
+            output = F.scaled_dot_product_attention(
+                self.query, key, value, mask, scale=self.scaling, enable_gqa=self.query.shape[1] != key.shape[1]
+            )
+            return output.transpose(1, 2), None
+        return self.own(self.module, self.query, key, value, mask, **self.arguments)
 
     def log_sum(self) -> torch.Tensor:
         """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.

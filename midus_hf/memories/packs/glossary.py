@@ -12,6 +12,7 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
 from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
+from midus_hf.memories.packs.turns import chat_marks
 
 # Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
@@ -153,6 +154,13 @@ class Glossary:
         self._next = len(self._entries) + 1
         self.table = NameTable(name for number, entry in self._entries.items() for name in _names(number, entry))
         self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
+        #: What the tokenizer's chat template writes around questions; None without one.
+        self.chat_marks = chat_marks(self.spelling)
+
+    @property
+    def reach(self) -> int:
+        """Number of tokens before a token by which it is known what that token opens, beside the state before them."""
+        return max(self.table.reach, self.chat_marks.reach if self.chat_marks else 0)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -283,6 +291,15 @@ class Glossary:
         parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
+
+    def in_front(self, in_chat: bool) -> Sequence[int]:
+        """Return the tokens before a text when it is read: in a chat, those before what a user says first; else, those of a text."""
+        return self.chat_marks.header if in_chat and self.chat_marks else self.spelling.in_front
+
+    def texts_of(self, entries: Iterable[Entry], max_tokens: int) -> list[list[int]]:
+        """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""
+        ids = self.spelling.ids_of([entry.text for entry in entries], special_tokens=False)
+        return [each[:max_tokens] for each in ids]
 
     def linked(self, number: int) -> tuple[int, ...]:
         """Return the other entries that an entry's text names, in the order of the text."""

@@ -80,13 +80,7 @@ class Packs(MemoryModule):
         bias = self.options.score_bias
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
-            heads, own = packs.of(self.index, part, sequence.module), (sequence.key, sequence.value)
-            key, value = (torch.cat(both, 2) for both in zip(heads, own, strict=True))
-            mask = sequence.query.new_zeros(1, 1, 1, key.shape[2])
-            mask[..., : part.reads.shape[-1]] = bias
-            return sequence.own(
-                sequence.module, sequence.query, key, value, mask if bias else None, **sequence.arguments
-            )
+            return sequence.beside(*packs.of(self.index, part, sequence.module), bias)
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done = [], 0
