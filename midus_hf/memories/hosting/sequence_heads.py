@@ -101,20 +101,18 @@ class SequenceHeads:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
-    def beside(self, key: torch.Tensor, value: torch.Tensor, bias: float) -> HeadsOutput:
+    def beside(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
         """Attend with one query per row, which has no mask, to further keys and values too, `[B, K, S', d]`, in one softmax.
 
         Args:
             key: Keys before those of the sequence.
             value: Their values.
-            bias: Number added to their scores.
+            bias: `[B, S']`, number added to their scores; None for 0.
         """
-        count = key.shape[2]
         key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
-        if not bias:
+        if bias is None:
             return self.own(self.module, self.query, key, value, None, **self.arguments)
-        mask = self.query.new_zeros(1, 1, 1, key.shape[2])
-        mask[..., :count] = bias
+        mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None, None]  # [B, 1, 1, S' + S]
         if self.implementation == "sdpa" and self.query.is_cpu:
             # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
             output = F.scaled_dot_product_attention(

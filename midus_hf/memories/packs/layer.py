@@ -48,7 +48,7 @@ class PackedHeads(InsideAttention):
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
-    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`; at 0, a token reads
+    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`, in a chat by `chat_score_bias`; at 0, a token reads
     the same as if the pack's text were there.
 
     Args:
@@ -77,10 +77,9 @@ class Packs(MemoryModule):
             The output of the heads, `[B, T, H, d]`, that of the sequence alone, bit for bit, where a token reads no pack; and
             attention weights to the sequence alone, if they are known.
         """
-        bias = self.options.score_bias
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
-            return sequence.beside(*packs.of(self.index, part, sequence.module), bias)
+            return sequence.beside(*packs.of(self.index, part, sequence.module), part.bias)
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done = [], 0
@@ -96,7 +95,8 @@ class Packs(MemoryModule):
                 sequence.scaling,
                 softcap,
             )  # [B, H, T', S]
-            scores = scores + bias
+            if part.bias is not None:
+                scores = scores + part.bias[:, None, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
             scores = scores.masked_fill(is_empty.unsqueeze(-1), 0)
             shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, K, G * T', S]

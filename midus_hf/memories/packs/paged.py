@@ -222,7 +222,7 @@ class PagedOpens(OpensPacks):
         assert self.glossary is not None, "the glossary was opened"
         packs = self._packs(_Reader(self.model), self.glossary, rows, self._kept, device)
         assert self._angles is not None, "packs were read before"
-        opened = open_packs(rows, num_tokens, packs, self._angles[1], self.options.distance, device, self.model.dtype)
+        opened = open_packs(rows, num_tokens, packs, self._angles[1], self.options, device, self.model.dtype)
         if num_tokens > 1:
             return opened
         return opened.in_place([self.model.layers[layer].mixer_part for layer in self.layers])
@@ -336,7 +336,8 @@ def _attend(
     scores = torch.cat([asked @ pack_keys.transpose(-1, -2), of_sequence], -1).float() * attention.impl.scale
     scores = scores.unflatten(2, (-1, tokens.shape[1]))  # [N, K, G, T', S' + S]
     num_slots = pack_keys.shape[2]
-    scores[..., :num_slots] += service.options.score_bias
+    if part.bias is not None:
+        scores[..., :num_slots] += part.bias[:, None, None, None]
     is_read = torch.cat([part.reads, is_read], -1)[:, None, None]
     shares = scores.masked_fill(~is_read, float("-inf")).softmax(-1).flatten(2, 3).to(values.dtype)
     of_packs, of_sequence = shares[..., :num_slots], shares[..., num_slots:]

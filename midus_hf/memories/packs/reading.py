@@ -8,6 +8,7 @@ import torch
 
 from midus_hf.memories.hosting.heads import Rotation, moved_by
 from midus_hf.memories.packs.opening import PackKey, Reading
+from midus_hf.memories.packs.options import PacksOptions
 
 # Number of texts per pass.
 _TEXTS_AT_ONCE = 64
@@ -117,6 +118,7 @@ class PackPart(NamedTuple):
         tokens: The T' tokens.
         slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that belong to a single row.
         reads: `[B, T', S']`, bool, whether a token reads a slot.
+        bias: `[B, S']`, float32, number added to the scores of each slot; None for 0.
         angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
             that are in place.
     """
@@ -124,6 +126,7 @@ class PackPart(NamedTuple):
     tokens: slice
     slots: torch.Tensor | None
     reads: torch.Tensor
+    bias: torch.Tensor | None
     angles: torch.Tensor | None
 
 
@@ -182,7 +185,7 @@ def open_packs(
     num_tokens: int,
     packs: Mapping[PackKey, Pack],
     angles: torch.Tensor,
-    distance: int,
+    options: PacksOptions,
     device: Any,
     dtype: torch.dtype,
 ) -> OpenPacks:
@@ -193,7 +196,7 @@ def open_packs(
         num_tokens: T, tokens of the pass.
         packs: The packs that are read.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
-        distance: Positions between a pack and its place.
+        options: Options of the memory.
         device: Device of the model.
         dtype: Dtype of the model.
     """
@@ -214,14 +217,15 @@ def open_packs(
             is_open[number, reading.start : reading.stop] = True
     parts, is_whole = [], True
     for tokens in _token_parts(rows):
-        slots, moves, reads = _slots(rows, tokens, read, firsts)
+        slots, moves, bias, reads = _slots(rows, tokens, read, firsts, (options.score_bias, options.chat_score_bias))
         is_whole = is_whole and bool(reads.all())
         # In float64, since positions are large and angles are counted by whole turns.
-        moved = (moves - distance)[:, :, None].double()  # [B, S', 1]
+        moved = (moves - options.distance)[:, :, None].double()  # [B, S', 1]
         turned = ((moved * by_kind[:, None, None]) % (2 * torch.pi)).to(
             device, torch.promote_types(dtype, torch.float32)
         )
-        parts.append(PackPart(tokens, slots.to(device), reads.to(device), turned))
+        added = bias.to(device) if bias.any() else None
+        parts.append(PackPart(tokens, slots.to(device), reads.to(device), added, turned))
     return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
 
 
@@ -257,27 +261,35 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
 
 
 def _slots(
-    rows: Sequence[Sequence[Reading]], tokens: slice, packs: Mapping[PackKey, Pack], firsts: Mapping[PackKey, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Sequence[Sequence[Reading]],
+    tokens: slice,
+    packs: Mapping[PackKey, Pack],
+    firsts: Mapping[PackKey, int],
+    biases: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the slots that any of some tokens read, and by how many positions each slot's key is moved so that it ends at its place.
 
     Returns:
-        Slots `[B, S']`, moves `[B, S']`, and whether each token reads a slot `[B, T', S']`.
+        Slots `[B, S']`, moves `[B, S']`, the numbers added to their scores, of `biases` for texts and chats, `[B, S']`, and whether
+        each token reads a slot `[B, T', S']`.
     """
     slots: list[list[int]] = []
     moves: list[list[int]] = []
+    added: list[list[float]] = []
     reads: list[list[tuple[slice, slice]]] = []
     for row in rows:
         within = [each for each in row if each.start < tokens.stop and each.stop > tokens.start]
         columns: dict[tuple[PackKey, int], slice] = {}
         slots.append([])
         moves.append([])
+        added.append([])
         for key, place in dict.fromkeys(pack for each in within for pack in each.packs):
             pack, first = packs[key], firsts[key]
             length = pack.heads[0][0].shape[1]
             columns[key, place] = slice(len(slots[-1]), len(slots[-1]) + length)
             slots[-1] += range(first, first + length)
             moves[-1] += [place - length - pack.first] * length
+            added[-1] += [biases[key[1]]] * length
         reads.append(
             [
                 (
@@ -293,5 +305,5 @@ def _slots(
     for number, of_row in enumerate(reads):
         for read_by, columns_read in of_row:
             mask[number, read_by, columns_read] = True
-    filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, moves)]
-    return filled[0], filled[1], mask
+    filled = [torch.tensor([each + [0] * (most - len(each)) for each in of]) for of in (slots, moves, added)]
+    return filled[0], filled[1], filled[2].float(), mask

@@ -143,8 +143,7 @@ class OpensPacks(BankService, States):
             packs = self._packs(model, glossary, rows, kept, ids.device)
             assert self._angles is not None, "packs were read before"
             angles = self._angles[1]
-            distance = self.options.distance
-            opened = open_packs(rows, ids.shape[1], packs, angles, distance, ids.device, model.dtype)
+            opened = open_packs(rows, ids.shape[1], packs, angles, self.options, ids.device, model.dtype)
             if ids.shape[1] == 1:
                 opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
                 kept["step"] = key, opened
