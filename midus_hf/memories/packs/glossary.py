@@ -296,7 +296,7 @@ class Glossary:
         """Return the tokens before a text when it is read: in a chat, those before what a user says first; else, those of a text."""
         return self.chat_marks.header if in_chat and self.chat_marks else self.spelling.in_front
 
-    def texts_of(self, entries: Iterable[Entry], max_tokens: int) -> list[list[int]]:
+    def texts_of(self, entries: Iterable[Entry], max_tokens: int, in_chat: bool) -> list[list[int]]:
         """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""
         ids = self.spelling.ids_of([entry.text for entry in entries], special_tokens=False)
         return [each[:max_tokens] for each in ids]

@@ -296,7 +296,9 @@ class Spelling:
         self._is_byte_level, self._is_word_piece = "ByteLevel" in repr(decoder), "WordPiece" in repr(decoder)
         self._is_word_piece |= decoder is None
         added = tokenizer.added_tokens_decoder
-        self._special = {number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special}
+        self._special = {
+            number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special
+        }
         self._added = {number: token.content for number, token in added.items() if not token.special}
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.

@@ -206,7 +206,7 @@ class OpensPacks(BankService, States):
             self._angles = model.dtype, rotation_angles(run, device)
         for in_chat in {in_chat for _, in_chat in new}:
             those = {key: entry for key, entry in new.items() if key[1] == in_chat}
-            texts = glossary.texts_of(those.values(), self.options.max_tokens)
+            texts = glossary.texts_of(those.values(), self.options.max_tokens, in_chat)
             packs |= zip(those, read_texts(run, texts, glossary.in_front(in_chat), device), strict=True)
         made |= packs
         for key in [*made][:-_MOST_KEPT]:

@@ -118,7 +118,10 @@ class TurnScan:
             return False
         assert self.marks is not None, "without marks, none ends"
         seen, text = len(_collapsed(before)), _collapsed(before + written)
-        ends = [(_end_of(mark, text), turn) for mark, turn in ((self.marks.question, QUESTION), (self.marks.answer, ANSWER))]
+        ends = [
+            (_end_of(mark, text), turn)
+            for mark, turn in ((self.marks.question, QUESTION), (self.marks.answer, ANSWER))
+        ]
         end, turn = max(ends)
         if end <= seen:
             return False
