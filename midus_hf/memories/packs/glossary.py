@@ -1,12 +1,11 @@
 """The glossary of a model: entries of names and a text, in a readable file next to the weights, which may change at any time."""
 
 import difflib
-import functools
 import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,12 +246,13 @@ class Glossary:
                 )
                 options["protect"] = None
 
-    def _exchange(self, numbers: Iterable[int], new: Iterable[Entry]) -> None:
+    def _exchange(self, numbers: Collection[int], new: Iterable[Entry]) -> None:
         """Replace entries by others with new numbers, while the lock is held."""
         entries = dict(self._entries)
         removed = [name for number in numbers for name in names_of(number, entries.pop(number))]
         added = dict(enumerate(new, self._next))
-        self._links = {number: links for number, links in self._links.items() if number in entries}
+        for number in numbers:
+            self._links.pop(number, None)
         self._next += len(added)
         self._entries = entries | added
         self.table = self.table.changed(
@@ -283,8 +283,8 @@ class Glossary:
                 f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
             )
         is_spelled = self.spelling.spells(ids, text)
-        special = self.spelling.special_in(text)
-        if special is not None and (kind == "name" or not is_spelled):
+        special = self.spelling.special_in(text) if kind == "name" or not is_spelled else None
+        if special is not None:
             raise ValueError(
                 f"{where} has the {kind} {shown!r}, in which the tokenizer finds the special token {special!r}, which is no text "
                 "to the model; expected text alone. Write it otherwise, or make the token an ordinary one."
@@ -295,8 +295,9 @@ class Glossary:
                 "tokenizer knows. Write it otherwise, or remove the row."
             )
 
-    def _refuse_common(self, names: Iterable[str]) -> None:
-        common = [name for name in names if len(name) < 2 or {name, name.lower()} & self._frequent_words]
+    def _refuse_common(self, names: Sequence[str]) -> None:
+        frequent = self._frequent_words() if names else set()
+        common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
         if common:
             raise ValueError(
                 "names are single characters or frequent words, which almost every text has: "
@@ -304,9 +305,8 @@ class Glossary:
                 "(common_names=true)."
             )
 
-    @functools.cached_property
     def _frequent_words(self) -> set[str]:
-        """The words that come first in the vocabulary, in lower case."""
+        """Return the words that come first in the vocabulary, in lower case."""
         words: dict[str, None] = {}
         for token in range(len(self.spelling.tokenizer)):
             text = (self.spelling.piece(token) or b"").decode("utf-8", "replace")

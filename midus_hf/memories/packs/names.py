@@ -303,6 +303,8 @@ class Spelling:
         added = tokenizer.added_tokens_decoder
         self._special = {number: token.content.encode() for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items() if not token.special}
+        # Special tokens by their text without the case of letters.
+        self._special_texts = {token.content.casefold(): token.content for token in added.values() if token.special}
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
@@ -345,7 +347,7 @@ class Spelling:
     def special_in(self, text: str) -> str | None:
         """Return a special token that the tokenizer may find in a text between spaces, in any case of its letters; None without."""
         within = f" {' '.join(text.split())} ".casefold()
-        return next((each for each in map(bytes.decode, self._special.values()) if each.casefold() in within), None)
+        return next((token for folded, token in self._special_texts.items() if folded in within), None)
 
     def spells(self, ids: Sequence[int], text: str) -> bool:
         """Return whether tokens spell a text, by the comparison of names."""
