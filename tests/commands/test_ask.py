@@ -79,6 +79,10 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
         ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
         ([QUESTION], ("whose chat template refuses a single question; pass --plain to skip it: system first",)),
         ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
+        (
+            ["her\udc80on"],
+            ("question is 'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",),
+        ),
         (["What", "is", "iron?"], ("Got unexpected extra argument(s) (is iron?). See 'midus ask --help'.",)),
     ):
         status, out, err = ask(model, *words)

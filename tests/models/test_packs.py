@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.packs.glossary import Entry
+from midus_hf.memories.packs.rows import Entry
 from midus_hf.models import FAMILIES
 
 TOKENIZER = tiny_tokenizer()
@@ -249,7 +249,7 @@ def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on(
     assert not torch.equal(of_lead, before["lead"]) and len(model.glossary) == 3
     model.glossary.replace("Lead", "Soft.")
     assert not torch.equal(logits(model, for_each["lead"]), of_lead)
-    assert model.glossary.remove("LEAD") == Entry(("lead", "Pb"), "Soft.")
+    assert model.glossary.remove("LEAD") == [Entry(("lead", "Pb"), "Soft.")]
     model.glossary.remove("gold")
     for name in ("gold", "lead"):
         assert torch.equal(logits(model, for_each[name]), logits(base, for_each[name]))
