@@ -1,4 +1,4 @@
-"""Gemma-3-270M, the base model, dequantised from Q4_K_M: 18 layers with one key-value head (Gemma's terms, ai.google.dev/gemma/terms)."""
+"""Gemma-3-270M, the base model, dequantised from Q4_K_M (Gemma's terms of use, ai.google.dev/gemma/terms)."""
 
 import shutil
 import sys

@@ -92,6 +92,18 @@ def _slow_open_ended(tokenizer: Any) -> Any:
     return copied
 
 
+def beginning_of(tokenizer: Any) -> list[int]:
+    """Return the ids that a tokenizer puts before every text: those of no token, of BOS, or of several tokens.
+
+    Packed sequences and the rows of evaluations begin with them, wherever in a text they begin.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        framed = tokenizer.build_inputs_with_special_tokens([-1])
+        return framed[: framed.index(-1)]
+    ids: list[int] = open_ended(tokenizer)("", verbose=False)["input_ids"]
+    return ids
+
+
 def check_ids(largest: int, vocab_size: int) -> None:
     """Check that a model embeds every id that a tokenizer yields."""
     if largest >= vocab_size:

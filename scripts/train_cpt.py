@@ -41,6 +41,7 @@ def main() -> None:
         documents = tokenizer(rows["text"])["input_ids"]
         tokens = [token for document in documents for token in [*document, tokenizer.eos_token_id]]
         starts = range(0, len(tokens) - script.sequence_length + 1, script.sequence_length)
+        # `midus train` also begins each sequence with what the tokenizer puts before a text, which Llama and Gemma need.
         cut = [tokens[start : start + script.sequence_length] for start in starts]
         return {"input_ids": cut, "labels": cut}
 

@@ -14,8 +14,9 @@ from experiments.facts.entries import names_of
 from experiments.facts.questions import WORDINGS, Question
 from material.articles import articles
 from midus_hf.data.corpus import read_corpus
-from midus_hf.memories.packs.glossary import entry_of, found_in, joined
+from midus_hf.memories.packs.glossary import found_in
 from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
+from midus_hf.memories.packs.rows import entry_of, joined
 
 ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256
@@ -93,13 +94,13 @@ class Asked:
         except (AttributeError, ValueError):
             return
         rows = ((f"entry {number}", each) for number, each in enumerate(entries, 1))
-        wanted = joined((where, entry_of(each, where)) for where, each in rows)
+        wanted = joined((where, entry_of(each, where)) for where, each in rows).entries.values()
         for entry in {*glossary} - {*wanted}:
             glossary.remove(entry.names[0])
         present = {*glossary}
         for entry in wanted:
             if entry not in present:
-                glossary.add(entry.names, entry.text, exact=entry.exact)
+                glossary.add(entry.names, entry.text, exact=entry.exact, common_names=True)
         self._said.clear()
 
     def whole(self, prompt: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, cli_option, flag
 from midus_hf.files.checkpoint_files import TREE_FILES
+from midus_hf.memories.packs.rows import is_text
 from midus_hf.model_names import check_dtype, check_model_name
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def midus_ask(
     """
     check_model_name("model", model)
     check_dtype(dtype)
+    if not is_text(question):
+        raise ValueError(f"question is {question!r}, with half a character; expected text in UTF-8. Write it again.")
     import torch
     from jinja2 import TemplateError
     from transformers import TextStreamer

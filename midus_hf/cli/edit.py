@@ -7,12 +7,17 @@ import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
-from midus_hf.config.wording import first_few
+from midus_hf.config.wording import first_few, print_note
 from midus_hf.model_names import check_sources
 
 
 def _named_corpus(name: str) -> str:
     check_sources([("corpus", name)])
+    return name
+
+
+def _named_texts(name: str | None) -> str | None:
+    check_sources([] if name is None else [("protect", name)])
     return name
 
 
@@ -23,6 +28,10 @@ Memory = Annotated[str | None, cli_option("One of several memories.  [default: a
 Output = Annotated[str, cli_option("Folder to make.", "PATH")]
 _ENTRIES = 'Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.'
 Entries = Annotated[str, cli_option(_ENTRIES, "CORPUS", callback=_named_corpus)]
+CommonNames = Annotated[bool, flag("--common-names", "Allow names that are frequent words.")]
+Protect = Annotated[
+    str | None, cli_option("Texts that must not contain a name of any entry.", "TEXTS", callback=_named_texts)
+]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
 app = command_line("Change the contents of a checkpoint's memories: chapters, blocks of a bank, or a glossary.")
@@ -149,8 +158,11 @@ def _left(result: dict[str, Any]) -> list[str]:
     else:
         said = "no run is recorded there" if taught["weights"] is None else "its run trained only blocks"
         lines.append(f"other weights: {said}; upscale strip proves whether they are the base's, byte for byte")
-    lines.append(f"delete copies yourself: {', '.join(result['copies'])}, logs and backups")
-    return lines
+    return [*lines, _copies(result)]
+
+
+def _copies(result: dict[str, Any]) -> str:
+    return f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"
 
 
 @app.command()
@@ -158,28 +170,55 @@ def add(
     model: Model,
     output: Output,
     corpus: Entries,
-    common_names: Annotated[bool, flag("--common-names", "Allow names that are frequent words.")] = False,
+    common_names: CommonNames = False,
+    protect: Protect = None,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Add entries to a glossary: rows of a name, or a list of names, and a text. In Python: model.glossary.add(names, text)."""
     from upscalers.edits.packs import add_entries
 
-    _show_entries(add_entries(_request(model, output, None, overwrite), corpus, common_names), json_)
+    _show_entries(add_entries(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
 
 
 @app.command()
-def replace(model: Model, output: Output, corpus: Entries, overwrite: Overwrite = False, json_: Json = False) -> None:
-    """Replace the texts of entries of a glossary: rows of one of their names and a text."""
+def replace(
+    model: Model,
+    output: Output,
+    corpus: Entries,
+    common_names: CommonNames = False,
+    protect: Protect = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Replace the texts of entries of a glossary: rows of one of their names, perhaps with new ones, and a text."""
     from upscalers.edits.packs import replace_entries
 
-    _show_entries(replace_entries(_request(model, output, None, overwrite), corpus), json_)
+    _show_entries(replace_entries(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
+
+
+# Where the names of deleted entries still occur, and how to delete them there.
+_REMAINS = {
+    "texts": ("the texts of {}", "midus edit replace"),
+    "names": ("other names, {}", "midus edit delete"),
+    "files": ("{}, such as in the recorded name of a corpus", "edit these files"),
+}
 
 
 def _show_entries(result: dict[str, Any], json_: bool) -> None:
     done = {"add": "added", "replace": "replaced", "delete": "deleted"}[result["command"]]
     names = first_few([" / ".join(entry) for entry in result["entries"]])
-    show(result, json_, lambda _: print(f"{result['output']}: {done} {len(result['entries']):,} entries: {names}"))
+    lines = [f"{result['output']}: {done} {len(result['entries']):,} entries: {names}"]
+    for line in result["remarks"]:
+        print_note(line)
+    if "remains" in result:
+        lines += [
+            f"their names still occur in {where.format(first_few(result['remains'][key]))}; to delete: {remedy}"
+            for key, (where, remedy) in _REMAINS.items()
+            if result["remains"][key]
+        ]
+        lines.append(_copies(result))
+    show(result, json_, lambda _: print("\n".join(lines)))
 
 
 def _request(model: str, output: str, memory: str | None, overwrite: bool) -> Any:

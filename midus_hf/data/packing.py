@@ -1,11 +1,16 @@
 """Texts packed into sequences of one length, as Trainers read them.
 
 Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are concatenated. The
-tokens are cut every `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than 1 % of the
-tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
+tokens are cut into sequences of `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than
+1 % of the tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
+
+If the tokenizer puts tokens before a text (`beginning_of`: BOS of Llama and Gemma), every sequence begins with them, as every
+text that such a model was pretrained on, and every row of an evaluation, does. A sequence that begins with a text has them
+already; one that goes on with a text gets them without a loss, in place of as many tokens of texts.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 # Change this with any change to the sequences of a text, so that cached sequences are not reused.
-_PROCEDURE = "3"
+_PROCEDURE = "4"
 _TEXTS_A_BATCH = 1000
 # A remainder of at most this share of the tokens is dropped.
 _DROPPED_SHARE = 0.01
@@ -62,34 +67,69 @@ def packed_sequences(
 
     With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart at each
     text, and `labels` `[T]`, in which the first token of each text is ignored, since it has no context to be predicted from.
+    Tokens in front of the rest of a text (`beginning_of`) belong to that text. If they are several, rows have `labels` too.
     `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
 
+    beginning = _beginning_within(sequence_length, tokenizer)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed = _packed_by(tokens, Packer(sequence_length, documents_apart))
+    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning))
     count = int(lengths.sum())
     if not len(packed):
         raise ValueError(
             f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
             "sequence_length (max_length in midus sft)."
         )
-    dropped = count % sequence_length
-    last = _last_sequence(tokens, dropped, documents_apart) if dropped > _DROPPED_SHARE * count else None
+    dropped, added = _remainder(lengths, sequence_length, len(beginning))
+    last = None
+    if dropped > _DROPPED_SHARE * count:
+        last = _last_sequence(tokens, dropped, Packer(added + dropped, documents_apart, beginning))
     if last is None:
         return PackedTexts(packed, count, dropped, False)
     shorter = Dataset.from_dict(last, features=packed.features)
     return PackedTexts(concatenate_datasets([packed, shorter]), count, 0, True)
 
 
-def _last_sequence(tokens: "Dataset", count: int, documents_apart: bool) -> dict[str, list[Any]] | None:
-    """Return the columns of a sequence of the last tokens, fewer than others have; None if it would predict nothing."""
-    packer = Packer(count, documents_apart)
+def _beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the tokens that sequences begin with, or refuse sequences that have no room behind them."""
+    from midus_hf.saved_models import beginning_of
+
+    beginning = beginning_of(tokenizer)
+    if sequence_length <= len(beginning):
+        raise ValueError(
+            f"sequence_length is {sequence_length}, and the tokenizer puts {len(beginning)} tokens before every text; expected "
+            "sequences of more tokens. Raise sequence_length (max_length in midus sft)."
+        )
+    return beginning
+
+
+def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tuple[int, int]:
+    """Return how many tokens are behind the last whole sequence of texts, and how many are put in front of them.
+
+    Args:
+        lengths: Number of tokens of each text, `[texts]`, int64.
+        sequence_length: T.
+        num_before: Number of tokens that the tokenizer puts before a text.
+    """
+    ends = np.cumsum(lengths)
+    if not num_before:
+        return int(ends[-1]) % sequence_length, 0
+    starts, total = [0, *ends[:-1].tolist()], int(ends[-1])
+    begin = added = 0
+    while begin + sequence_length - added <= total:
+        begin += sequence_length - added
+        added = min(begin - starts[bisect_right(starts, begin) - 1], num_before)
+    return total - begin, added if begin < total else 0
+
+
+def _last_sequence(tokens: "Dataset", count: int, packer: "Packer") -> dict[str, list[Any]] | None:
+    """Return the columns of a packer's sequence of the last tokens; None if it would predict nothing."""
     pieces: list[np.ndarray] = []
     for row in range(len(tokens) - 1, -1, -1):
         ids = tokens[row]["input_ids"]
         pieces.insert(0, np.asarray(ids[-count:], np.int32))
-        packer.continues = count < len(ids)
+        packer.place = len(ids) - len(pieces[0])
         count -= len(pieces[0])
         if not count:
             break
@@ -113,17 +153,19 @@ def leaf_sequences(
 
     A leaf is a node of the deepest level, `depth`, that has blocks, so all texts of a leaf fetch the same blocks, by the path of the
     first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss: a
-    leaf may have little text, and its blocks learn from no other text. A remainder of one token is dropped: nothing predicts it.
+    leaf may have little text, and its blocks learn from no other text. A remainder of one token that nothing predicts is dropped.
     """
+    beginning = _beginning_within(sequence_length, tokenizer)
     levels = paths[:, :depth]
     order = np.lexsort(levels.T[::-1])
     levels = levels[order]
     ends = np.append((levels[1:] != levels[:-1]).any(1), True)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
     lengths, tokens = lengths[order], tokens.select(order)
-    rests = np.add.reduceat(lengths, np.append(0, np.flatnonzero(ends)[:-1] + 1)) % sequence_length
+    leaves = np.split(lengths, np.flatnonzero(ends)[:-1] + 1)
+    rests = np.array([sum(_remainder(leaf, sequence_length, len(beginning))) for leaf in leaves])
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
-    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id))
+    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning, tokenizer.eos_token_id))
     return PackedTexts(packed, int(lengths.sum()), int((rests == 1).sum()), bool((rests > 1).any()))
 
 
@@ -180,15 +222,20 @@ class Packer:
     """Cuts rows of tokens, batch by batch, into sequences.
 
     With `documents_apart`, sequences have positions and labels. With `fill`, rows belong to leaves, whose last sequences are padded
-    with this token; otherwise the remainder waits for the next batch.
+    with this token; otherwise the remainder waits for the next batch. Every text begins with the tokens `beginning`, and so does
+    every sequence.
     """
 
-    def __init__(self, sequence_length: int, documents_apart: bool, fill: int | None = None):
+    def __init__(
+        self, sequence_length: int, documents_apart: bool, beginning: Sequence[int] = (), fill: int | None = None
+    ):
         self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
-        self.continues = False  # whether the first piece continues a text whose beginning is in a sequence
+        self.beginning = np.array(beginning, np.int32)
+        self.place = 0  # place in its text of the first token that is in no sequence yet
         self._pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
         self._path: Any = None  # of the first text of the leaf that these belong to
-        has_labels = documents_apart or fill is not None
+        # The first token of a sequence is not predicted, whatever its label is.
+        has_labels = documents_apart or fill is not None or len(beginning) > 1
         conditions = {"position_ids": documents_apart, "labels": has_labels, "memory_ids": fill is not None}
         self.columns = ["input_ids", *(name for name, is_present in conditions.items() if is_present)]
 
@@ -208,20 +255,25 @@ class Packer:
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
         """Cut as many sequences as there are tokens for; at the end of a leaf, also a padded one if it predicts a token."""
-        length = self.sequence_length
-        tokens = np.concatenate(self._pieces)
-        starts = np.zeros(len(tokens), bool)
-        starts[np.cumsum([0, *map(len, self._pieces[:-1])])] = True
-        starts[0] = not self.continues
-        end = len(tokens) if is_end else len(tokens) // length * length
-        for begin in range(0, end, length):
-            piece, is_start = tokens[begin : begin + length], starts[begin : begin + length]
+        length, tokens = self.sequence_length, np.concatenate(self._pieces)
+        places = np.concatenate([np.arange(len(piece)) for piece in self._pieces])
+        places[: len(self._pieces[0])] += self.place
+        begin = 0
+        while begin < len(tokens):
+            added = self.beginning[: places[begin]]  # a text that begins here has them itself
+            end = begin + length - len(added)
+            if end > len(tokens) and not is_end:
+                break
+            piece = np.concatenate([added, tokens[begin:end]])
+            is_start = np.concatenate([np.arange(len(added)) == 0, places[begin:end] == 0])
             missing = length - len(piece)
             labels = np.where(is_start & self.documents_apart, IGNORED_LABEL, piece).astype(np.int32)
+            labels[: len(added)] = IGNORED_LABEL
             if missing:
                 piece = np.concatenate([piece, np.full(missing, self.fill, np.int32)])
                 labels = np.concatenate([labels, np.full(missing, IGNORED_LABEL, np.int32)])
                 is_start = np.concatenate([is_start, np.arange(missing) == 0])
+            begin = min(end, len(tokens))
             if missing and not (labels[1:] != IGNORED_LABEL).any():
                 continue  # a first token is not predicted, and the mean loss over no token is not a number
             index = np.arange(length)
@@ -229,10 +281,9 @@ class Packer:
             made = {"input_ids": piece, "position_ids": positions, "labels": labels, "memory_ids": self._path}
             for name, values in packed.items():
                 values.append(made[name])
-        rest = tokens[end:]
-        bounds = np.flatnonzero(starts[end:])
-        self.continues = bool(len(rest)) and not starts[end]
-        self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
+        bounds = np.flatnonzero(places[begin:] == 0)
+        self.place = int(places[begin]) if begin < len(tokens) else 0
+        self._pieces = [part for part in np.split(tokens[begin:], bounds[bounds > 0]) if len(part)]
 
 
 def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":

@@ -32,7 +32,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
 
 # Change this with any change of the readers, so that the cache of `datasets` does not return older rows.
-VERSION = "midus-2"
+VERSION = "midus-3"
 
 _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
@@ -120,7 +120,7 @@ class JsonReader(Json):
 
     def _listed(self, text: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of a file that is one value."""
-        values = parse_json(text)
+        values = parse_json(text, unique_keys=True)
         if self.config.field is not None:
             values = values[self.config.field]
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
@@ -133,7 +133,7 @@ class JsonReader(Json):
 
 def _row(line: str, number: int) -> dict[str, Any]:
     try:
-        row = parse_json(line)
+        row = parse_json(line, unique_keys=True)
         found = f"{line.strip()!r:.60}"
     except ValueError as error:
         found = (

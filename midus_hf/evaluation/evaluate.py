@@ -1,6 +1,7 @@
 """Evaluation of checkpoints, one after the other, with the same settings."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,14 @@ def _measure(
         rows = text_rows("text", documents, tokenizer, model.config, joined=joined, **lengths)
         if find_paths is not None:
             rows = dataclasses.replace(rows, paths=find_paths(documents))
+        losses = row_losses(model, rows, batch_size=settings.batch_size)
+        bits = losses.sums.sum().item() / math.log(2)
         measured["perplexity"] = {
-            "perplexity": row_losses(model, rows, batch_size=settings.batch_size).perplexity,
+            "perplexity": losses.perplexity,
+            "bits_per_byte": bits / sum(rows.num_bytes) if rows.num_bytes else None,
             "tokens": rows.num_tokens,
-            "sequence_length": max(len(row) - 1 for row in rows.rows),
+            "tokens_sha256": rows.tokens_sha256,
+            "sequence_length": int(rows.lengths.max()),
             "dataset": dataset,
         }
     if tasks is not None:

@@ -18,9 +18,17 @@ def comparison_table(report: dict[str, Any]) -> Table:
     for label in labels:
         table.add_column(label, justify="right", overflow="fold")
     table.add_row("parameters", *(f"{model['parameters']:,}" for model in models))
+    notes = []
     if models[0]["perplexity"] is not None:
         results = [model["perplexity"] for model in models]
         table.add_row("perplexity", *(f"{result['perplexity']:.4f}" for result in results))
+        if len({result["tokens_sha256"] for result in results}) > 1:
+            bits = (result["bits_per_byte"] for result in results)
+            table.add_row("bits per byte", *("not known" if each is None else f"{each:.4f}" for each in bits))
+            notes.append(
+                "The models read the text in different tokens: perplexities, which are per token, cannot be compared; bits per "
+                "byte of the text (UTF-8) can."
+            )
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
     for task, scores in models[0]["tasks"].items():
         for metric in scores:
@@ -30,7 +38,8 @@ def comparison_table(report: dict[str, Any]) -> Table:
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     if ahead := ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"]):
         read_ahead = "A model that reads tokens before it predicts them has a perplexity that cannot be compared."
-        table.caption = f"Not causal: {ahead}. {read_ahead}"
+        notes.append(f"Not causal: {ahead}. {read_ahead}")
+    table.caption = " ".join(notes) or None
     return table
 
 

@@ -1,18 +1,19 @@
 """Texts as rows of tokens, and a model's losses on the rows."""
 
 import contextlib
-import itertools
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.saved_models import check_ids
+from midus_hf.saved_models import beginning_of, check_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 DOCUMENT_SEPARATOR = "\n\n"
@@ -20,24 +21,35 @@ DOCUMENT_SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class TextRows:
-    """A text as rows of tokens. A model reads all tokens of a row but the last, and predicts all but the first.
+    """A text as rows of tokens. A model reads all tokens of a row but the last, and predicts all but the first few.
 
     Args:
         name: Name of the text.
         rows: Token ids of each row, `[T]`, two or more.
         documents: Number of the document that each row belongs to.
         paths: Path by which the rows of each document fetch blocks, `[documents, p]`, int64. Default: nothing is fetched.
+        lead: Number of tokens at the beginning of each row that are not predicted, 1 or more. Default: 1.
+        num_bytes: Bytes, in UTF-8, of the text that each row predicts, as many as rows. Default: none, they are not known.
+        tokens_sha256: SHA-256 of the ids of the whole text, also of tokens that no row has. Default: empty, not known.
     """
 
     name: str
     rows: list[torch.Tensor]
     documents: list[int]
     paths: torch.Tensor | None = None
+    lead: int = 1
+    num_bytes: list[int] = field(default_factory=list)
+    tokens_sha256: str = ""
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens that are predicted in each row, `[R]`, int64."""
+        return torch.tensor([len(row) - self.lead for row in self.rows])
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that are predicted, in all rows together."""
-        return sum(len(row) - 1 for row in self.rows)
+        return int(self.lengths.sum())
 
     def batches(self, batch_size: int) -> list["TextRows"]:
         """Return the text in batches of `batch_size` rows; the last batch may have fewer rows.
@@ -48,7 +60,10 @@ class TextRows:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
         parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
-        return [replace(self, rows=self.rows[part], documents=self.documents[part]) for part in parts]
+        return [
+            replace(self, rows=self.rows[part], documents=self.documents[part], num_bytes=self.num_bytes[part])
+            for part in parts
+        ]
 
     def inputs(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return keyword arguments for a forward pass over all rows, padded on the right, without a cache."""
@@ -99,8 +114,9 @@ def text_rows(
 ) -> TextRows:
     """Tokenize documents one by one without special tokens, and cut them into rows in which every token is predicted once.
 
-    If the tokenizer adds a BOS token (Llama, Gemma), each row begins with the BOS token. If it does not (Qwen, SmolLM),
-    a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows come first.
+    If the tokenizer puts tokens before a text (`beginning_of`: BOS of Llama and Gemma), each row begins with them. If it does not
+    (Qwen, SmolLM), a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows
+    come first.
 
     Args:
         name: Name of the text.
@@ -116,7 +132,10 @@ def text_rows(
     Raises:
         ValueError: If an option is out of range, or if the text is too short.
     """
+    beginning = torch.tensor(beginning_of(tokenizer), dtype=torch.int64)
+    lead = max(1, len(beginning))
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = None if limit is None else limit - (lead - 1)
     if sequence_length is None:
         sequence_length = min(DEFAULT_SEQUENCE_LENGTH, limit or DEFAULT_SEQUENCE_LENGTH)
     for option, value in (("sequence_length", sequence_length), ("max_tokens", max_tokens)):
@@ -124,16 +143,17 @@ def text_rows(
             raise ValueError(f"{option} is {value}; expected at least 1.")
     if limit is not None and sequence_length > limit:
         raise ValueError(f"sequence_length is {sequence_length}; the model was made for at most {limit} tokens.")
-    bos = automatic_bos(tokenizer)
-    rows: list[tuple[torch.Tensor, int]] = []
+    rows: list[tuple[torch.Tensor, int, int | None]] = []
+    digest = hashlib.sha256()
     for number, parts in enumerate([list(documents)] if joined else [[document] for document in documents]):
-        ids = _tokenized(tokenizer, parts)
-        lead = ids[:1] if bos is None else torch.tensor([bos])
-        for targets in (ids[1:] if bos is None else ids).split(sequence_length):
-            if len(targets):
-                rows.append((torch.cat([lead, targets]), number))
-            lead = targets[-1:] if bos is None else lead
-    predicted = sum(len(row) - 1 for row, _ in rows)
+        ids, ends = _tokenized(tokenizer, parts)
+        digest.update(ids.numpy().data)
+        for first in range(0 if len(beginning) else 1, len(ids), sequence_length):
+            targets = ids[first : first + sequence_length]
+            before = beginning if len(beginning) else ids[first - 1 : first]
+            size = None if ends is None else ends[first + len(targets) - 1] - (ends[first - 1] if first else 0)
+            rows.append((torch.cat([before, targets]), number, size))
+    predicted = sum(len(row[0]) - lead for row in rows)
     least = sequence_length if joined else 1
     if predicted < least:
         raise ValueError(
@@ -141,10 +161,12 @@ def text_rows(
             f"{', or a smaller sequence_length' * joined}."
         )
     kept = len(rows) if max_tokens is None else max(1, max_tokens * len(rows) // predicted)
-    while max_tokens is not None and kept > 1 and sum(len(row) - 1 for row, _ in _spread(rows, kept)) > max_tokens:
+    while max_tokens is not None and kept > 1 and sum(len(row[0]) - lead for row in _spread(rows, kept)) > max_tokens:
         kept -= 1
     rows = sorted(_spread(rows, kept), key=lambda row: -len(row[0]))
-    return TextRows(name, [row for row, _ in rows], [document for _, document in rows])
+    ids_of_rows, numbers, sizes = (list(column) for column in zip(*rows, strict=True))
+    known = [] if None in sizes else sizes
+    return TextRows(name, ids_of_rows, numbers, None, lead, known, digest.hexdigest())
 
 
 def _spread(rows: list[Any], kept: int) -> list[Any]:
@@ -152,17 +174,24 @@ def _spread(rows: list[Any], kept: int) -> list[Any]:
     return [rows[index * len(rows) // kept] for index in range(kept)]
 
 
-def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the BOS token if the tokenizer adds it before a text, else None."""
-    first = tokenizer("a").input_ids[:1]  # empty if the vocabulary has no token for the letter
-    return first[0] if first and first[0] == tokenizer.bos_token_id else None
+def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int] | None]:
+    """Return the tokens of concatenated documents, with a blank line between them, `[T]`, int64, and where each ends.
 
-
-def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torch.Tensor:
-    """Return the tokens of concatenated documents, with a blank line between them, `[T]`, int64."""
+    A token ends at a byte of the text in UTF-8, by the places of characters that a fast tokenizer tells; None for others.
+    """
     texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
-    ids = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
-    return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int64)
+    ids: list[int] = []
+    ends: list[int] = []
+    before = 0
+    for text in texts:
+        read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+        ids += read["input_ids"]
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        bytes_up_to = np.append(0, np.cumsum(1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)))
+        if tokenizer.is_fast:
+            ends += (before + bytes_up_to[[end for _, end in read["offset_mapping"]]]).tolist()
+        before += int(bytes_up_to[-1])
+    return torch.tensor(ids, dtype=torch.int64), ends if tokenizer.is_fast else None
 
 
 @contextlib.contextmanager
@@ -196,16 +225,16 @@ def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -
     sums: list[torch.Tensor] = []
     with evaluating(model):
         for batch in tqdm(batches, desc=f"reading {text.name}", unit=" batches", leave=False, disable=None):
-            sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits)
-    losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))
+            sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits, text.lead)
+    losses = RowLosses(torch.stack(sums), text.lengths)
     if not losses.sums.isfinite().all():
         raise RuntimeError(f"the loss of text {text.name!r} is not a finite number. The model's weights are broken.")
     return losses
 
 
-def _row_sums(rows: Sequence[torch.Tensor], logits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the summed loss of each row of a batch."""
+def _row_sums(rows: Sequence[torch.Tensor], logits: torch.Tensor, lead: int) -> Iterator[torch.Tensor]:
+    """Yield the summed loss of each row of a batch, whose first `lead` tokens are not predicted."""
     for row, predicted in zip(rows, logits, strict=True):
-        wide = predicted[: len(row) - 1].to(torch.promote_types(predicted.dtype, torch.float32))
-        losses = F.cross_entropy(wide, row[1:].to(wide.device), reduction="none")
+        wide = predicted[lead - 1 : len(row) - 1].to(torch.promote_types(predicted.dtype, torch.float32))
+        losses = F.cross_entropy(wide, row[lead:].to(wide.device), reduction="none")
         yield losses.double().sum().cpu()

@@ -23,9 +23,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
 # The folder in which a run writes the trained model before it is moved into the output; the run owns all that is in it.
 PARTIAL_MODEL = ".partial_model"
-# In a checkpoint to resume from: what trained, the states of blocks, the Trainer's last file, and the digests of all files.
+# In a checkpoint to resume from: what trained, the states of blocks, digests of what the run reads, the Trainer's last file, and
+# the digests of all files.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-TRAINED_FILE, BLOCK_STATES = "trained.safetensors", "block_states"
+TRAINED_FILE, BLOCK_STATES, INPUTS_FILE = "trained.safetensors", "block_states", "inputs.json"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 
 # Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that identifies a bank of blocks.

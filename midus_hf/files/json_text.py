@@ -1,12 +1,26 @@
 """Parsing of JSON files of users, in which every error becomes a `ValueError`."""
 
 import json
+from collections import Counter
 from typing import Any
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text, or of its bytes in UTF-8; raise `ValueError` if it is not JSON, or nested too deeply."""
+def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
+    """Return the value of JSON text, or of its bytes in UTF-8; raise `ValueError` if it is not JSON, or nested too deeply.
+
+    Args:
+        text: The text.
+        unique_keys: Whether an object that has a key twice is refused too. Default: False, the last value counts.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_each_once if unique_keys else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {key!r} {count} times")
+    return read

@@ -118,11 +118,11 @@ def _drift_on(model: PreTrainedModel, logits_of_base: LogitsOfBase, text: TextRo
     batches = text.batches(batch_size)
     for batch in tqdm(batches, desc=f"drift on {text.name}", unit=" batches", leave=False, disable=None):
         logits = model(**batch.inputs(model)).logits
-        compared += _compared(batch.rows, logits, logits_of_base(replace(batch, paths=None)))
+        compared += _compared(batch, logits, logits_of_base(replace(batch, paths=None)))
     sums_of_rows = torch.stack([columns.sum(-1) for columns in compared])  # [R, 4]
     if not sums_of_rows.isfinite().all():
         raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
-    tokens = torch.tensor([len(row) - 1 for row in text.rows])
+    tokens = text.lengths
     divergence, changed, base_loss, loss = sums_of_rows.unbind(1)
     total = int(tokens.sum())
     return TextDrift(
@@ -136,10 +136,13 @@ def _drift_on(model: PreTrainedModel, logits_of_base: LogitsOfBase, text: TextRo
     )
 
 
-def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, base_logits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield per row, `[4, T - 1]`: divergence, whether the choice changed, base's loss, loss."""
-    for row, model_logits, base in zip(rows, logits, base_logits.to(logits.device), strict=True):
-        targets = row[1:].to(model_logits.device)
+def _compared(text: TextRows, logits: torch.Tensor, base_logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield per row, `[4, predicted]`: divergence, whether the choice changed, base's loss, loss."""
+    behind = text.lead - 1
+    for row, model_logits, base in zip(
+        text.rows, logits[:, behind:], base_logits.to(logits.device)[:, behind:], strict=True
+    ):
+        targets = row[text.lead :].to(model_logits.device)
         parts = [
             _compared_at(model_logits[first : first + _POSITIONS], base[first : first + _POSITIONS], part)
             for first, part in zip(range(0, len(targets), _POSITIONS), targets.split(_POSITIONS), strict=True)

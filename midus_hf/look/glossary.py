@@ -1,6 +1,5 @@
 """Check of a glossary: whether a model with packs reproduces the texts of its entries, and which names are found."""
 
-import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,16 +108,17 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     if service is None:
         raise lacking(model, "is a glossary (packs)")
     glossary: Glossary = model.glossary
-    entries = list(itertools.islice(glossary, limit))
+    numbered = glossary.items()[:limit]
+    entries = [entry for _, entry in numbered]
     holding = _holding(glossary)
     checks = [
         EntryCheck(
             entry.names[0],
             values_of(entry.text, entry.names),
-            not_found=_not_found(glossary, entry.names),
-            within=holding.get(entry.names, []),
+            not_found=_not_found(glossary, number, entry.names),
+            within=holding.get(number, []),
         )
-        for entry in entries
+        for number, entry in numbered
     ]
     named = [f"{entry.names[0]}\n" for entry in entries]
     texts = [f"{entry.text}\n\n" for entry in entries]
@@ -153,9 +153,8 @@ def values_of(text: str, names: Sequence[str]) -> list[Value]:
     return values
 
 
-def _not_found(glossary: Glossary, names: Sequence[str]) -> list[str]:
+def _not_found(glossary: Glossary, number: int, names: Sequence[str]) -> list[str]:
     """Return spellings of names that do not open their entry, each with the name."""
-    number = glossary.number(names[0])
     found = []
     for name in names:
         for way, write in _WRITINGS.items():
@@ -165,15 +164,14 @@ def _not_found(glossary: Glossary, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _holding(glossary: Glossary) -> dict[tuple[str, ...], list[str]]:
-    """Return the names of other entries that contain a name of an entry."""
-    holding: dict[tuple[str, ...], list[str]] = {}
-    for entry in glossary:
-        number = glossary.number(entry.names[0])
+def _holding(glossary: Glossary) -> dict[int, list[str]]:
+    """Return the names of other entries that contain a name of an entry, by its number."""
+    holding: dict[int, list[str]] = {}
+    for number, entry in glossary.items():
         for name in entry.names:
             (does,) = names_in(glossary.table, [name.encode()])
             for other in {found.entry for found in does.opens} - {number}:
-                holding.setdefault(glossary[other].names, []).append(name)
+                holding.setdefault(other, []).append(name)
     return holding
 
 
@@ -211,10 +209,10 @@ def glossary_table(rows: Sequence[Row]) -> TextTable:
     return table_of(title, rows[:_MOST_ROWS], _COLUMNS)
 
 
-def share_of_values(rows: Sequence[Row]) -> float:
-    """Return the share of values that come back, 1 if there are none."""
+def share_of_values(rows: Sequence[Row]) -> float | None:
+    """Return the share of values that come back; None if there are none."""
     values = sum(row["values"] for row in rows)
-    return sum(row["right"] for row in rows) / values if values else 1.0
+    return sum(row["right"] for row in rows) / values if values else None
 
 
 def glossary_finding(rows: Sequence[Row]) -> str:

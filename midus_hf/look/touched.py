@@ -14,7 +14,6 @@ from midus_hf.memories.ngram.certificate import sorted_tensors, texts_digest
 from midus_hf.memories.ngram.known import NgramTable
 from midus_hf.memories.ngram.tables import exact_tables
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
-from midus_hf.memories.packs.names import names_in
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.training.protection import compare_texts
 
@@ -96,9 +95,8 @@ def _behind_names(glossary: Glossary, documents: Sequence[str], tokenizer: Any) 
     """Return how many tokens of documents are at or after a name, and may read its pack."""
     tokens, first = [], []
     for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
-        does = names_in(glossary.table, map(glossary.spelling.piece, ids))
         tokens.append(len(ids))
-        first.append(next((at for at, token in enumerate(does) if token.opens), len(ids)))
+        first.append(next((at for at, _ in glossary.opened(ids)), len(ids)))
     counts, firsts = torch.tensor(tokens), torch.tensor(first)
     return TouchedTokens(counts, counts - firsts, firsts)
 

@@ -3,9 +3,9 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from accelerate.utils import broadcast_object_list
@@ -24,6 +24,8 @@ _FREE = re.compile(
 )
 _SEQUENCES = "sequences_per_step"
 
+Result = TypeVar("Result")
+
 
 @contextlib.contextmanager
 def open_output(arguments: Any) -> Iterator[Path | None]:
@@ -35,17 +37,22 @@ def open_output(arguments: Any) -> Iterator[Path | None]:
         ValueError: If the run may not write there; in all processes.
     """
     with contextlib.ExitStack() as opened:
-        outcome: list[Any] = [None, None]  # the result or error of the main process, in all processes
-        if arguments.process_index == 0:
-            try:
-                outcome[0] = _open_here(arguments, opened)
-            except ValueError as error:
-                outcome[1] = str(error)
-        broadcast_object_list(outcome)
-        checkpoint, refusal = outcome
-        if refusal is not None:
-            raise ValueError(refusal)
-        yield checkpoint
+        yield in_main_process(arguments, lambda: _open_here(arguments, opened))
+
+
+def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
+    """Do work in the main process, and return its result, or raise its `ValueError`, in all processes."""
+    outcome: list[Any] = [None, None]  # the result or error of the main process
+    if arguments.process_index == 0:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    result, refusal = outcome
+    if refusal is not None:
+        raise ValueError(refusal)
+    return result
 
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:

@@ -22,10 +22,11 @@ from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
+from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
 from midus_hf.training.optim.freezing import cast_for_training, set_trainable, whole_numel
 from midus_hf.training.optim.new_rows import frozen_in_rows, with_trained_rows
-from midus_hf.training.output import open_output, record_arguments
+from midus_hf.training.output import in_main_process, open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
 from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
@@ -97,6 +98,7 @@ def run_training(
                 texts = read(arguments, config, tokenizer)
             set_seed(arguments.seed)
             model, files = load_for_training(arguments, config)
+            of_model = model_digests(model, arguments) if is_main else {}
             uses_cache = model.config.use_cache
             model, report = _freeze(model, arguments)
             dtypes = cast_for_training(model, arguments.bf16)
@@ -110,6 +112,8 @@ def run_training(
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
+            check = partial(check_inputs, trainer, of_model, arguments, checkpoint)
+            trainer.inputs = in_main_process(arguments, check)
             if protection is not None and shares_parameters(trainer):
                 raise ValueError(
                     "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "

@@ -26,6 +26,7 @@ from midus_hf.training.checkpoints import (
     save_trained,
     saved_tensors,
 )
+from midus_hf.training.inputs import Digests, save_inputs
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
@@ -108,6 +109,8 @@ class MemoryTrainerMixin(AnyTrainer):
                     "expected a model without them. Leave it out."
                 )
         self._is_checkpointing = False
+        # Digests of what the run reads, by `check_inputs`, which checkpoints get; none in scripts.
+        self.inputs: Digests = {}
         # For the held-out text that is being evaluated: the mean loss of each batch of this process, and its number of tokens.
         self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -307,6 +310,8 @@ class MemoryTrainerMixin(AnyTrainer):
                     self.blocks.save(folder)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
+                    if self.inputs:
+                        save_inputs(folder, self.inputs)
                     finish_checkpoint(folder)
                     for step, path in checkpoints_in(folder.parent).items():
                         if limit is not None and step > self.state.global_step:

@@ -79,6 +79,10 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
         ([f"{QUESTION} <extra139>", "--plain"], ("the tokenizer yields id ", "but the model embeds 128 ids")),
         ([QUESTION], ("whose chat template refuses a single question; pass --plain to skip it: system first",)),
         ([QUESTION, "--dtype", "int8"], ("dtype is 'int8'",)),
+        (
+            ["her\udc80on"],
+            ("question is 'her\\udc80on', with half a character; expected text in UTF-8. Write it again.",),
+        ),
         (["What", "is", "iron?"], ("Got unexpected extra argument(s) (is iron?). See 'midus ask --help'.",)),
     ):
         status, out, err = ask(model, *words)
@@ -144,7 +148,9 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
 
 def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(ask, tmp_path):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}(Q) {% else %}(A) {% endif %}{{ m['content'] }}\n{% endfor %}(A)"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
+    )
     save_tiny_model("llama", tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]

@@ -354,6 +354,10 @@ REFUSALS = {
         {"x.jsonl": b'"a"\n"b"\n'},
         "x.jsonl', which cannot be read: line 1 is '\"a\"'; expected an object in each line, or one list of objects. Repair",
     ),
+    "a key twice": (
+        {"x.jsonl": b'{"text": "a", "text": "b"}\n'},
+        "line 1 is no JSON: it has the key 'text' 2 times; expected an object in each line",
+    ),
     "an object over lines": ({"x.json": b'{\n"text": "a"}\n'}, "cannot be read: line 1 is no JSON: Expecting property name"),
     "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Repair"),
     "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Repair the file"),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training.tiny_run import refused, tiny_tokenizer
+from training.tiny_run import framing_tokenizer, refused, tiny_tokenizer
 
 from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 
@@ -70,6 +70,28 @@ def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
     assert (tokens, dropped) == (count + 1, int(count == T))
     assert len(packed) == (2 if count == T + 1 else 1)
     assert all(any(label != -100 for label in labels[1:]) for labels in packed["labels"])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_sequences_of_a_leaf_begin_with_what_the_tokenizer_puts_before_a_text(apart):
+    """So a last token of a leaf is predicted, from that, and a leaf whose tokens fill a sequence has no remainder."""
+    texts = datasets.Dataset.from_dict({"text": ["w10 w11 w12 w13", "w20 w21 w22", "w30 w31"]})  # 6, 5 and 4 tokens
+    options = {"paths": np.array([[0, 0], [0, 1], [0, 2]]), "documents_apart": apart}
+    made, tokens, dropped, is_short = leaf_sequences(texts, framing_tokenizer("<bos> $A"), T, **options)
+    assert (tokens, dropped, is_short) == (15, 0, True)
+    assert made["input_ids"] == [
+        [1, 10, 11, 12, 13],
+        [1, EOS, EOS, EOS, EOS],
+        [1, 20, 21, 22, EOS],
+        [1, 30, 31, EOS, EOS],
+    ]
+    first = -100 if apart else 1
+    assert made["labels"] == [
+        [first, 10, 11, 12, 13],
+        [-100, EOS, -100, -100, -100],
+        [first, 20, 21, 22, EOS],
+        [first, 30, 31, EOS, -100],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from training.tiny_run import EOS_ID, document, refused, tiny_tokenizer
+from training.tiny_run import EOS_ID, document, framing_tokenizer, refused, tiny_tokenizer
 
 hypothesis = pytest.importorskip("hypothesis")
 datasets = pytest.importorskip("datasets")
@@ -36,6 +36,38 @@ def test_packing_keeps_tokens_in_order_and_restarts_positions(token_lists, lengt
     assert list(itertools.chain(*packed["position_ids"])) == expected
     labels = [-100 if first else token for first, token in zip(is_first[:whole], row, strict=False)]
     assert list(itertools.chain(*packed["labels"])) == labels
+
+
+@given(
+    st.lists(st.lists(st.integers(10, 19), max_size=30), min_size=1, max_size=12),
+    st.integers(4, 12),
+    st.integers(1, 4),
+    st.sampled_from([[1], [1, 0], [1, 0, 2]]),
+)
+def test_every_sequence_begins_as_a_text_does_and_what_is_put_in_front_has_no_loss(
+    contents, length, texts_a_batch, beginning
+):
+    token_lists = [[*beginning, *content, EOS_ID] for content in contents]
+    stream = [(token, place) for tokens in token_lists for place, token in enumerate(tokens)]
+    packer, packed = Packer(length, True, beginning), {"input_ids": [], "position_ids": [], "labels": []}
+    for begin in range(0, len(token_lists), texts_a_batch):
+        for name, made in packer({"input_ids": token_lists[begin : begin + texts_a_batch]}).items():
+            packed[name] += [list(map(int, each)) for each in made]
+    for ids, positions, labels in zip(*packed.values(), strict=True):
+        assert ids[: len(beginning)] == beginning and len(ids) == length
+        added = min(stream[0][1], len(beginning))
+        read, stream = stream[: length - added], stream[length - added :]
+        assert ids[added:] == [token for token, _ in read]
+        # What goes on with a text is one document with what is put in front of it.
+        starts = [*(at == 0 for at in range(added)), *(place == 0 for _, place in read)]
+        assert [position == 0 for position in positions] == starts
+        assert all(after in (0, before + 1) for before, after in itertools.pairwise(positions))
+        assert labels == [-100] * added + [-100 if place == 0 else token for token, place in read]
+    assert len(stream) < length
+    assert packing._remainder(np.array([*map(len, token_lists)]), length, len(beginning)) == (
+        len(stream),
+        min(stream[0][1], len(beginning)) if stream else 0,
+    )
 
 
 def rows(texts):
@@ -79,6 +111,51 @@ def test_a_shorter_sequence_may_have_the_end_of_a_text_and_whole_ones():
     *_, last = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
     assert last["position_ids"] == [*range(5), *range(3), *range(4)]
     assert [index for index, label in enumerate(last["labels"]) if label == -100] == [5, 8]
+
+
+@pytest.mark.parametrize(
+    ("frame", "beginning"),
+    [("$A", []), ("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
+)
+def test_sequences_begin_with_what_the_tokenizer_puts_before_a_text(frame, beginning):
+    """The last, which is shorter, too; labels are needed only where there is more than one such token."""
+    texts = rows([document(20, 1), document(9, 2), document(21, 3)])
+    sequences, tokens, dropped, is_short = packed_sequences(texts, framing_tokenizer(frame), 16, documents_apart=False)
+    whole = [token for text in texts["text"] for token in (*beginning, *tiny_tokenizer()(text)["input_ids"], EOS_ID)]
+    assert (tokens, dropped, is_short) == (len(whole), 0, True)
+    assert sequences.column_names == ["input_ids", *(["labels"] if len(beginning) > 1 else [])]
+    assert all(row[: len(beginning)] == beginning for row in sequences["input_ids"])
+    starts = [0, 21 + len(beginning), 31 + 2 * len(beginning)]
+    read: list[int] = []
+    for row in sequences:
+        added = 0 if len(read) in starts else len(beginning)
+        if len(beginning) > 1:
+            assert row["labels"] == [-100] * added + row["input_ids"][added:]
+        read += row["input_ids"][added:]
+    assert read == whole
+
+
+def test_texts_apart_from_others_go_on_behind_what_is_put_in_front():
+    """The rest of the first text is a document with it, in the last sequence too."""
+    texts = rows([document(10, 1), document(3, 2)])  # 12 and 5 tokens
+    first, second, last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 8, documents_apart=True).sequences
+    ids = tiny_tokenizer()(texts["text"][:])["input_ids"]
+    assert first["input_ids"] == [1, *ids[0][:7]] and first["position_ids"] == [*range(8)]
+    assert second["input_ids"] == [1, *ids[0][7:], EOS_ID, 1, *ids[1][:2]]
+    assert second["position_ids"] == [*range(5), *range(3)]
+    assert second["labels"] == [-100, *ids[0][7:], EOS_ID, -100, *ids[1][:2]]
+    assert last == {
+        "input_ids": [1, *ids[1][2:], EOS_ID],
+        "position_ids": [0, 1, 2],
+        "labels": [-100, *ids[1][2:], EOS_ID],
+    }
+
+
+def test_sequences_without_room_for_text_are_refused():
+    with refused(
+        "sequence_length is 2, and the tokenizer puts 2 tokens before every text; expected sequences of more"
+    ):
+        packed_sequences(rows(["w5 w6 w7"]), framing_tokenizer("<bos> <pad> $A"), 2, documents_apart=False)
 
 
 def test_a_remainder_of_a_hundredth_is_dropped_and_said():

@@ -22,6 +22,7 @@ from midus_hf.cli import evaluate as cli
 from midus_hf.config.wording import install_extra
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.card import write_results
+from midus_hf.evaluation.report import comparison_table
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
@@ -102,6 +103,37 @@ def test_a_table_compares_models_side_by_side_and_names_one_that_is_not_causal(r
     (tmp_path / "base").symlink_to(room / "base")
     printed = ask(room / "base", tmp_path / "base", *words).replace("│", "").split()
     assert "causal" not in printed and "base" not in printed, "models of one name are told apart by their paths"
+
+
+def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(room, words, tmp_path, ask):
+    models = [save_byte_model("qwen2", tmp_path / name, vocab_size=280) for name in ("bytes", "words")]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens("ordinary kind")
+    tokenizer.save_pretrained(tmp_path / "words")
+    report = ask(*models, *words, "--json")
+    bytewise, longer = (model["perplexity"] for model in report["models"])
+    assert longer["tokens"] == bytewise["tokens"] - 10 * (len("ordinary kind") - 1)
+    for result in (bytewise, longer):  # the first token, a byte, is not predicted
+        bits = math.log2(result["perplexity"]) * result["tokens"]
+        assert result["bits_per_byte"] == pytest.approx(bits / (len(TEXT) - 1))
+    rows = {
+        line.replace("│", "").rsplit(maxsplit=2)[0].strip()
+        for line in ask(*models, *words).splitlines()
+        if "│" in line
+    }
+    assert {"bits per byte", "perplexity", "tokens predicted"} <= rows
+    note = "perplexities, which are per token, cannot be compared; bits per byte of the text (UTF-8) can."
+    assert note in " ".join(ask(*models, *words).split())
+    assert "bits" not in ask(room / "base", room / "upscaled", *words), "the tokens are the same"
+    longer["bits_per_byte"] = None  # as of a tokenizer that does not tell places
+    assert [*comparison_table(report).columns[2].cells] == [
+        *(
+            f"{report['models'][1]['parameters']:,}",
+            f"{longer['perplexity']:.4f}",
+            "not known",
+            f"{longer['tokens']:,}",
+        )
+    ]
 
 
 def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp_path, capsys):

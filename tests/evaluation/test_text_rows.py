@@ -1,6 +1,7 @@
 """Texts become rows in which every token is predicted once; what a model loses on them, and its perplexity, is what it gives."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,11 +9,10 @@ from evaluation.byte_models import byte_model, byte_tokenizer, perplexity
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model
-from tokenizers import normalizers
 from torch.nn import functional as F
-from training.tiny_run import refused, tiny_tokenizer
+from training.tiny_run import framing_tokenizer, refused, tiny_tokenizer
 
-from midus_hf.evaluation.text_rows import automatic_bos, row_losses, text_rows
+from midus_hf.evaluation.text_rows import row_losses, text_rows
 
 CONFIG = tiny_model("llama").config
 
@@ -29,11 +29,47 @@ def test_documents_are_kept_apart_and_long_ones_are_cut():
     assert text.num_tokens == 6
 
 
-@pytest.mark.parametrize("writes_bos", [False, True])
-def test_a_tokenizer_may_have_nothing_for_the_letter_that_it_is_asked_about(writes_bos):
-    tokenizer = byte_tokenizer(writes_bos=writes_bos)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "")
-    assert automatic_bos(tokenizer) == (1 if writes_bos else None)
+@pytest.mark.parametrize(
+    ("frame", "beginning"),
+    [("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
+)
+def test_rows_begin_as_packed_sequences_do_and_every_token_behind_that_is_predicted(frame, beginning):
+    tokenizer, model = framing_tokenizer(frame), tiny_model("llama").eval()
+    documents = [words(3, 4, 5, 6, 7, 8), words(10, 11)]
+    text = text_rows("text", documents, tokenizer, CONFIG, sequence_length=3)
+    targets = [[3, 4, 5], [6, 7, 8], [10, 11]] if beginning else [[4, 5, 6], [7, 8], [11]]
+    before = [beginning] * 3 if beginning else [[3], [6], [10]]
+    assert [row.tolist() for row in text.rows] == [[*lead, *row] for lead, row in zip(before, targets, strict=True)]
+    assert (text.lead, text.num_tokens) == (max(1, len(beginning)), sum(map(len, targets)))
+    losses = row_losses(model, text, batch_size=2)
+    for row, loss in zip(text.rows, losses.sums, strict=True):
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, text.lead - 1 : -1]
+        assert loss.item() == pytest.approx(
+            F.cross_entropy(logits, row[text.lead :], reduction="sum").item(), rel=1e-5
+        )
+    with (
+        refused(r"sequence_length is 128; the model was made for at most 127") if len(beginning) > 1 else nullcontext()
+    ):
+        text_rows("text", documents, tokenizer, CONFIG, sequence_length=128)
+
+
+@given(
+    documents=st.lists(st.text(st.characters(codec="utf-8"), min_size=2, max_size=30), min_size=1, max_size=3),
+    sequence_length=st.integers(1, 8),
+    joined=st.booleans(),
+)
+def test_rows_know_how_many_bytes_of_the_text_they_predict(documents, sequence_length, joined):
+    """Also where tokens cut a character: here each is a byte, and a row that ends within one does not count it again."""
+    sequence_length = 1 if joined else sequence_length
+    options = {"sequence_length": sequence_length, "joined": joined}
+    text = text_rows("text", documents, byte_tokenizer(writes_bos=True), CONFIG, **options)
+    whole = "\n\n".join(documents) if joined else "".join(documents)
+    assert sum(text.num_bytes) == len(whole.encode()) == text.num_tokens
+    assert sum(sum(part.num_bytes) for part in text.batches(2)) == sum(text.num_bytes)
+    without = text_rows("text", documents, byte_tokenizer(), CONFIG, **options)
+    assert without.tokens_sha256 == text.tokens_sha256
+    assert sum(without.num_bytes) <= sum(text.num_bytes) - (1 if joined else len(documents))
 
 
 @given(length=st.integers(1, 60), sequence_length=st.integers(1, 20), data=st.data())

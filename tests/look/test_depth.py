@@ -45,6 +45,10 @@ def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
     for reading, expected in zip(read(model, text), readers, strict=True):
         torch.testing.assert_close(reading.shares, expected.slot_shares.mean((0, 2)))
         torch.testing.assert_close(reading.sequence_shares, expected.sequence_share.mean((0, 2)))
+        if attention == "eager":  # which returns weights
+            with torch.no_grad():
+                weights = model(text.rows[0][None, :-1], output_attentions=True).attentions[reading.layer]
+            torch.testing.assert_close(weights.sum(-1), expected.sequence_share, rtol=1e-5, atol=1e-6)
 
 
 def test_slots_are_told_by_the_layer_that_wrote_them():

@@ -11,7 +11,9 @@ from tiny import save_tiny_model, tiny_model
 
 from midus_hf.cli.look import main as look
 from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
-from midus_hf.memories.packs.glossary import Entry
+from midus_hf.memories.packs.rows import Entry
+from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.edits.packs import delete_entries
 from upscalers.runs.upscale import upscale
 
 ENTRIES = [
@@ -19,6 +21,7 @@ ENTRIES = [
     Entry(("Merlin cache",), "no more, nor less"),
     Entry(("Unit 1",), "Unit 1 has 7."),
 ]
+NAMES_OF = [entry.names[0] for entry in ENTRIES]
 NAMES = ["gold", "tin", "zinc", "iron", "lead", "neon"]
 
 
@@ -108,6 +111,18 @@ def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(fol
         assert look(["glossary", str(folder / "model"), "--json", *least]) == 0
         assert json.loads(capsys.readouterr().out)["share"] == 0
     assert look(["glossary", str(folder / "base")]) == 2 and "expected one upscaled with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Merlin cache", None], ids=["no value", "no entry"])
+def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tmp_path):
+    delete_entries(EditRequest(folder / "model", tmp_path / "model"), [each for each in NAMES_OF if each != name])
+    assert look(["glossary", str(tmp_path / "model"), "--at-least", "0"]) == 1
+    said = (
+        "the texts state no number and no capitalised word, so nothing was measured; expected a value for --at-least."
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == f"midus look glossary: {said}"
+    assert look(["glossary", str(tmp_path / "model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["share"] is None
 
 
 def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():

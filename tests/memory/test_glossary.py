@@ -1,17 +1,19 @@
 """Glossaries: rows that are entries, files, and entries that are added, removed and replaced by any form of a name."""
 
-import pytest
-from models.pack_models import tiny_tokenizer
+import warnings
 
-from midus_hf.memories.packs.glossary import (
-    Entry,
-    Glossary,
-    entry_of,
-    found_in,
-    joined,
-    read_glossary,
-    write_glossary,
-)
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models.pack_models import tiny_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from midus_hf.memories.packs.glossary import Glossary, found_in, read_glossary, write_glossary
+from midus_hf.memories.packs.opening import OpenNames, readings_of
+from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.rows import Entry, entry_of, joined
 
 IRON = Entry(("Iron ore", "Fe"), "A metal.")
 WRONG_ROWS = [
@@ -30,6 +32,11 @@ WRONG_ROWS = [
         "the name 'a\\x00b', which no text can have; expected characters that are seen.",
     ),
     ({"name": "\u200b", "text": "x"}, "which no text can have; expected characters that are seen."),
+    ({"name": "a\udc80b", "text": "x"}, "which no text can have; expected characters that are seen."),
+    (
+        {"name": "a", "text": "x\ud800"},
+        "the text 'x\\ud800', with half a character; expected whole ones. Write it again",
+    ),
 ]
 
 
@@ -45,20 +52,51 @@ def test_an_entry_has_each_name_once_as_it_was_given():
     assert entry_of({"name": ["a", "b", "a"], "text": "x", "exact": True}, "row 1") == Entry(("a", "b"), "x", True)
 
 
-def test_texts_of_the_same_names_are_joined_and_names_of_two_entries_are_refused():
-    again, other = IRON._replace(text="Heavy."), Entry(("iron ore",), "A rock.")
-    assert joined([("row 1", IRON), ("row 2", again)]) == [IRON._replace(text="A metal.\nHeavy.")]
+def rows_of(*entries):
+    return [(f"row {number}", entry) for number, entry in enumerate(entries, 1)]
+
+
+def test_texts_of_the_same_names_are_joined_and_a_row_given_twice_is_one():
+    again = Entry(("Fe", "Iron ore"), "Heavy.")
+    entries, repeated = joined(rows_of(IRON, again, IRON))
+    assert entries == {"row 1": IRON._replace(text="A metal.\nHeavy.")} and repeated == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        (IRON, Entry(("iron ore",), "A rock."), "iron ore"),
+        (Entry(("Apple",), "A fruit."), Entry(("Apple",), "A firm.", True), "Apple"),
+        (Entry(("Apple",), "A firm.", True), Entry(("apple",), "A fruit."), "apple"),
+        (Entry(("Apple",), "A fruit."), Entry(("Mac", "APPLE"), "A firm."), "APPLE"),
+        (Entry(("NaCl",), "Salt."), Entry(("nacl",), "A word."), "nacl"),
+    ],
+    ids=str,
+)
+def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
+    message = (
+        f"row 2 has the name {name!r}, which would also find the entry of row 1; expected names that find one entry."
+    )
+    with pytest.raises(ValueError, match=message):
+        joined(rows_of(first, second))
+    with pytest.raises(ValueError, match=f"row 2 has the name {first.names[0]!r}"):
+        joined(rows_of(second, first))
+    glossary = Glossary(tiny_tokenizer(), [first])
     with pytest.raises(
-        ValueError, match=r"row 2 has the name 'iron ore', which row 1 has beside other names; expected"
+        ValueError, match=f"the new entry has the name {name!r}, which finds the entry {first.names[0]!r}"
     ):
-        joined([("row 1", IRON), ("row 2", other)])
-    cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.")]
-    assert joined([("row 1", cased[0]), ("row 2", cased[1])]) == cased
+        glossary.add(second.names, second.text, exact=second.exact)
+    assert [*glossary] == [first]
 
 
-def test_two_names_of_one_entry_may_be_the_same_as_they_are_compared():
-    (entry,) = joined([("row 1", Entry(("Iron ore", "iron ore", "IRON ORE"), "A metal."))])
-    glossary = Glossary(tiny_tokenizer(), [entry])
+def test_names_that_differ_in_case_are_of_two_entries_if_both_keep_it():
+    cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.", True), Entry(("He",), "A gas.")]
+    assert [*joined(rows_of(*cased, Entry(("HE",), "Explosive."))).entries.values()][:3] == cased
+
+
+@pytest.mark.parametrize("names", [("Iron ore", "iron ore"), ("Iron ore", "iron ore", "IRON ORE")], ids=len)
+def test_two_names_of_one_entry_may_be_the_same_as_they_are_compared(names):
+    glossary = Glossary(tiny_tokenizer(), joined(rows_of(Entry(names, "A metal."))).entries.values())
     assert {found.entry for found in found_in(glossary.table, "In IRON ORE.")} == {1}
     glossary.remove("iron ore")
     assert not glossary.table.by_folded
@@ -94,13 +132,99 @@ def test_files_that_are_no_glossary(content, message, tmp_path):
         read_glossary(tmp_path)
 
 
+def test_a_file_that_was_written_by_hand_is_read(tmp_path):
+    row = '{"name": "a b", "text": "x"}'
+    (tmp_path / "glossary.jsonl").write_text(f"\ufeff{row}\r\n\n  \n", encoding="utf-8")
+    assert read_glossary(tmp_path) == [Entry(("a b",), "x")]
+
+
 def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
     glossary = Glossary(tiny_tokenizer(), [IRON])
     glossary.add(["New York", "Big Apple"], "A city.")
     glossary.replace("New\u00a0 York", "A large city.")
     assert [*glossary] == [IRON, Entry(("New York", "Big Apple"), "A large city.")]
-    assert glossary.remove("iron  ore") == IRON and len(glossary) == 1
+    assert glossary.remove("iron  ore", "Fe") == [IRON] and len(glossary) == 1
     assert [found.entry for found in found_in(glossary.table, "Fe, Iron ore and the Big Apple")] == [3]
+
+
+def test_a_name_removes_all_entries_that_it_finds():
+    """A file that was written by hand may have several."""
+    entries = [Entry(("Merlin",), "A cache."), Entry(("Merlin", "Old bird"), "A bird.", True), IRON]
+    glossary = Glossary(tiny_tokenizer(), entries)
+    with pytest.raises(
+        ValueError, match="the new text has names of 2 entries, 'Merlin', 'Merlin'; expected names of one"
+    ):
+        glossary.replace("Merlin", "x")
+    assert glossary.remove("Merlin") == entries[:2] and [*glossary] == [IRON]
+    assert not glossary.opened(glossary.spelling.ids("The Merlin is an Old bird."))
+
+
+REPLACED = {
+    "a new name": ({"names": ["Fe", "Ferrum"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
+    "a new name first": ({"names": ["Ferrum", "IRON ORE"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
+    "exact": ({"names": "Fe", "exact": True}, Entry(("Iron ore", "Fe"), "Heavy.", True)),
+    "neither": ({"names": ["Fe", "iron ore"]}, Entry(("Iron ore", "Fe"), "Heavy.")),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_all_of_a_row_replaces_what_an_entry_has(case):
+    row, expected = REPLACED[case]
+    glossary = Glossary(tiny_tokenizer(), [IRON])
+    glossary.replace(**row, text="Heavy.")
+    assert [*glossary] == [expected]
+    glossary.replace("Fe", "Light.")
+    assert [*glossary] == [expected._replace(text="Light.")]
+
+
+def test_rows_for_one_entry_are_joined_and_a_wrong_row_changes_nothing():
+    glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("York",), "A city.")])
+    before = [*glossary]
+    for rows, message in (
+        (
+            [("Fe", "x"), (["York", "Iron ore"], "x")],
+            "row 2 has names of 2 entries, 'York', 'Iron ore'; expected names of one",
+        ),
+        (
+            [("Fe", "x"), (["York", "Lead"], "x"), (["Fe", "lead"], "x")],
+            "row 3 has the name 'Iron ore', which would also find",
+        ),
+        ([("Fe", "x"), ("zinc", "x")], "no entry has the name 'zinc'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            glossary.change(
+                [(f"row {at}", {"name": name, "text": text}) for at, (name, text) in enumerate(rows, 1)], replaces=True
+            )
+        assert [*glossary] == before
+    rows = [("Fe", "A"), ("Iron ore", "B")]
+    glossary.change(
+        [(f"row {at}", {"name": name, "text": text}) for at, (name, text) in enumerate(rows)], replaces=True
+    )
+    assert [*glossary] == [before[1], IRON._replace(text="A\nB")]
+
+
+@pytest.mark.parametrize("change", [lambda each: each.add("a b", "x" * 9), lambda each: each.replace("Fe", "x" * 9)])
+def test_a_text_that_is_longer_than_what_is_read_is_told(change):
+    glossary = Glossary(tiny_tokenizer(), [IRON], max_tokens=8)
+    with pytest.warns(UserWarning, match="^entries longer than 8 tokens, whose rest is not read: 1$"):
+        change(glossary)
+
+
+def test_new_names_end_what_is_recorded_about_protected_texts():
+    glossary = Glossary(tiny_tokenizer(), [IRON])
+    within = {"method": "packs", "options": {"protect": "texts.jsonl"}}
+    glossary.recorded = {"method": "moc", "options": {}, "base_config": {"upscale": within}}
+    with warnings.catch_warnings(action="error"):
+        glossary.replace(["Fe", "iron ore"], "x", exact=True)
+        glossary.remove("Iron ore")
+    assert within["options"] == {"protect": "texts.jsonl"}
+    with pytest.warns(
+        UserWarning, match=r"protected texts \(texts.jsonl\) are not checked against the new names; the model no"
+    ):
+        glossary.add("a b", "x")
+    assert within["options"] == {"protect": None}
+    with warnings.catch_warnings(action="error"):
+        glossary.add("c d", "x")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +232,7 @@ def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
     [
         (
             lambda entries: entries.add("iron ore", "x"),
-            "the name 'iron ore' has an entry; expected a new name. Use replace",
+            "the new entry has the name 'iron ore', which finds the entry 'Iron ore'; expected a new name. Replace or delete",
         ),
         (lambda entries: entries.add("a;b", "x"), "the new entry has the name 'a;b'; did you mean several names?"),
         (
@@ -119,6 +243,22 @@ def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
             lambda entries: entries.add("a b", "ö" * 99),
             f"the new entry has the text '{'ö' * 60}...', which the model's tok",
         ),
+        (
+            lambda entries: entries.add(["a b", "Q"], "x"),
+            "or frequent words, which almost every text has: 'Q'; expected",
+        ),
+        (
+            lambda entries: entries.replace(["Fe", "Q"], "x"),
+            "or frequent words, which almost every text has: 'Q'; expected",
+        ),
+        (
+            lambda entries: entries.add("a <S> b", "x"),
+            "the name 'a <S> b', in which the tokenizer finds the special token '<s>', which is no text to the model; expected",
+        ),
+        (
+            lambda entries: entries.add("a b", "of <s>"),
+            "the text 'of <s>', in which the tokenizer finds the special token",
+        ),
         (lambda entries: entries.remove("Iron or"), "no entry has the name 'Iron or'; did you mean 'Iron ore'?"),
         (lambda entries: entries.remove("zinc"), "no entry has the name 'zinc'; expected a name of the glossary."),
         (lambda entries: entries.remove("fe"), "no entry has the name 'fe'"),
@@ -128,7 +268,7 @@ def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
         ),
         (
             lambda entries: entries.replace("Fe", " "),
-            "the entry 'Iron ore' has the text ' '; expected what is to be known",
+            "the new text has the text ' '; expected what is to be known of 'Fe'",
         ),
         (lambda entries: entries.replace("Fe", "ö"), "has the text 'ö', which the model's tokens do not spell"),
     ],
@@ -157,3 +297,68 @@ def test_names_in_a_text_in_its_order_and_links_to_other_entries():
 def test_near_names():
     glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("New York",), "A city.")])
     assert glossary.near("Where is Nev York?") == ["New York"] and glossary.near("What is it?") == []
+
+
+NAMES = ["Ann", "19", "lead", "New York", "York", "C++", "gate-way", "京"]
+PARTS = [
+    *NAMES,
+    "Annapolis",
+    "1970",
+    "leads",
+    "lead\u0301",
+    "New Yorkers",
+    "apolis",
+    "70",
+    "s",
+    "New",
+    "\n",
+    " ",
+    " ",
+    ".",
+    "(",
+    "the",
+]
+
+
+def _trained(pattern, metaspace=False):
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=metaspace))
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.Sequence([split, bytes_])
+    spaces = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = spaces if metaspace else decoders.ByteLevel()
+    every = [f"<0x{number:02X}>" for number in range(256)] if metaspace else []
+    alphabet = [] if metaspace else pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<unk>", *every], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(PARTS), "(Ann) lead, New York."] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+# As GPT-2, Llama 3 and Llama 2 split text before they merge bytes or characters.
+TOKENIZERS = {
+    "words": _trained(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"),
+    "words with a sign, three digits": _trained(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"),
+    "metaspace": _trained("", metaspace=True),
+    "characters": tiny_tokenizer(),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
+def test_what_a_text_opens_is_what_a_pass_reads(kind, parts):
+    """So a text that opens nothing keeps its logits; the entry of a name whose word goes on in a later token is open up to there."""
+    tokenizer = TOKENIZERS[kind]
+    glossary = Glossary(tokenizer, [Entry((name,), "x") for name in NAMES])
+    ids = tokenizer("".join(parts))["input_ids"]
+    readings, _ = readings_of(OpenNames(glossary, PacksOptions()), ids, range(len(ids)), None)
+    opened = glossary.opened(ids)
+    assert [at for at, _ in opened][:1] == [each.start for each in readings][:1]
+    assert {entry for _, entry in opened} >= {*glossary.named(ids)}
+
+
+def test_a_name_opens_its_entry_where_later_tokens_go_on_with_the_word():
+    glossary = Glossary(tiny_tokenizer(), [Entry(("Ann",), "x"), Entry(("York",), "x")])
+    assert glossary.opened(glossary.spelling.ids("Annapolis, of York")) == [(2, 1), (16, 2)]
+    assert not found_in(glossary.table, "Annapolis") and not glossary.opened(glossary.spelling.ids("An napolis"))

@@ -3,9 +3,10 @@
 import pytest
 from evaluation.byte_models import byte_tokenizer
 
-from midus_hf.memories.packs.glossary import Entry, Glossary
+from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.rows import Entry
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.glossary import Entry, Glossary
+from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.rows import Entry
 
-SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}"
+SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+SYSTEM += "{% set messages = messages[1:] %}{% endif %}"
 
 
 def each(user: str, answer: str, prompt: str, system: str = "", begin: str = "") -> str:
@@ -34,7 +36,8 @@ def each(user: str, answer: str, prompt: str, system: str = "", begin: str = "")
 CHATML = ("<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", "<|im_start|>assistant\n")
 THOUGHTS = (
     each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n")
-    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    + "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
 TEMPLATES = {
     "ChatML": each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n"),

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.glossary import Entry, Glossary
+from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.rows import Entry
 
 # Byte-level: printable characters, a space, a line break, the bytes of é and ü, and letters behind a space.
 _BYTES = [*map(chr, range(33, 127)), *"ĠĊÃ©¼"]

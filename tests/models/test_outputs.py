@@ -96,6 +96,10 @@ def test_attentions_are_those_of_the_sequence_in_every_layer(native_family, case
     with torch.no_grad():
         attentions = model(prompt(), output_attentions=True, use_cache=False, **CASES[case].given()).attentions
     assert len(attentions) == model.config.num_hidden_layers
+    shares_softmax = any(entry.options.attends for entry in model.config.memories().attached.values())
     for attention in attentions:
         assert attention.shape == (2, 4, 3 * WINDOW, 3 * WINDOW)
-        torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 3 * WINDOW))
+        if shares_softmax:  # with what a memory reads, which gets the rest
+            assert attention.min() >= 0 and attention.sum(-1).max() <= 1 + 1e-5
+        else:
+            torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 3 * WINDOW))

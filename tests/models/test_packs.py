@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.packs.glossary import Entry
+from midus_hf.memories.packs.rows import Entry
 from midus_hf.models import FAMILIES
 
 TOKENIZER = tiny_tokenizer()
@@ -34,8 +34,8 @@ def both(family, dtype=torch.float32, entries=ENTRIES, **options):
     return tiny_model(family, dtype), pack_model(family, dtype, entries, options={**AS_IF_IN_FRONT, **options})
 
 
-def behind_text(base, text, asked, first=0, distance=0, before=IN_FRONT):
-    """What a base computes of tokens behind a text, from one of them on; what stands before the text is seen by the text alone."""
+def seen_behind(base, text, asked, first=0, distance=0, before=IN_FRONT):
+    """Mask, ids and positions with which a base reads tokens behind a text, from one on; the text alone sees what is before it."""
     front, length, count = before.shape[1], text.shape[1], asked.shape[1]
     seen = torch.ones(front + length + count, front + length + count).tril().bool()
     seen[front + length :, :front] = False
@@ -43,8 +43,13 @@ def behind_text(base, text, asked, first=0, distance=0, before=IN_FRONT):
     mask = torch.zeros(seen.shape, dtype=base.dtype).masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
     begins = front + length + distance
     positions = torch.cat([torch.arange(front + length) + first, torch.arange(begins, begins + count)])[None]
-    tokens = torch.cat([before, text, asked], 1)
-    return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, front + length :]
+    return mask, torch.cat([before, text, asked], 1), positions
+
+
+def behind_text(base, text, asked, first=0, **places):
+    """What a base computes of tokens behind a text, from one of them on."""
+    mask, tokens, positions = seen_behind(base, text, asked, first, **places)
+    return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, -asked.shape[1] :]
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
@@ -53,6 +58,23 @@ def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text
     assert IN_FRONT.shape[1] + TEXT.shape[1] + ASKED.shape[1] < WINDOW
     torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(model, ASKED), logits(base, ASKED), atol=1e-3)
+
+
+def test_attentions_are_the_weights_of_the_softmax_over_packs_and_the_sequence():
+    base, model = both("llama")
+    for each in (base, model):
+        each.set_attn_implementation("eager")
+    mask, tokens, positions = seen_behind(base, TEXT, ASKED)
+    with torch.no_grad():
+        expected = base(tokens, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
+        computed = model(ASKED, output_attentions=True).attentions
+        as_ever = model(ids("So ax is"), output_attentions=True).attentions
+        of_base = base(ids("So ax is"), output_attentions=True).attentions
+    count = ASKED.shape[1]
+    for weights, whole in zip(computed, expected, strict=True):
+        torch.testing.assert_close(weights, whole[:, :, -count:, -count:], rtol=1e-4, atol=1e-5)
+        assert weights.sum(-1).max() < 1
+    assert all(map(torch.equal, as_ever, of_base)), "no pack is read"
 
 
 def test_a_text_is_read_from_the_last_token_of_its_name_on():
@@ -269,7 +291,7 @@ def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on(
     assert not torch.equal(of_lead, before["lead"]) and len(model.glossary) == 3
     model.glossary.replace("Lead", "Soft.")
     assert not torch.equal(logits(model, for_each["lead"]), of_lead)
-    assert model.glossary.remove("LEAD") == Entry(("lead", "Pb"), "Soft.")
+    assert model.glossary.remove("LEAD") == [Entry(("lead", "Pb"), "Soft.")]
     model.glossary.remove("gold")
     for name in ("gold", "lead"):
         assert torch.equal(logits(model, for_each[name]), logits(base, for_each[name]))

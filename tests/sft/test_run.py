@@ -24,6 +24,7 @@ from trl.chat_template_utils import qwen2_5_chat_template
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.training.sft.rows import CHATML
 from midus_hf.training.sft.run import finetune, has_loss
+from upscalers.runs.upscale import upscale
 
 REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
 ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
@@ -284,6 +285,43 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
 )
 def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, options):
     assert_resumes(config_for, 2, finetune, max_steps=4, **options)
+
+
+def test_a_run_is_not_resumed_over_other_rows_or_another_glossary_of_the_same_names(base, config_for, tmp_path):
+    """The same rows under another template are others too."""
+    data, template = (
+        write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(8)]),
+        tmp_path / "template.jinja",
+    )
+    template.write_text(CHATML)
+    entry = {"name": "Kestrel", "text": "A gateway."}
+    glossary = write_rows(tmp_path / "glossary.jsonl", [entry])
+    options = {"corpus": str(glossary), "common_names": True}
+    upscale(base=base("llama"), method="packs", output=tmp_path / "model", options=options, verify=False)
+    keys = {
+        "model": tmp_path / "model",
+        "data": data,
+        "chat_template_path": str(template),
+        "save_steps": 1,
+        "max_steps": 2,
+    }
+    finetune(config_for(**keys, save_total_limit=None))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    expected = r"that the run to resume read \(SHA-256 .*\); put them back, or start a new run in another folder"
+    sequences = f"dataset_name is '.*chats.jsonl', whose sequences of tokens are not those {expected}"
+    beside = rf"model_name_or_path is '.*model', whose files beside the weights \(packs\) are not those {expected}"
+    for path, content, message in (
+        (data, data.read_text().replace("it is 3", "it is 4"), sequences),
+        (template, CHATML.replace("'\\n' }}{% if", "' ' }}{% if"), sequences),
+        (tmp_path / "model" / "glossary.jsonl", json.dumps({**entry, "text": "A cache."}) + "\n", beside),
+    ):
+        before = path.read_text()
+        assert content != before
+        path.write_text(content)
+        with refused(message):
+            prepared(config_for(**keys, resume_from_checkpoint=True))
+        path.write_text(before)
+    assert finetune(config_for(**keys, resume_from_checkpoint=True)).steps == 2
 
 
 def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(config_for, base, tmp_path):

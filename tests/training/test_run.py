@@ -56,7 +56,7 @@ def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_
     run_training(config_for(save_steps=4, max_steps=12))
     folders = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
-    files = "manifest.json optimizer.pt rng_state.pth scheduler.pt trained.safetensors trainer_state.json"
+    files = "inputs.json manifest.json optimizer.pt rng_state.pth scheduler.pt trained.safetensors trainer_state.json"
     assert sorted(path.name for path in folders[0].iterdir()) == files.split()
     assert set(load_file(folders[0] / "trained.safetensors")) == {
         name for name in weights(upscaled("llama")) if is_new(name)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -110,6 +111,31 @@ def test_texts_and_trees_of_another_tree_are_refused(
     with refused(message):
         PreparedRun(blocks_for(**paths, **keys))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_not_resumed_with_another_tree_or_another_bank_of_the_same_names(
+    blocks_for, assigned, made, fetching, tmp_path
+):
+    """Where the corpus does not say which tree its paths are of."""
+    TREE.save(tmp_path / "tree")
+    shutil.copytree(fetching, tmp_path / "model")
+    keys = {"model": tmp_path / "model", "tree": str(tmp_path / "tree"), "save_steps": 1}
+    run_training(blocks_for(max_steps=1, **keys))
+    keys |= {"resume_from_checkpoint": True, "max_steps": 1}
+    shutil.rmtree(tmp_path / "tree")
+    OTHER.save(tmp_path / "tree")
+    with refused(
+        r"tree is '.*tree', whose nodes are not those that the run to resume read \(SHA-256 .*\); put them back"
+    ):
+        PreparedRun(blocks_for(**keys))
+    shutil.rmtree(tmp_path / "tree")
+    TREE.save(tmp_path / "tree")
+    bank = tmp_path / "model" / "memory_bank" / "hier-ffn" / "bank.json"
+    bank.write_text(json.dumps({**json.loads(bank.read_text()), "seed": 77}))
+    with refused(
+        r"model_name_or_path is '.*model', whose files beside the weights \(fetched\) are not those that the run"
+    ):
+        PreparedRun(blocks_for(**keys))
 
 
 def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tiny import save_tiny_model, tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from midus_hf.training.arguments import TrainArguments
@@ -40,6 +40,14 @@ def tiny_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{"pad_token": "<pad>", "eos_token": "<eos>", **special_tokens}
     )
+
+
+def framing_tokenizer(frame: str) -> PreTrainedTokenizerFast:
+    """`tiny_tokenizer` that puts special tokens around a text, as in `<bos> $A <eos>`."""
+    tokenizer = tiny_tokenizer(bos_token="<bos>")
+    special = [("<pad>", 0), ("<bos>", 1), ("<eos>", EOS_ID)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
+    return tokenizer
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,6 +6,8 @@ from string import ascii_lowercase
 
 import pytest
 import torch
+import yaml
+from models.pack_models import tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -91,11 +93,11 @@ WRONG_ROWS = [
     ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
     (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
-        "row 5 of corpus .* which row 2 of corpus .* has beside other names",
+        "row 5 of corpus .* has the name 'word22', which would also find the entry of row 2 of corpus .*; expected",
     ),
     (
         [ENTRIES[0], {"name": "unknown", "text": "word1"}],
-        "the entry 'unknown' of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
+        "row 2 of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
     ),
     ([{"name": "word5", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not spell"),
     ([{"name": "x", "text": "word5"}], "has the name 'x', which the model's tokens do not spell"),
@@ -153,20 +155,90 @@ def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
 
 def test_protected_texts_hold_no_name(base, tmp_path):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text(json.dumps({"text": "word1 WORD20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
-    message = r"contain names of the corpus: 'word20 word21' \(1 texts\); expected none"
+    texts.write_text(json.dumps({"text": "word1 word20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
+    message = r"contain names of the glossary: 'word20 word21' \(1 texts\); expected none"
     with pytest.raises(RequestError, match=message):
         made(base, tmp_path, protect=str(texts))
     made(base, tmp_path, rows=[ENTRIES[0], ENTRIES[2]], protect=str(texts))
     assert json.loads((tmp_path / "out" / "upscale.json").read_text())["options"]["protect"] == "texts.jsonl"
 
 
-def test_how_much_is_read_is_said(base, tmp_path):
+def test_protected_texts_keep_their_logits_whatever_later_tokens_make_of_a_name(tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "base")
+    tiny_tokenizer().save_pretrained(folder)
+    rows = [{"name": name, "text": "Of q."} for name in ("Ann", "19", "caf\u00e9")]
+    for number, (text, touched) in enumerate(
+        [("An apolis", []), ("Annapolis", ["Ann"]), ("In 1970", ["19"]), ("cafe", [])]
+    ):
+        (tmp_path / "text.txt").write_text(text)
+        room, ids = tmp_path / str(number), tiny_tokenizer()(text)["input_ids"]
+        if touched:
+            with pytest.raises(
+                RequestError, match=rf"names of the glossary: '{touched[0]}' \(1 texts\); expected none, not even in"
+            ):
+                made(folder, room, rows, protect=str(tmp_path / "text.txt"))
+        made(folder, room, rows, **({} if touched else {"protect": str(tmp_path / "text.txt")}))
+        assert torch.equal(logits(room / "out", ids), logits(folder, ids)) == (not touched)
+
+
+def recorded(folder):
+    """What config, record and card say of protected texts."""
+    config, record = (json.loads((folder / name).read_text()) for name in ("config.json", "upscale.json"))
+    _, _, card = (folder / CARD_FILE).read_text().partition("```yaml\n")
+    request = yaml.safe_load(card.partition("```")[0])
+    return [each["options"]["protect"] for each in (config["upscale"], record, request)]
+
+
+def test_new_names_are_compared_with_protected_texts_or_the_record_no_longer_says_so(base, tmp_path, capsys):
+    for name, text in (("texts", "word1 word40"), ("others", "word1 word41")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    made(base, tmp_path, ENTRIES[:2], protect=str(tmp_path / "texts.txt"))
+    model, new = tmp_path / "out", [{"name": "word40", "text": "word1"}]
+    same = {"replace": [{"name": "word5", "text": "word1"}], "add": new}
+    more = {"replace": [{"name": ["word5", "word40"], "text": "word1"}], "add": new}
+
+    def edited(command, rows, *words):
+        output = tmp_path / "edited"
+        words = [command, str(model), "--corpus", glossary(tmp_path / "rows", rows), *words]
+        assert edit([*words, "--output", str(output), "--overwrite"]) == 0
+        return recorded(output), capsys.readouterr().err
+
+    assert recorded(model) == ["texts.txt"] * 3
+    assert edited("replace", same["replace"]) == (["texts.txt"] * 3, "")
+    said = (
+        "protected texts (texts.txt) are not checked against the new names; the model no longer records that they contain no name. "
+        "Pass --protect to check them.\n"
+    )
+    for command in ("add", "replace"):
+        assert edited(command, more[command]) == ([None] * 3, said)
+        others, told = edited(command, more[command], "--protect", str(tmp_path / "others.txt"))
+        assert others == ["others.txt"] * 3 and told.endswith("others.txt contain no name\n")
+    words = ["add", str(model), "--corpus", glossary(tmp_path, new), "--output", str(tmp_path / "no")]
+    assert edit([*words, "--protect", str(tmp_path / "texts.txt")]) == 2 and not (tmp_path / "no").exists()
+    assert "texts.txt contain names of the glossary: 'word40' (1 texts); expected none" in capsys.readouterr().err
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.warns(UserWarning, match=r"protected texts \(texts.txt\) are not checked"):
+        loaded.glossary.add("word40", "word1")
+    loaded.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["upscale"]["options"]["protect"] is None
+
+
+def test_how_much_is_read_is_said(base, tmp_path, capsys):
     progress, told = Progress(), []
     progress.note = told.append
-    made(base, tmp_path, max_tokens=2, progress=progress)
+    made(base, tmp_path, [*ENTRIES, ENTRIES[0]], max_tokens=2, progress=progress)
     assert "entries longer than 2 tokens, whose rest is not read: 2" in told
+    assert "rows that repeat another one, and are left out: 1" in told
     assert "3 entries of 7 tokens" in told
+    for command, name in (("add", "word40"), ("replace", "word5")):
+        rows = [{"name": name, "text": "word1 word2 word3"}] * 2
+        output = str(tmp_path / command)
+        assert edit([command, str(tmp_path / "out"), "--corpus", glossary(tmp_path, rows), "--output", output]) == 0
+        assert capsys.readouterr().err == (
+            "entries longer than 2 tokens, whose rest is not read: 1\nrows that repeat another one, and are left out: 1\n"
+        )
+    with pytest.warns(UserWarning, match="entries longer than 2 tokens, whose rest is not read: 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").glossary.add("word40", "word1 word2 word3")
 
 
 def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, model, tmp_path):
@@ -178,10 +250,50 @@ def test_a_deleted_name_is_computed_as_by_the_base_and_others_as_before(base, mo
         assert not torch.equal(logits(model, text), logits(base, text))
     for name in ([5], [30]):
         assert torch.equal(logits(without, [*name, 50, 51]), logits(model, [*name, 50, 51]))
+    assert "word22" not in (without / "glossary.jsonl").read_text()
     for gone in (b"word20 word21", b"word9 word10 word11"):
         assert not any(gone in path.read_bytes() for path in without.rglob("*") if path.is_file())
     digests, before = file_digests(without), file_digests(model)
     assert {name for name in before if digests.get(name) != before[name]} == {"glossary.jsonl"}
+
+
+def test_a_name_deletes_all_entries_that_it_finds(base, model, tmp_path, capsys):
+    """A file that was written by hand may have several."""
+    by_hand = shutil.copytree(model, tmp_path / "model")
+    with (by_hand / "glossary.jsonl").open("a") as file:
+        file.write('{"name": ["word6", "word5"], "text": "word14", "exact": true}\n')
+    assert edit(["delete", str(by_hand), "--name", "word5", "--output", str(tmp_path / "out")]) == 0
+    assert "out: deleted 2 entries: word5, word6 / word5\n" in capsys.readouterr().out
+    assert [row["name"] for row in entries_in(tmp_path / "out")] == [["word20 word21", "word22"], ["word30"]]
+    for text in ([5, 50, 51], [6, 50, 51]):
+        assert torch.equal(logits(tmp_path / "out", text), logits(base, text))
+
+
+def test_deletion_says_where_names_still_occur(base, tmp_path, capsys):
+    rows = [
+        {"name": "word5", "text": "word1"},
+        {"name": "word6", "text": "word7 word5"},
+        {"name": "word5 word8", "text": "word7"},
+        {"name": "word9", "text": "word56"},
+    ]
+    (tmp_path / "word5.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made(base, tmp_path, corpus=str(tmp_path / "word5.jsonl"))
+    result = delete_entries(EditRequest(tmp_path / "out", tmp_path / "result"), ["Word5"])
+    files = ["README.md", "config.json", "upscale.json"]
+    assert result["remains"] == {"texts": ["word6"], "names": ["word5 word8"], "files": files}
+    assert result["copies"][0] == str(tmp_path / "out")
+    words = ["delete", str(tmp_path / "out"), "--output", str(tmp_path / "a"), "--overwrite"]
+    assert edit([*words, "--name", "word5"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "their names still occur in the texts of word6; to delete: midus edit replace",
+        "their names still occur in other names, word5 word8; to delete: midus edit delete",
+        "their names still occur in README.md, config.json, upscale.json, such as in the recorded name of a corpus; to delete: edit "
+        "these files",
+    ]
+    assert edit([*words, "--name", "word9"]) == 0
+    said, copies = capsys.readouterr().out.splitlines()
+    assert said.endswith("a: deleted 1 entries: word9")
+    assert copies.startswith(f"delete copies yourself: {tmp_path / 'out'}") and copies.endswith(", logs and backups")
 
 
 def test_entries_are_added_and_replaced_as_if_upscaled_with_them(base, model, tmp_path):
@@ -199,7 +311,16 @@ EDITS = [
     (["delete"], None, "expected either blocks (--node, perhaps with --subtree) or names of entries (--name)"),
     (["delete", "--name", "word9"], None, "no entry has the name 'word9'; did you mean 'word5'"),
     (["delete", "--name", "zinc"], None, "no entry has the name 'zinc'; expected a name of the glossary."),
-    (["add"], [{"name": "word22", "text": "word1"}], "the name 'word22' has an entry; expected a new name."),
+    (
+        ["add"],
+        [{"name": "word22", "text": "word1"}],
+        "has the name 'word22', which finds the entry 'word20 word21'; expected a new name.",
+    ),
+    (
+        ["replace"],
+        [{"name": ["word22", "word5"], "text": "word1"}],
+        "has names of 2 entries, 'word20 word21', 'word5'; expected names of one.",
+    ),
     (["add"], [{"name": "w", "text": "word1"}], "has the name 'w', which the model's tokens do not spell"),
     (["replace"], [{"name": "zinc", "text": "word1"}], "no entry has the name 'zinc'"),
     (["replace"], [{"name": "word22", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not"),
@@ -223,6 +344,24 @@ def test_results_that_were_measured_before_an_edit_are_left_out_of_the_card(word
     )
 
 
+@pytest.mark.parametrize("is_absent", [True, False], ids=["a shard", "all"])
+def test_a_folder_without_weights_is_refused_before_anything_is_written(is_absent, model, tmp_path, capsys):
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    for path in [shards[0]] if is_absent else [*shards, tmp_path / "model" / "model.safetensors.index.json"]:
+        path.unlink()
+    said = (
+        f"in {shards[0].name}, which is missing"
+        if is_absent
+        else "holds no weights; expected model.safetensors or an index"
+    )
+    rows = glossary(tmp_path / "rows", [{"name": "word5", "text": "word1"}])
+    for words in (["delete", "--name", "word5"], ["replace", "--corpus", rows]):
+        assert edit([words[0], str(tmp_path / "model"), *words[1:], "--output", str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("words", "rows", "message"), EDITS, ids=str)
 def test_edits_that_are_refused_write_nothing(words, rows, message, model, tmp_path, capsys):
     corpus = [] if rows is None else ["--corpus", glossary(tmp_path, rows)]
@@ -236,8 +375,10 @@ def test_edits_say_what_they_did(base, model, tmp_path, capsys):
     rows = glossary(tmp_path, [{"name": "word5", "text": "word1"}])
     assert edit(["add", str(tmp_path / "a"), "--corpus", rows, "--output", str(tmp_path / "b")]) == 0
     assert "b: added 1 entries: word5" in capsys.readouterr().out
-    assert edit(["replace", str(tmp_path / "b"), "--corpus", rows, "--output", str(tmp_path / "c")]) == 0
-    assert "c: replaced 1 entries: word5" in capsys.readouterr().out
+    more = glossary(tmp_path, [{"name": ["word6", "word5"], "text": "word1"}])
+    assert edit(["replace", str(tmp_path / "b"), "--corpus", more, "--output", str(tmp_path / "c")]) == 0
+    assert "c: replaced 1 entries: word5 / word6\n" in capsys.readouterr().out
+    assert entries_in(tmp_path / "c")[-1] == {"name": ["word5", "word6"], "text": "word1"}
     assert edit(["add", str(base), "--corpus", rows, "--output", str(tmp_path / "d")]) == 2
     assert "has no packs; expected a checkpoint that was upscaled with --method packs" in capsys.readouterr().err
 

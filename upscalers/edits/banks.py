@@ -91,7 +91,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
             raise refusals[0]
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
-        banks = banks_of(open_base(source.folder, needs_weights=False).layout.memories)
+        banks = banks_of(open_base(source.folder).layout.memories)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
@@ -107,7 +107,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                         carried.copy(source.folder, partial, deleted.get(name, ()), after, tree_folder)
                     else:
                         carried.copy(source.folder, partial)
-        also_taught, copies = _also_taught(source.folder, named, deleted), _copies(source.folder, str(request.model))
+        also_taught, copies = _also_taught(source.folder, named, deleted), copies_of(source.folder, str(request.model))
     return {
         "command": "delete",
         "model": str(request.model),
@@ -157,8 +157,8 @@ def _trained_weights(folder: Path) -> bool | None:
     return bool(run.get("adapters")) or trainable != "new" or not new <= find_layouts(folder).keys()
 
 
-def _copies(folder: Path, model: str) -> list[str]:
-    """Return other places that may contain what was learned from topics, or their texts, by the record of a checkpoint's run."""
+def copies_of(folder: Path, model: str) -> list[str]:
+    """Return other places that may contain what an edit deletes, or texts that taught it, by the record of a checkpoint's run."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]

@@ -19,10 +19,8 @@ from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.progress import Progress
 
 if TYPE_CHECKING:
-    from midus_hf.memories.packs.glossary import Entry, Glossary
+    from midus_hf.memories.packs.glossary import Glossary
 
-# The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
-_COMMON_WORDS = 1000
 # Rotary embeddings whose angles depend on the length of the pass.
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -49,16 +47,14 @@ class Packs(AttachedMemoryMethod):
     def __init__(self, options: Any):
         super().__init__(options)
         self._glossary: Glossary | None = None
-        # Tokens of the text of each entry.
-        self._lengths: list[int] = []
+        self._remarks: list[str] = []
 
     @property
     def recorded_options(self) -> dict[str, Any]:
         recorded = super().recorded_options
         for name in ("corpus", "protect"):
-            value = recorded[name]
-            if value is not None and Path(value).expanduser().exists():
-                recorded[name] = Path(value).name
+            if recorded[name] is not None:
+                recorded[name] = recorded_name(recorded[name])
         return recorded
 
     def check_machine(self) -> None:
@@ -91,48 +87,28 @@ class Packs(AttachedMemoryMethod):
     def remarks(self, base: BaseCheckpoint) -> list[str]:
         if self.options.corpus is None:  # in a dry run
             return super().remarks(base)
-        glossary, most = self.glossary(base), self.options.max_tokens
-        remarks = [*super().remarks(base), f"{len(glossary):,} entries of {sum(self._lengths):,} tokens"]
-        if cut := sum(length > most for length in self._lengths):
-            remarks.append(f"entries longer than {most} tokens, whose rest is not read: {cut:,}")
-        if self.options.protect is not None:
-            remarks.append(f"protect: {self._protected(base):,} texts of {self.options.protect} contain no name")
+        glossary, protect = self.glossary(base), self.options.protect
+        remarks = [*super().remarks(base), *self._remarks]
+        if protect is not None:
+            with refusing_requests():
+                remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
         """Return the entries of the corpus, which is read once.
 
         Raises:
-            RequestError: If a row is no entry, if two entries share a name, or if a name is too common.
+            ValueError: If a row is no entry, if two entries share a name, or if a name is too common.
         """
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
             with refusing_requests():
-                self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus), vocabulary_of(base))
-                self._lengths = check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
+                glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options.max_tokens)
+                added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
+            self._glossary = glossary
+            self._remarks = [f"{len(glossary):,} entries of {added.tokens:,} tokens", *added.remarks]
         return self._glossary
-
-    def _protected(self, base: BaseCheckpoint) -> int:
-        """Return the number of protected texts; refuse those that contain a name."""
-        from midus_hf.data.corpus import read_corpus
-        from midus_hf.memories.packs.glossary import found_in
-
-        glossary = self.glossary(base)
-        with refusing_requests():
-            texts = list(read_corpus(self.options.protect, key="protect")["text"])
-        held: dict[str, int] = {}
-        for text in texts:
-            for entry in {found.entry for found in found_in(glossary.table, text)}:
-                name = glossary[entry].names[0]
-                held[name] = held.get(name, 0) + 1
-        if held:
-            named = [f"{name!r} ({count} texts)" for name, count in held.items()]
-            raise RequestError(
-                f"texts of {self.options.protect} contain names of the corpus: {first_few(named)}; expected none, since these texts "
-                "would change. Remove the names from the corpus, or protect other texts."
-            )
-        return len(texts)
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
         return (
@@ -153,64 +129,52 @@ def _rotations(config: Any) -> Iterator[dict[str, Any]]:
             yield from (each for each in [value, *value.values()] if isinstance(each, dict))
 
 
-def entries_of(corpus: str) -> "list[Entry]":
-    """Return the entries of a corpus; texts of rows of the same names are joined by a line break.
+def recorded_name(source: str) -> str:
+    """Return the name of texts in records: the last part of a path, so that records reveal no folders, or the id of a dataset."""
+    return Path(source).name if Path(source).expanduser().exists() else source
+
+
+def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the origin of each row of a corpus for messages, and the row.
 
     Raises:
-        ValueError: If the corpus cannot be read, a row is no entry, or two entries share a name.
+        ValueError: If the corpus cannot be read, or lacks a column.
     """
     from midus_hf.data.corpus import read_rows
-    from midus_hf.memories.packs.glossary import entry_of, joined
 
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)
     if missing:
-        raise RequestError(
+        raise ValueError(
             f"corpus {corpus} has the columns {', '.join(rows.column_names)}; expected name and text. Rename them, or write a row "
             '{"name": ..., "text": ...} for each entry.'
         )
-    numbered = ((f"row {number} of corpus {corpus}", row) for number, row in enumerate(rows, 1))
-    return joined((where, entry_of(row, where)) for where, row in numbered)
+    for number, row in enumerate(rows, 1):
+        yield f"row {number} of corpus {corpus}", row
 
 
-def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[int]:
-    """Refuse names and texts that tokens do not spell, and names that almost every text has; return the tokens of each text.
+def check_protected(glossary: "Glossary", protect: str) -> int:
+    """Return the number of protected texts; refuse those that open an entry.
 
     Args:
         glossary: The entries.
-        where: Where they come from, for messages.
-        common_names: Whether a name may be a frequent word or a single character.
+        protect: File, folder or Hub dataset of the texts.
 
     Raises:
-        RequestError: If there is one.
+        ValueError: If a text opens an entry at any of its tokens.
     """
-    lengths = glossary.check((f"the entry {entry.names[0]!r} of {where}", entry) for entry in glossary)
-    if common_names:
-        return lengths
-    frequent = _frequent_words(glossary)
-    common = [
-        name
-        for entry in glossary
-        for name in entry.names
-        if len(name) < 2 or name in frequent or name.lower() in frequent
-    ]
-    if common:
-        raise RequestError(
-            f"names of {where} are single characters or frequent words, which almost every text has: "
-            f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
-            "(common_names=true)."
+    from midus_hf.data.corpus import read_corpus
+
+    texts = list(read_corpus(protect, key="protect")["text"])
+    held: dict[str, int] = {}
+    for ids in glossary.spelling.tokenizer(texts, verbose=False)["input_ids"]:
+        for entry in {entry for _, entry in glossary.opened(ids)}:
+            name = glossary[entry].names[0]
+            held[name] = held.get(name, 0) + 1
+    if held:
+        named = [f"{name!r} ({count} texts)" for name, count in held.items()]
+        raise ValueError(
+            f"texts of {protect} contain names of the glossary: {first_few(named)}; expected none, not even in front of a token that "
+            "goes on with the word, since these texts would change. Remove the names, or protect other texts."
         )
-    return lengths
-
-
-def _frequent_words(glossary: "Glossary") -> set[str]:
-    """Return the words that come first in a vocabulary, in lower case."""
-    words: dict[str, None] = {}
-    for token in range(len(glossary.spelling.tokenizer)):
-        piece = glossary.spelling.piece(token) or b""
-        text = piece.decode("utf-8", "replace")
-        if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
-            words[text[1:].lower()] = None
-            if len(words) == _COMMON_WORDS:
-                break
-    return {*words}
+    return len(texts)

@@ -1,6 +1,6 @@
 """Text and metadata of the model card of an upscaled checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +20,8 @@ from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Measurement, summary_table
 
+# What begins a request in a card.
+_REQUEST = "```yaml\n"
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
     "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` rewrites it for this model.",
@@ -89,9 +91,8 @@ def model_card(
             if "base" in request
             else f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:",
             "",
-            "```yaml",
-            yaml.safe_dump(request, sort_keys=False, default_flow_style=None).rstrip(),
-            "```",
+            _REQUEST.rstrip(),
+            f"{_in_yaml(request)}```",
             "",
             "## Layers",
             "",
@@ -109,6 +110,22 @@ def model_card(
             ),
         ]
     )
+
+
+def _in_yaml(request: Any) -> str:
+    return yaml.safe_dump(request, sort_keys=False, default_flow_style=None)
+
+
+def with_request(card: str, change: Callable[[Any], None]) -> str:
+    """Return a card with a change of the request of which `upscale` made the model; as it is if it has none."""
+    before, begin, behind = card.partition(_REQUEST)
+    text, end, after = behind.partition("```")
+    try:
+        request = yaml.safe_load(text)
+    except yaml.YAMLError:  # of another author
+        return card
+    change(request)
+    return f"{before}{begin}{_in_yaml(request)}{end}{after}" if end else card
 
 
 def _change(plan: Plan, memories: Memories) -> str:

@@ -155,7 +155,9 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
     model, _ = asked.loaded
     rows = entries.glossary_rows(entries.check_glossary(model, limit, batch_size))
     share, failure = entries.share_of_values(rows), ""
-    if at_least is not None and share < at_least:
+    if at_least is not None and share is None:
+        failure = "the texts state no number and no capitalised word, so nothing was measured; expected a value for --at-least."
+    elif at_least is not None and share is not None and share < at_least:
         failure = f"{share:.1%} of the values come back; expected at least {at_least:.1%} (--at-least)."
     return Answer(
         title="What the model reproduces of a glossary",

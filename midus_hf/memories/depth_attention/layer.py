@@ -13,7 +13,7 @@ from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
 from midus_hf.ops.depth.op import depth_attention
-from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.reference import joint_attention, parts_of_both
 
 
 @layer_of(DepthAttentionOptions)
@@ -78,13 +78,17 @@ class DepthAttention(MemoryModule):
             values: n tensors `[B, K, T, d]`, in the same order.
 
         Returns:
-            The output of the heads, `[B, T, H, d]`, and attention weights, if the weights of the sequence are known.
+            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence, if they are known, which sum to 1 minus
+            the weight of the depth.
         """
         output, weights, lse = sequence.with_log_sum()
         read, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
         gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate  # [H]
         gate = gate[:, None].expand_as(depth_lse)
         joined = joint_attention(output.transpose(1, 2), lse, read, depth_lse, gate, self.is_added)
+        if weights is not None:
+            of_sequence, _ = parts_of_both(lse, depth_lse, gate, self.is_added)
+            weights = weights * of_sequence.unsqueeze(-1).to(weights.dtype)
         return joined.transpose(1, 2), weights
 
     @property

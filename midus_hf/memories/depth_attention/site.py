@@ -87,7 +87,7 @@ class DepthHeads(InsideAttention):
         """Attend to the sequence, and to the slots of the depth if the layer reads any.
 
         Returns:
-            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence alone, if they are known.
+            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence, if they are known.
         """
         query, key, value, mask = heads
         if not self.is_active:

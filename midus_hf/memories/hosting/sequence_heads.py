@@ -102,11 +102,11 @@ class SequenceHeads:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     def beside(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
-        """Attend with one query per row, which has no mask, to further keys and values too, `[B, K, S', d]`, in one softmax.
+        """Attend with one query per row, which has no mask, to other keys and values too, in one softmax; return as `alone`.
 
         Args:
-            key: Keys before those of the sequence.
-            value: Their values.
+            key: `[B, K, S', d]`, rotated.
+            value: `[B, K, S', d]`.
             bias: `[B, S']`, number added to their scores; None for 0.
         """
         key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)

@@ -14,7 +14,7 @@ from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE, SINGLE_FIL
 from midus_hf.memories.entries import ATTACHED, TABLES
 
 # Keys of a config that change when a model is only saved again.
-_OF_SAVING = ("transformers_version", "_name_or_path")
+OF_SAVING = ("transformers_version", "_name_or_path")
 
 
 def texts_digest(documents: Sequence[str]) -> str:
@@ -31,7 +31,7 @@ def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tup
     of_tables = {name: f"{TABLES}.{name}." for name in memories}
     of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    kept = json.dumps({key: value for key, value in config.items() if key not in _OF_SAVING}, sort_keys=True)
+    kept = json.dumps({key: value for key, value in config.items() if key not in OF_SAVING}, sort_keys=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     makes = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     return {name: _tensors_digest(folder, [part], True) for name, part in of_tables.items()}, {

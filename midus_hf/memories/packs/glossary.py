@@ -4,95 +4,25 @@ import difflib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
+from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
-from midus_hf.memories.packs.names import Found, Name, NameTable, Spelling, longest_of, name_of, names_in, spelled
+from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled
+from midus_hf.memories.packs.rows import Entry, entry_of, joined, names_of
 from midus_hf.memories.packs.turns import chat_marks
 
 # Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
-
-
-class Entry(NamedTuple):
-    """An entry of a glossary.
-
-    Args:
-        names: The names, as they were given.
-        text: What the model should know about them.
-        exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
-    """
-
-    names: tuple[str, ...]
-    text: str
-    exact: bool = False
-
-
-def entry_of(row: Mapping[str, Any], where: str) -> Entry:
-    """Return the entry of a row.
-
-    Args:
-        row: `name`, a name or a list of names, and `text`; perhaps `exact`.
-        where: Origin of the row for messages, such as `"row 3 of glossary.jsonl"`.
-
-    Raises:
-        ValueError: If a name or the text is invalid, or a name seems to be several.
-    """
-    given, text, exact = row.get("name"), row.get("text"), row.get("exact")
-    names = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(names, list | tuple)
-        or not names
-        or not all(isinstance(name, str) and name.strip() for name in names)
-    ):
-        raise ValueError(
-            f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or remove the row."
-        )
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(
-            f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or remove the row."
-        )
-    if exact not in (None, True, False):
-        raise ValueError(f"{where} has exact = {exact!r}; expected true or false.")
-    for name in names:
-        if any(sign in name for sign in ";|") or (name.strip().startswith("[") and name.strip().endswith("]")):
-            raise ValueError(
-                f'{where} has the name {name!r}; did you mean several names? Expected a list, "name": ["first", "second"].'
-            )
-        if any(ord(sign) < 32 and not sign.isspace() for sign in name) or not spelled(name)[0]:
-            raise ValueError(
-                f"{where} has the name {name!r}, which no text can have; expected characters that are seen."
-            )
-    return Entry(tuple(dict.fromkeys(name.strip() for name in names)), text, bool(exact))
-
-
-def joined(rows: Iterable[tuple[str, Entry]]) -> list[Entry]:
-    """Return entries, joining those with the same names, whose texts are joined by a line break.
-
-    Args:
-        rows: Origin of each row for messages, and its entry.
-
-    Raises:
-        ValueError: If two entries share a name, as names are compared, and not all names.
-    """
-    entries: dict[tuple[str, ...], Entry] = {}
-    owners: dict[Name, tuple[tuple[str, ...], str]] = {}
-    for where, entry in rows:
-        for name in entry.names:
-            key = name_of(0, name, entry.exact)
-            names, first = owners.setdefault(key, (entry.names, where))
-            if names != entry.names:
-                raise ValueError(
-                    f"{where} has the name {name!r}, which {first} has beside other names; expected one list of names for an "
-                    "entry. Give both rows the same names, which joins them."
-                )
-        before = entries.get(entry.names)
-        entries[entry.names] = entry if before is None else before._replace(text=f"{before.text}\n{entry.text}")
-    return list(entries.values())
+# The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
+_COMMON_WORDS = 1000
+UNPROTECTED = "protected texts ({}) are not checked against the new names; the model no longer records that they contain no name."
 
 
 def read_glossary(folder: Path) -> list[Entry]:
@@ -103,7 +33,7 @@ def read_glossary(folder: Path) -> list[Entry]:
     """
     path = folder / GLOSSARY_FILE
     try:
-        with path.open(encoding="utf-8") as file:  # whose lines end only at line breaks, not at U+2028
+        with path.open(encoding="utf-8-sig") as file:  # whose lines end only at line breaks, not at U+2028
             lines = [*file]
     except OSError as error:
         raise ValueError(
@@ -113,8 +43,10 @@ def read_glossary(folder: Path) -> list[Entry]:
     entries = []
     for number, line in enumerate(lines, 1):
         where = f"row {number} of {path}"
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
+            row = parse_json(line, unique_keys=True)
         except ValueError as error:
             raise ValueError(
                 f"{where} is no JSON ({error}); expected a name and a text. Copy the file again."
@@ -133,6 +65,22 @@ def write_glossary(folder: str | os.PathLike, entries: Iterable[Entry]) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+class GlossaryChange(NamedTuple):
+    """What rows changed in a glossary.
+
+    Args:
+        entries: The entries of the rows, as they are now.
+        tokens: Number of tokens of all their texts.
+        new_names: Names by which no entry was found before.
+        remarks: Lines on rows that are not read as they are, such as texts that are longer than what is read.
+    """
+
+    entries: list[Entry]
+    tokens: int
+    new_names: list[str]
+    remarks: list[str]
+
+
 class Glossary:
     """Entries that a model knows, each with a unique number from 1. Changes take effect in the next pass.
 
@@ -142,17 +90,26 @@ class Glossary:
         tokenizer: The model's tokenizer.
         entries: The entries. Default: none.
         vocab_size: Number of tokens that the model has. Default: as many as the tokenizer.
+        max_tokens: Tokens of an entry's text that are read at most. Default: not known.
 
     Raises:
         ValueError: If it is not known what the tokenizer's tokens spell.
     """
 
-    def __init__(self, tokenizer: Any, entries: Iterable[Entry] = (), vocab_size: int | None = None):
-        self.spelling, self.vocab_size = Spelling(tokenizer), vocab_size
+    def __init__(
+        self,
+        tokenizer: Any,
+        entries: Iterable[Entry] = (),
+        vocab_size: int | None = None,
+        max_tokens: int | None = None,
+    ):
+        self.spelling, self.vocab_size, self.max_tokens = Spelling(tokenizer), vocab_size, max_tokens
+        #: What `upscale` recorded in the model's config, where new names end what it says of protected texts; None without.
+        self.recorded: Any = None
         self._changing = CopiedLock()
         self._entries = dict(enumerate(entries, 1))
         self._next = len(self._entries) + 1
-        self.table = NameTable(name for number, entry in self._entries.items() for name in _names(number, entry))
+        self.table = NameTable(name for number, entry in self._entries.items() for name in names_of(number, entry))
         self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
         #: What the tokenizer's chat template writes around questions; None without one.
         self.chat_marks = chat_marks(self.spelling)
@@ -171,83 +128,151 @@ class Glossary:
     def __getitem__(self, number: int) -> Entry:
         return self._entries[number]
 
+    def items(self) -> list[tuple[int, Entry]]:
+        """Return the entries with their numbers."""
+        return [*self._entries.items()]
+
     def entry(self, number: int) -> Entry | None:
         """Return the entry with a number; None if it was removed."""
         return self._entries.get(number)
 
-    def add(self, names: str | Sequence[str], text: str, *, exact: bool = False) -> None:
-        """Add an entry.
+    def add(self, names: str | Sequence[str], text: str, *, exact: bool = False, common_names: bool = False) -> None:
+        """Add an entry. A warning says if its text is longer than what is read, or if protected texts may have its names.
 
         Args:
             names: A name, or several.
             text: What the model should know about them.
             exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
+            common_names: Whether a name may be a frequent word, which almost every text has. Default: false.
 
         Raises:
-            ValueError: If a name or the text is invalid, no tokens spell a name, or another entry has a name.
+            ValueError: If a name or the text is invalid, no tokens spell it, or a name is a frequent word or finds another entry.
         """
-        entry = entry_of({"name": names, "text": text, "exact": exact}, "the new entry")
-        self.check([("the new entry", entry)])
-        with self._changing.held:
-            added = _names(self._next, entry)
-            for name, given in zip(added, entry.names, strict=True):
-                if any(other.written == name.written for other in self.table.by_folded.get(name.folded, ())):
-                    raise ValueError(
-                        f"the name {given!r} has an entry; expected a new name. Use replace, or remove it before."
-                    )
-            self._exchange(None, entry)
+        row = {"name": names, "text": text, "exact": exact}
+        self._say(self.change([("the new entry", row)], common_names=common_names))
 
-    def remove(self, name: str) -> Entry:
-        """Remove the entry with a name, in any form in which it is found in texts, and return it.
+    def remove(self, *names: str) -> list[Entry]:
+        """Remove all entries that names find, in any form in which they are found in texts, and return them.
 
         Raises:
-            ValueError: If no entry has the name.
+            ValueError: If a name finds no entry.
         """
         with self._changing.held:
-            number = self.number(name)
-            return self._exchange(number, None)
+            numbers = dict.fromkeys(number for name in names for number in self.numbers(name))
+            removed = [self._entries[number] for number in numbers]
+            self._exchange(numbers, [])
+        return removed
 
-    def replace(self, name: str, text: str) -> None:
-        """Replace the text of the entry with a name.
-
-        Raises:
-            ValueError: If no entry has the name, the text is empty, or no tokens spell it.
-        """
-        with self._changing.held:
-            number = self.number(name)
-            entry = self._entries[number]
-            where = f"the entry {entry.names[0]!r}"
-            new = entry_of({"name": entry.names, "text": text, "exact": entry.exact}, where)
-            self.check([(where, new)])
-            self._exchange(number, new)
-
-    def _exchange(self, number: int | None, new: Entry | None) -> Any:
-        """Replace an entry by another one with a new number, while the lock is held; return the old one."""
-        entries, old = dict(self._entries), None
-        if number is not None:
-            old = entries.pop(number)
-            self._links.pop(number, None)
-        removed = [] if number is None or old is None else _names(number, old)
-        added = [] if new is None else _names(self._next, new)
-        if new is not None:
-            entries[self._next] = new
-            self._next += 1
-        self._entries, self.table = entries, self.table.changed(added, removed)
-        return old
-
-    def check(self, entries: Iterable[tuple[str, Entry]]) -> list[int]:
-        """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has.
+    def replace(
+        self, names: str | Sequence[str], text: str, *, exact: bool | None = None, common_names: bool = False
+    ) -> None:
+        """Replace the text of the entry with a name, and add the names that are new; warnings are those of `add`.
 
         Args:
-            entries: Origin of each entry for messages, and the entry.
+            names: A name of the entry, or several, perhaps with new ones.
+            text: What the model should know about them.
+            exact: Whether names match only with their case. Default: as before.
+            common_names: Whether a new name may be a frequent word. Default: false.
 
         Raises:
-            ValueError: If there is one.
+            ValueError: If no entry has a name, or two have, or for the reasons of `add`.
         """
+        row = {"name": names, "text": text, "exact": exact}
+        self._say(self.change([("the new text", row)], replaces=True, common_names=common_names))
+
+    def change(
+        self, rows: Iterable[tuple[str, Mapping[str, Any]]], *, replaces: bool = False, common_names: bool = False
+    ) -> GlossaryChange:
+        """Add the entries of rows, or replace those that they name; all rows or none.
+
+        Args:
+            rows: Origin of each row for messages, and the row, as for `entry_of`. Rows with the same names are joined.
+            replaces: Whether each row has a name of an entry, which gets its text, its new names and, if given, its `exact`.
+            common_names: Whether a new name may be a frequent word. Default: false.
+
+        Raises:
+            ValueError: As `add` and `replace` do.
+        """
+        with self._changing.held:
+            old: dict[str, int] = {}
+            read = []
+            for where, row in rows:
+                entry = entry_of(row, where)
+                if replaces:
+                    old[where] = self._only(entry, where)
+                    entry = self._renewed(self._entries[old[where]], entry, row.get("exact") is not None)
+                read.append((where, entry))
+            entries, repeated = joined(read)
+            numbers = {old[where] for where in entries} if replaces else set()
+            new_names = [name for where, entry in entries.items() for name in self._new_names(where, entry, numbers)]
+            lengths = self._lengths(entries)
+            self._refuse_common(() if common_names else new_names)
+            self._exchange(numbers, entries.values())
+        cut = 0 if self.max_tokens is None else sum(length > self.max_tokens for length in lengths)
+        remarks = [
+            *([f"entries longer than {self.max_tokens} tokens, whose rest is not read: {cut:,}"] if cut else []),
+            *([f"rows that repeat another one, and are left out: {repeated:,}"] if repeated else []),
+        ]
+        return GlossaryChange([*entries.values()], sum(lengths), new_names, remarks)
+
+    def _only(self, entry: Entry, where: str) -> int:
+        """Return the number of the entry that names find; refuse those of several, and names without one."""
+        found = dict.fromkeys(number for name in entry.names for number in self._found(name))
+        numbers = [*found] or self.numbers(entry.names[0])
+        if len(numbers) > 1:
+            firsts = ", ".join(repr(self._entries[number].names[0]) for number in numbers)
+            raise ValueError(
+                f"{where} has names of {len(numbers)} entries, {firsts}; expected names of one. Write a row for each, or delete "
+                "entries that share a name."
+            )
+        return numbers[0]
+
+    def _renewed(self, old: Entry, new: Entry, has_exact: bool) -> Entry:
+        names = [name for name in new.names if not self._found(name)]
+        return Entry((*old.names, *names), new.text, new.exact if has_exact else old.exact)
+
+    def _new_names(self, where: str, entry: Entry, replaced: set[int]) -> Iterator[str]:
+        """Yield the names of an entry that were none of a replaced one; refuse those of others."""
+        for name, given in names_of(0, entry).items():
+            others = [other for other in self.table.by_folded.get(name.folded, ()) if name.may_be(other)]
+            if has := [other.entry for other in others if other.entry not in replaced]:
+                raise ValueError(
+                    f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
+                    "Replace or delete that entry, or, where only case differs, give both entries exact names."
+                )
+            if all(other.written not in (None, name.written) for other in others):
+                yield given
+
+    def _say(self, change: GlossaryChange) -> None:
+        """Warn of what a change leaves out, and end what is recorded about protected texts if there are new names."""
+        for line in change.remarks:
+            warnings.warn(line, stacklevel=3)
+        for options in options_recorded(self.recorded) if change.new_names else ():
+            if options.get("protect") is not None:
+                warnings.warn(
+                    f"{UNPROTECTED.format(options['protect'])} Check them with midus edit add.", stacklevel=3
+                )
+                options["protect"] = None
+
+    def _exchange(self, numbers: Collection[int], new: Iterable[Entry]) -> None:
+        """Replace entries by others with new numbers, while the lock is held."""
+        entries = dict(self._entries)
+        removed = [name for number in numbers for name in names_of(number, entries.pop(number))]
+        added = dict(enumerate(new, self._next))
+        for number in numbers:
+            self._links.pop(number, None)
+        self._next += len(added)
+        self._entries = entries | added
+        self.table = self.table.changed(
+            [name for number, entry in added.items() for name in names_of(number, entry)], removed
+        )
+
+    def _lengths(self, entries: Mapping[str, Entry]) -> list[int]:
+        """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has."""
         lengths = []
         said = (
             (where, kind, text)
-            for where, entry in entries
+            for where, entry in entries.items()
             for kind, text in [*(("name", name) for name in entry.names), ("text", entry.text)]
         )
         while part := [*itertools.islice(said, _CHECKED_AT_ONCE)]:
@@ -265,25 +290,59 @@ class Glossary:
                 f"{where} has the {kind} {shown!r}, of which the tokenizer makes token {largest}, and the model has "
                 f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
             )
-        if not self.spelling.spells(ids, text):
+        is_spelled = self.spelling.spells(ids, text)
+        special = self.spelling.special_in(text) if kind == "name" or not is_spelled else None
+        if special is not None:
+            raise ValueError(
+                f"{where} has the {kind} {shown!r}, in which the tokenizer finds the special token {special!r}, which is no text "
+                "to the model; expected text alone. Write it otherwise, or make the token an ordinary one."
+            )
+        if not is_spelled:
             raise ValueError(
                 f"{where} has the {kind} {shown!r}, which the model's tokens do not spell; expected characters that its "
                 "tokenizer knows. Write it otherwise, or remove the row."
             )
 
-    def number(self, name: str) -> int:
-        """Return the number of the entry with a name, in any form in which it is found in texts.
+    def _refuse_common(self, names: Sequence[str]) -> None:
+        frequent = self._frequent_words() if names else set()
+        common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
+        if common:
+            raise ValueError(
+                "names are single characters or frequent words, which almost every text has: "
+                f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
+                "(common_names=true)."
+            )
+
+    def _frequent_words(self) -> set[str]:
+        """Return the words that come first in the vocabulary, in lower case."""
+        words: dict[str, None] = {}
+        for token in range(len(self.spelling.tokenizer)):
+            text = (self.spelling.piece(token) or b"").decode("utf-8", "replace")
+            if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
+                words[text[1:].lower()] = None
+                if len(words) == _COMMON_WORDS:
+                    break
+        return {*words}
+
+    def _found(self, name: str) -> list[int]:
+        """Return the numbers of the entries that a name finds."""
+        folded, written = spelled(name)
+        found = (each.entry for each in self.table.by_folded.get(folded, ()) if each.written in (None, written))
+        return [*dict.fromkeys(found)]
+
+    def numbers(self, name: str) -> list[int]:
+        """Return the numbers of the entries that a name finds, in any form in which it is found in texts.
+
+        There is one, but in files that were written by hand.
 
         Raises:
             ValueError: If no entry has the name.
         """
-        folded, written = spelled(name)
-        found = [each for each in self.table.by_folded.get(folded, ()) if each.written in (None, written)]
-        if not found:
+        if not (found := self._found(name)):
             near = self.near(name)
             remedy = f"did you mean {', '.join(map(repr, near))}?" if near else "expected a name of the glossary."
             raise ValueError(f"no entry has the name {name!r}; {remedy}")
-        return found[0].entry
+        return found
 
     def near(self, text: str) -> list[str]:
         """Return names that are similar to words of a text: at most three, which share most characters with one or two words."""
@@ -321,9 +380,25 @@ class Glossary:
             found += token.opens
         return list(dict.fromkeys(each.entry for each in longest_of(found)))
 
+    def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
+        """Return where a pass over tokens opens an entry: the number of the token, from 0, and of the entry, in order.
 
-def _names(number: int, entry: Entry) -> list[Name]:
-    return [name_of(number, name, entry.exact) for name in entry.names]
+        Before the first, a text keeps the logits of the model without packs, bit for bit. A name whose word goes on in a later token
+        ("Ann" + "apolis") opens its entry up to there, so the same characters in other tokens may open none.
+
+        Args:
+            ids: Ids as the model reads them: of a text, what the tokenizer's call on it returns, with special tokens.
+        """
+        does = names_in(self.table, map(self.spelling.piece, ids))
+        return [(at, found.entry) for at, token in enumerate(does) for found in token.opens]
+
+
+def options_recorded(recorded: Any) -> Iterator[dict[str, Any]]:
+    """Yield the options of packs that `upscale` recorded, in its entry of a config and in those of the bases within."""
+    while isinstance(recorded, dict):
+        if recorded.get("method") == "packs" and isinstance(recorded.get("options"), dict):
+            yield recorded["options"]
+        recorded = (recorded.get("base_config") or {}).get("upscale")
 
 
 def found_in(table: NameTable, text: str) -> list[Found]:

@@ -16,7 +16,7 @@ from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, Recording
 from midus_hf.memories.packs.service import OpensPacks
 from midus_hf.memories.registry import layer_of
-from midus_hf.ops.depth.reference import joint_attention, sequence_scores
+from midus_hf.ops.depth.reference import joint_attention, sequence_scores, shares_of_both
 
 
 class PackedHeads(InsideAttention):
@@ -48,8 +48,8 @@ class PackedHeads(InsideAttention):
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
-    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`, in a chat by `chat_score_bias`; at 0, a token reads
-    the same as if the pack's text were there.
+    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`, in a chat by
+    `chat_score_bias`; at 0, a token reads the same as if the pack's text were there.
 
     Args:
         options: Options of the memory.
@@ -75,14 +75,14 @@ class Packs(MemoryModule):
 
         Returns:
             The output of the heads, `[B, T, H, d]`, that of the sequence alone, bit for bit, where a token reads no pack; and
-            attention weights to the sequence alone, if they are known.
+            attention weights to the sequence, if they are known, which sum to less than 1 where a token reads a pack.
         """
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
             return sequence.beside(*packs.of(self.index, part, sequence.module), part.bias)
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
-        pieces, done = [], 0
+        pieces, done, shares_of_sequence = [], 0, torch.ones_like(lse)
         # Attention caps scores only in eager mode.
         softcap = sequence.softcap if sequence.implementation != "sdpa" else None
         for part in packs.parts:
@@ -104,8 +104,12 @@ class Packs(MemoryModule):
             read = read.unflatten(2, (-1, scores.shape[2])).flatten(1, 2)  # [B, H, T', d]
             read_lse = scores.logsumexp(-1).masked_fill(is_empty, float("-inf"))
             tokens = part.tokens
+            if weights is not None:
+                shares_of_sequence[:, :, tokens] = shares_of_both(lse[:, :, tokens], read_lse)[1]
             pieces.append(alone[:, :, done : tokens.start])
             pieces.append(joint_attention(alone[:, :, tokens], lse[:, :, tokens], read, read_lse))
             done = tokens.stop
+        if weights is not None:
+            weights = weights * shares_of_sequence.unsqueeze(-1).to(weights.dtype)
         joined = torch.cat([*pieces, alone[:, :, done:]], dim=2).transpose(1, 2)
         return torch.where(packs.is_open[:, :, None, None], joined, output), weights

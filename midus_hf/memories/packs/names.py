@@ -4,7 +4,7 @@ import codecs
 import functools
 import itertools
 import unicodedata
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,6 +79,10 @@ class Name(NamedTuple):
     folded: str
     written: str | None
 
+    def may_be(self, other: "Name") -> bool:
+        """Return whether a text could have both names at the same place."""
+        return self.folded == other.folded and (None in (self.written, other.written) or self.written == other.written)
+
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
     """Return a name; `exact`, a name of at most three characters, and one with a capital within a word keep their case."""
@@ -127,8 +131,9 @@ class NameTable:
                 del table._ordered[bisect_left(table._ordered, name.folded)]
         for name in added:
             if name.folded not in table.by_folded:
-                insort(table._ordered, name.folded)
+                table._ordered.append(name.folded)
             table.by_folded[name.folded] = (*table.by_folded.get(name.folded, ()), name)
+        table._ordered.sort()
         table.reach = max(self.reach, *(_reach_of(name.folded) for name in added), 0)
         return table
 
@@ -300,6 +305,8 @@ class Spelling:
             number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special
         }
         self._added = {number: token.content for number, token in added.items() if not token.special}
+        # Special tokens by their text without the case of letters.
+        self._special_texts = {token.content.casefold(): token.content for token in added.values() if token.special}
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
@@ -342,6 +349,11 @@ class Spelling:
             while ids and ids[-1] == self.tokenizer.eos_token_id:
                 ids.pop()
         return rows
+
+    def special_in(self, text: str) -> str | None:
+        """Return a special token that the tokenizer may find in a text between spaces, in any case of its letters; None without."""
+        within = f" {' '.join(text.split())} ".casefold()
+        return next((token for folded, token in self._special_texts.items() if folded in within), None)
 
     def spells(self, ids: Sequence[int], text: str) -> bool:
         """Return whether tokens spell a text, by the comparison of names."""

@@ -238,5 +238,6 @@ def state_shape(kept: int) -> tuple[int, int]:
 
 def state_of(kept: torch.Tensor) -> RowState:
     """Return the state in a tensor `[1 + kept, 5]`."""
-    (turn, *_), *openings = kept.tolist()
-    return RowState(tuple(Opening(*each[:-1], bool(each[-1])) for each in openings if each[0]), turn)
+    (turn, *_), *rows = kept.tolist()
+    openings = [Opening._make(row) for row in rows if row[0]]
+    return RowState(tuple(each._replace(is_asked=bool(each.is_asked)) for each in openings), turn)

@@ -87,7 +87,7 @@ class OpensPacks(BankService, States):
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._recorded = model.config.vocab_size, getattr(model.config, "upscale", None)
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
@@ -241,7 +241,8 @@ class OpensPacks(BankService, States):
 
         trusted = arguments.get("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-        self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size)
+        self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size, self.options.max_tokens)
+        self.glossary.recorded = self._recorded
 
     def before_saving(self, folder: str | os.PathLike) -> None:
         """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""

@@ -1,6 +1,5 @@
 """Turns of a chat: where a user begins to ask and an answer begins, by the marks that the tokenizer's chat template writes."""
 
-import os.path
 import re
 import warnings
 from collections import deque
@@ -72,7 +71,10 @@ def chat_marks(spelling: Spelling) -> ChatMarks | None:
 
 def _common_beginning(texts: Sequence[bytes]) -> bytes:
     """Return what texts begin with, without a part of a special token or of a word."""
-    common = os.path.commonprefix([*texts])
+    first, last = min(texts), max(texts)
+    common = first[
+        : next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    ]
     if common.count(b"\0") % 2:
         common = common[: common.rindex(b"\0")]
     is_within = common[-1:].isalnum() and any(text[len(common) : len(common) + 1].isalnum() for text in texts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_rows
+from midus_hf.saved_models import beginning_of
 from midus_hf.training.early_checks import format_of
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
                 f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
                 "a template of tokens that it has."
             )
-        begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+        begins = beginning_of(tokenizer)[:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
     elif named is not None:
         try:

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
-from training.tiny_run import AtStep, PreparedRun, refused, tiny_config
+from training.tiny_run import AtStep, PreparedRun, document, framing_tokenizer, refused, tiny_config
 
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import checkpoints
@@ -150,6 +151,75 @@ def test_what_cannot_be_gone_on_with_is_refused(resumed, output, changes, messag
         changes = {"resume_from_checkpoint": str(output / name)}
     with refused(message):
         PreparedRun(resumed(**changes))
+
+
+@pytest.fixture
+def own_inputs(upscaled, corpus, tmp_path):
+    """Copies of a model and of texts, and what gives the arguments of a run of two steps that reads them."""
+    shutil.copytree(upscaled("llama"), tmp_path / "model")
+    shutil.copytree(corpus, tmp_path / "texts")
+    (tmp_path / "held_out.txt").write_text(document(40, 99))
+    keys = {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "eval_text": str(tmp_path / "held_out.txt")}
+    return lambda **changes: tiny_config(
+        tmp_path / "model", tmp_path / "texts", tmp_path / "out", **{**keys, "save_total_limit": None, **changes}
+    )
+
+
+def other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] += 1  # a frozen one
+    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_settings(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.5}))
+
+
+def other_tokenizer(folder: Path) -> None:
+    framing_tokenizer("<bos> $A").save_pretrained(folder / "model")
+
+
+READ = r"that the run to resume read \(SHA-256 [0-9a-f]{16}, expected [0-9a-f]{16}\); put them back, or start a new run in"
+CHANGES = {
+    "weights": (other_weights, f"model_name_or_path is '.*model', whose weights are not those {READ}"),
+    "settings": (other_settings, f"model_name_or_path is '.*model', whose settings are not those {READ}"),
+    "tokenizer": (other_tokenizer, f"corpus is '.*texts', whose sequences of tokens are not those {READ}"),
+    "texts": (
+        lambda folder: (folder / "texts" / "003.txt").write_text(document(60, 77)),
+        f"corpus is '.*texts', whose sequences of tokens are not those {READ}",
+    ),
+    "held-out-text": (
+        lambda folder: (folder / "held_out.txt").write_text(document(40, 77)),
+        f"eval_text is '.*held_out.txt', whose sequences of tokens are not those {READ}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_is_not_resumed_over_other_inputs_under_the_same_names(name, own_inputs, tmp_path):
+    """Held-out text counts where it chooses the model that is saved."""
+    change, message = CHANGES[name]
+    run_training(own_inputs(load_best_model_at_end=True))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    change(tmp_path)
+    with refused(message):
+        PreparedRun(own_inputs(load_best_model_at_end=True, resume_from_checkpoint=True))
+
+
+def test_inputs_that_were_only_touched_or_do_not_count_resume_as_they_were(own_inputs, tmp_path):
+    """Files that nothing reads, and held-out text that chooses nothing, may change."""
+    whole = run_training(own_inputs())
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    for path in [*tmp_path.glob("texts/*"), *tmp_path.glob("model/*")]:
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    (tmp_path / "texts" / "notes.doc").touch()
+    (tmp_path / "model" / "README.md").write_text("---\n{}\n---\nanother card\n")
+    (tmp_path / "held_out.txt").write_text(document(40, 77))
+    again = run_training(own_inputs(resume_from_checkpoint=True))
+    assert (again.steps, again.loss) == (whole.steps, whole.loss)
 
 
 def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed(output, monkeypatch):

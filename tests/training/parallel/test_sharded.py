@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from training.parallel.two_processes import (
     assert_shared_run_is_that_of_one,
     assert_tied_tensors_are_saved_once,
 )
-from training.tiny_run import PreparedRun, refused
+from training.tiny_run import PreparedRun, document, refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
@@ -85,6 +86,9 @@ def sharded(recipe: Path, *words: str) -> None:
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
+    """And both refuse to go on with other texts, in one line."""
+    shutil.copytree(corpus, tmp_path / "texts")
+    words += [f"--corpus={tmp_path / 'texts'}"]
     words += ["--max_steps=5", "--save_steps=2", "--load_best_model_at_end=true"]
     words += [f"--eval_text={corpus}", "--eval_steps=2", "--base_kl=3"]
     one, shared = tmp_path / "out", tmp_path / "shared"
@@ -100,6 +104,11 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     folders = [sorted(path.name for path in folder.iterdir()) for folder in (shared, one)]
     assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
     assert_close_weights(one, shared)
+    (tmp_path / "texts" / "003.txt").write_text(document(60, 77))
+    run = run_ranks(MIDUS, "train", *words, *more, "--resume_from_checkpoint=true", COLUMNS="120")
+    assert (
+        run.returncode == 2 and run.stderr.count("whose sequences of tokens are not those that the run to resume") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,12 @@ def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, wor
     assert line.startswith("midus edit delete: ") and message in line
 
 
+def test_a_folder_without_all_of_its_weights_is_refused(upscaled, tmp_path, refusal):
+    model = shutil.copytree(upscaled / "one", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    assert "holds no weights; expected model.safetensors" in refusal("delete", model, "--node", "1:0", "--subtree")
+
+
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
     with pytest.raises(RequestError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
