@@ -19,7 +19,7 @@ from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.architecture import layout
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.request.errors import MethodError, RequestError
+from upscalers.request.errors import MethodError
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -288,5 +288,5 @@ def test_the_python_call_refuses_what_the_command_line_would(base):
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
         ({"placement": []}, "placement '' is unknown"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             upscale(base=base, method="midus-hml", dry_run=True, **changes)

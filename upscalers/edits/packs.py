@@ -12,7 +12,6 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import copy_for_edit, files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.methods.engram import vocabulary_of
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def add_entries(request: EditRequest, corpus: str, common_names: bool = False) -
         `{"command", "model", "output", "entries", "seconds"}`, where `entries` has the names of each new entry.
 
     Raises:
-        RequestError: If the model has no packs, a row is no entry, or a name has an entry already.
+        ValueError: If the model has no packs, a row is no entry, or a name has an entry already.
     """
     return _edit(request, "add", lambda glossary: _added(glossary, corpus, common_names))
 
@@ -40,7 +39,7 @@ def replace_entries(request: EditRequest, corpus: str) -> dict[str, Any]:
     """Replace the texts of entries by those of a corpus, whose rows have one of the entry's names; returns as `add_entries`.
 
     Raises:
-        RequestError: If the model has no packs, a row is no entry, or a name has no entry.
+        ValueError: If the model has no packs, a row is no entry, or a name has no entry.
     """
     return _edit(request, "replace", lambda glossary: _replaced(glossary, corpus))
 
@@ -55,7 +54,7 @@ def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]
         names: Names in any form in which they are found in texts. An entry with several names is deleted as a whole.
 
     Raises:
-        RequestError: If the model has no packs, or a name has no entry.
+        ValueError: If the model has no packs, or a name has no entry.
     """
 
     def delete(glossary: "Glossary") -> list[Sequence[str]]:
@@ -90,11 +89,11 @@ def _replaced(glossary: "Glossary", corpus: str) -> list[Sequence[str]]:
 
 def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], list[Sequence[str]]]) -> dict[str, Any]:
     started = time.perf_counter()
-    with resolve_source(str(request.model)) as source, refusing_requests():
+    with resolve_source(str(request.model)) as source:
         opened = open_base(source.folder, needs_weights=False)
         memories = opened.layout.memories
         if not has_glossary(memories):
-            raise RequestError(
+            raise ValueError(
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
         from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary

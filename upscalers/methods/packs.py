@@ -15,7 +15,6 @@ from upscalers.methods.contract import register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.progress import Progress
 
 if TYPE_CHECKING:
@@ -63,26 +62,26 @@ class Packs(AttachedMemoryMethod):
 
     def check_machine(self) -> None:
         if self.options.corpus is None:
-            raise RequestError(
+            raise ValueError(
                 'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
                 "corpus=FILE."
             )
         if importlib.util.find_spec("datasets") is None:
-            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
+            raise ValueError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is not None and not has_tokenizer(path.name for path in base.folder.iterdir()):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
             )
         if has_glossary(base.layout.memories):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
                 "--corpus FILE --output DIR."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
-            raise RequestError(
+            raise ValueError(
                 f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of a text that was read "
                 "alone do not fit another text; expected a rotation by positions only. Choose another method."
             )
@@ -103,14 +102,13 @@ class Packs(AttachedMemoryMethod):
         """Return the entries of the corpus, which is read once.
 
         Raises:
-            RequestError: If a row is no entry, if two entries share a name, or if a name is too common.
+            ValueError: If a row is no entry, if two entries share a name, or if a name is too common.
         """
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
-            with refusing_requests():
-                self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus), vocabulary_of(base))
-                self._lengths = check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
+            self._glossary = Glossary(tokenizer_of(base), entries_of(self.options.corpus), vocabulary_of(base))
+            self._lengths = check_names(self._glossary, f"corpus {self.options.corpus}", self.options.common_names)
         return self._glossary
 
     def _protected(self, base: BaseCheckpoint) -> int:
@@ -119,8 +117,7 @@ class Packs(AttachedMemoryMethod):
         from midus_hf.memories.packs.glossary import found_in
 
         glossary = self.glossary(base)
-        with refusing_requests():
-            texts = list(read_corpus(self.options.protect, key="protect")["text"])
+        texts = list(read_corpus(self.options.protect, key="protect")["text"])
         held: dict[str, int] = {}
         for text in texts:
             for entry in {found.entry for found in found_in(glossary.table, text)}:
@@ -128,7 +125,7 @@ class Packs(AttachedMemoryMethod):
                 held[name] = held.get(name, 0) + 1
         if held:
             named = [f"{name!r} ({count} texts)" for name, count in held.items()]
-            raise RequestError(
+            raise ValueError(
                 f"texts of {self.options.protect} contain names of the corpus: {first_few(named)}; expected none, since these texts "
                 "would change. Remove the names from the corpus, or protect other texts."
             )
@@ -165,7 +162,7 @@ def entries_of(corpus: str) -> "list[Entry]":
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)
     if missing:
-        raise RequestError(
+        raise ValueError(
             f"corpus {corpus} has the columns {', '.join(rows.column_names)}; expected name and text. Rename them, or write a row "
             '{"name": ..., "text": ...} for each entry.'
         )
@@ -182,7 +179,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[in
         common_names: Whether a name may be a frequent word or a single character.
 
     Raises:
-        RequestError: If there is one.
+        ValueError: If there is one.
     """
     lengths = glossary.check((f"the entry {entry.names[0]!r} of {where}", entry) for entry in glossary)
     if common_names:
@@ -195,7 +192,7 @@ def check_names(glossary: "Glossary", where: str, common_names: bool) -> list[in
         if len(name) < 2 or name in frequent or name.lower() in frequent
     ]
     if common:
-        raise RequestError(
+        raise ValueError(
             f"names of {where} are single characters or frequent words, which almost every text has: "
             f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
             "(common_names=true)."

@@ -21,7 +21,6 @@ from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import file_digests, load
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -339,7 +338,7 @@ def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, wor
 
 
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
-    with pytest.raises(RequestError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
+    with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")
     assert done.status == 2 and "has no memory that fetches blocks" in done.err
