@@ -36,15 +36,16 @@ def open_output(arguments: Any) -> Iterator[Path | None]:
     """
     with contextlib.ExitStack() as opened:
         outcome: list[Any] = [None, None]  # the result or error of the main process, in all processes
+        refused: ValueError | None = None
         if arguments.process_index == 0:
             try:
                 outcome[0] = _open_here(arguments, opened)
             except ValueError as error:
-                outcome[1] = str(error)
+                refused, outcome[1] = error, str(error)
         broadcast_object_list(outcome)
         checkpoint, refusal = outcome
         if refusal is not None:
-            raise ValueError(refusal)
+            raise refused or ValueError(refusal)
         yield checkpoint
 
 

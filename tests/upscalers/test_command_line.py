@@ -99,10 +99,13 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
-def test_work_that_fails_ends_in_one_line_and_status_1(command, base, monkeypatch):
+def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monkeypatch):
     monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
     outcome = command("--base", base, *REQUEST)
-    assert (outcome.status, outcome.out, outcome.err) == (1, "", "upscale: failed: MethodError: first second\n")
+    assert (outcome.status, outcome.out) == (1, "")
+    line, ours, innermost = outcome.err.splitlines()
+    assert line == "upscale: failed: MethodError: first second"
+    assert re.fullmatch(r'  File ".*/midus_hf/cli/upscale\.py", line \d+, in run', ours) and "/mock.py" in innermost
 
 
 def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):

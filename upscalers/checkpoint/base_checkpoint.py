@@ -9,7 +9,7 @@ from pathlib import Path
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
@@ -148,10 +148,7 @@ def read_config(path: Path) -> Config:
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
             raise ValueError(f"{folder} has no config.json{_held_instead(folder)}")
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
+    config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config

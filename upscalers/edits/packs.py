@@ -11,7 +11,7 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import copy_for_edit, files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.methods.engram import vocabulary_of
+from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -97,10 +97,8 @@ def _edit(request: EditRequest, command: str, change: Callable[["Glossary"], lis
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
         from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
-        from midus_hf.saved_models import load_tokenizer
 
-        tokenizer = load_tokenizer(str(source.folder))
-        glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened))
+        glossary = Glossary(tokenizer_of(opened), read_glossary(source.folder), vocabulary_of(opened))
         entries = change(glossary)
         folder = CheckpointFolder(request.output, source.folder, request.overwrite)
         files, banks = files_beside_banks(source.folder), banks_of(memories)

@@ -279,10 +279,10 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
-    """Return the tokenizer of a base, or raise `ValueError`."""
+    """Return the tokenizer of a checkpoint, or raise `ValueError`."""
     from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with as_value_error("the tokenizer of the base cannot be loaded", OSError, ValueError):
+    with as_value_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

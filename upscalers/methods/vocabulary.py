@@ -204,9 +204,12 @@ def _tokenizes(base: BaseCheckpoint) -> bool:
 def _texts_in(path: Path) -> dict[str, str]:
     """Return the new tokens of a file, each with the text from whose pieces its row starts."""
     bare = path.suffix != ".json"
-    text = path.read_text(encoding="utf-8")
-    # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
-    content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
+    try:
+        text = path.read_text(encoding="utf-8")
+        # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
+        content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
+    except ValueError as error:
+        raise ValueError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
     listed = content if isinstance(content, list) else []
     pairs = content if isinstance(content, tuple) else [(each, each) for each in listed]
     tokens, texts = ([pair[side] for pair in pairs] for side in (0, 1))
