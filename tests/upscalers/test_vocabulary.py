@@ -303,7 +303,7 @@ def test_what_was_taken_is_said(spoken, tmp_path, command):
         ("t.json", '{"ab": "a", "ab": "b"}', "t.json has tokens more than once: 'ab'; expected each once"),
         ("t.json", '["ab", 3]', "t.json has no list of tokens, and no mapping of tokens to texts"),
         ("t.json", "[]", "t.json has no list of tokens, and no mapping of tokens to texts"),
-        ("t.json", "{", "Expecting property name"),
+        ("t.json", "{", "t.json', which cannot be read: Expecting property name"),
         ("t.txt", "a\nab\n<bos>\n", "t.txt has tokens that the base's tokenizer has: 'a', '<bos>'; expected new ones"),
         ("t.json", '{"ab": ""}', "the token 'ab' would start from '', of which the base's tokenizer makes the ids"),
         ("nowhere", None, "tokens is '.*nowhere', whose tokenizer cannot be loaded"),
