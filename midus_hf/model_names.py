@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.wording import first_line, no_column
+from midus_hf.files.json_text import read_json
 from midus_hf.files.table_text import header_of
 
 _EXPECTED_SOURCES = {
@@ -47,7 +48,7 @@ def check_model_name(key: str, name: str) -> None:
 def saved_config(name: str) -> dict[str, Any]:
     """Return the config of a model in a folder, as `config.json` has it; empty for a Hub id."""
     path = Path(name, "config.json").expanduser()
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:

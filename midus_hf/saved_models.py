@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from midus_hf.config.refusals import is_refusal
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
@@ -32,10 +33,12 @@ from midus_hf.model_names import check_dtype, usable_device
 def as_value_error(
     prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
 ) -> Iterator[None]:
-    """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`."""
+    """Turn errors that other libraries raise inside the context, over what the user gave, into a `ValueError`."""
     try:
         yield
     except errors as error:
+        if is_refusal(error):
+            raise
         raise ValueError(f"{prefix}: {reason(error)}") from error
 
 

@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from upscalers.record.report import PushError, UpscaleReport
-    from upscalers.request.errors import MethodError, RequestError, VerificationError
+    from upscalers.request.errors import MethodError, VerificationError
     from upscalers.runs.strip import strip
     from upscalers.runs.upscale import upscale
 
-__all__ = ["MethodError", "PushError", "RequestError", "UpscaleReport", "VerificationError", "strip", "upscale"]
+__all__ = ["MethodError", "PushError", "UpscaleReport", "VerificationError", "strip", "upscale"]
 
 # Imported on first use, so that `upscale --help` does not import the methods.
 _MODULES = {
     "MethodError": "upscalers.request.errors",
     "PushError": "upscalers.record.report",
-    "RequestError": "upscalers.request.errors",
     "UpscaleReport": "upscalers.record.report",
     "VerificationError": "upscalers.request.errors",
     "strip": "upscalers.runs.strip",

@@ -1,12 +1,13 @@
 """Code that all commands share: the style of the help, and how a command starts and ends.
 
-A command ends with an exit status. If the status is not 0, one line on standard error says why.
+A command ends with an exit status. If the status is not 0, one line on standard error says why; after an unexpected error, further
+lines say where it was raised.
 
 | status | |
 |---|---|
 | 0 | done |
 | 1 | the work failed |
-| 2 | the request is invalid |
+| 2 | the request is invalid, as our code says (`midus_hf.config.refusals`) |
 | 3 | done, but not all output could be written, for example because a disk is full |
 | 130, 143 | interrupted, terminated: 128 and the number of the signal |
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 import typer
 
+from midus_hf.config.refusals import is_refusal, raised_at
 from midus_hf.files.full_disk import not_written
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
@@ -55,9 +57,11 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     SIGTERM interrupts the work as Ctrl-C does. `raises`: whether unexpected errors are raised, for a traceback.
     """
     with _lasting_output() as not_printed:
-        status, line = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
+        status, line, places = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
         if line is not None and is_main_process():
             print(f"{' '.join(without_secrets(line).split())}{_unnamable(line)}", file=sys.stderr)
+            for place in places:
+                print(without_secrets(place), file=sys.stderr)
         sys.stdout.flush()
         if not_printed and status == 0:
             status = NOT_PRINTED
@@ -65,24 +69,24 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     return status
 
 
-def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None]:
-    """Run a command line, and return its exit status and the reason in one line, with the command's name."""
+def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) -> tuple[int, str | None, list[str]]:
+    """Run a command line. Return its exit status, the reason in one line, with the command's name, and where an error was raised."""
     if "--version" in line_words:
         print(__version__)
-        return 0, None
+        return 0, None, []
     command = typer.main.get_command(app)
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
-    path = _command_path(command, name, line_words)
+    path, places = _command_path(command, name, line_words), list[str]()
     with _termination_interrupts() as terminations:
         try:
             _refuse_empty(line_words)
             # `app()` would treat an EOFError of the work as an interruption.
             with command.make_context(name, line_words.copy(), help_option_names=["-h", "--help"]) as context:
                 command.invoke(context)
-            return 0, None
+            return 0, None, []
         except typer.Exit as end:
-            return end.exit_code, None
+            return end.exit_code, None, []
         except Ending as end:
             status, line = end.status, end.line
         except KeyboardInterrupt:
@@ -92,21 +96,21 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 error_context = getattr(error, "ctx", None)
                 if error_context is not None and [*name.split(), *line_words] == path.split():
                     print(error_context.get_help())
-                    return 0, None
+                    return 0, None, []
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
             elif (told := not_written(error)) is not None:
                 status, line = FAILED, str(told)
+            elif is_refusal(error):
+                status, line = WRONG_REQUEST, str(error)
             elif raises:
                 raise
-            elif isinstance(error, ValueError):
-                status, line = WRONG_REQUEST, str(error)
             else:
-                status, line = FAILED, f"failed: {type(error).__name__}: {error}"
+                status, line, places = FAILED, f"failed: {type(error).__name__}: {error}", raised_at(error)
         if terminations and status == INTERRUPTED:
             status = TERMINATED
-    return status, None if line is None else f"{path}: {line}"
+    return status, None if line is None else f"{path}: {line}", places
 
 
 class _Lasting(io.FileIO):

@@ -109,10 +109,9 @@ def delete(
     The tree of topics loses the centroids of nodes without a block at or below them, so that no text is assigned to these.
     """
     from upscalers.edits import banks
-    from upscalers.request.errors import RequestError
 
     if bool(node) == bool(name) or (name and subtree):
-        raise RequestError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
+        raise ValueError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
     if name:
         from upscalers.edits.packs import delete_entries
 

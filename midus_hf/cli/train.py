@@ -24,6 +24,7 @@ from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_lin
 from midus_hf.cli.options import argument
 from midus_hf.cli.training_keys import KEYS, are_all_known
 from midus_hf.config.options import alternatives_of
+from midus_hf.config.refusals import is_refusal
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.model_names import saved_config
 from midus_hf.training.early_checks import SOURCES, check_early
@@ -91,17 +92,20 @@ def _train(command: str, words: Sequence[str]) -> Ending | None:
     try:
         given = given_keys(command, words)
         check_given(command, given)
-        arguments = read_arguments(command, given)
+        return _run(command, read_arguments(command, given))
     except ValueError as error:
+        if not is_refusal(error):
+            raise
         return Ending(WRONG_REQUEST, str(error))
+
+
+def _run(command: str, arguments: Any) -> Ending | None:
     from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.saving import PartialSaveError
     from midus_hf.training.trainer import NotFiniteError
 
     try:
         result = _imported(_RUNS[command])(arguments)
-    except ValueError as error:
-        return Ending(WRONG_REQUEST, str(error))
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
     except (NotFiniteError, PartialSaveError) as error:

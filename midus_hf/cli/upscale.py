@@ -13,7 +13,6 @@ from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line,
 from midus_hf.cli.options import Json, argument, cli_option, flag, show
 from midus_hf.config.yaml_options import read_mapping, read_settings
 from upscalers.record.report import PushError
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
@@ -90,15 +89,14 @@ def run(
         return
     keys = {field.name for field in dataclasses.fields(RunRequest)}
     options = {key: value for key, value in context.params.items() if key in keys and value is not None}
-    with refusing_requests():
-        read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
-        arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
-        arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
+    read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
+    arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
+    arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
         if not arguments.get(needed):
-            raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
+            raise ValueError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
     from upscalers.runs.upscale import upscale

@@ -11,7 +11,9 @@ from typing import Any
 from midus_hf.compare.options import Comparison, Rate, check_names, rate_name
 from midus_hf.compare.variants import BASE, Variant
 from midus_hf.config.options import finite_number
+from midus_hf.config.refusals import refusals_about
 from midus_hf.config.yaml_options import from_mapping
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.files.secrets import for_record
 from midus_hf.training.arguments import TrainArguments
@@ -147,7 +149,7 @@ def read_result(folder: Path) -> Result | None:
     path = folder.with_name(f"{folder.name}.json")
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     values["curve"] = [Point(point["step"], point["losses"]) for point in values["curve"]]
     known = {field.name for field in dataclasses.fields(Result)}  # older results, and their points, have more
     return Result(**{name: value for name, value in values.items() if name in known})
@@ -283,10 +285,8 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
     for run in searches_of(variant, comparison):
         keys = run.training_keys(comparison, "model", Path("trained"))
-        try:
+        with refusals_about(f"variants.{variant.name}, as a run of midus train"):
             from_mapping(TrainArguments, keys)
-        except ValueError as error:
-            raise ValueError(f"variants.{variant.name}, as a run of midus train: {error}") from error
     assert isinstance(comparison.train, Mapping), "files have been read"
     length, shared = (_window_keys(train)["sequence_length"] for train in (variant.train, comparison.train))
     if length != shared:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
+from midus_hf.config.refusals import refusals_about
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.controls import controls_of
@@ -89,10 +90,8 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):
         raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
-    try:
+    with refusals_about(f"variants.{name}.upscale"):
         sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
-    except ValueError as error:
-        raise ValueError(f"variants.{name}.upscale: {error}") from error
     if not get_method(keys["method"]).keeps_tokens:
         raise ValueError(
             f"variants.{name}.upscale has the method {keys['method']!r}, which cuts texts into other tokens, so that losses per "
@@ -105,10 +104,8 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
 def _keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        try:
+        with refusals_about(f"{where} names a file"):
             return {key: value for key, value in read_mapping(Path(keys)).items() if key not in reserved}
-        except ValueError as error:
-            raise ValueError(f"{where} names a file: {error}") from None
     for key in keys or {}:
         if key in reserved:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")

@@ -3,6 +3,8 @@
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 
+GROUPS = ("midus_hf.memories", "midus_hf.families", "upscalers.methods")
+
 _loaded: set[tuple[str, str]] = set()
 
 
@@ -28,6 +30,11 @@ def load_plugins(group: str, refuse: bool = True) -> None:
                 warnings.warn(str(error), stacklevel=2)
             else:
                 _loaded.add((group, offered.value))
+
+
+def plugin_packages() -> set[str]:
+    """Return the names of the top-level packages that plugins are in."""
+    return {offered.module.partition(".")[0] for group in GROUPS for offered in entry_points(group=group)}
 
 
 def is_same_class(first: type, second: type) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import yaml
 
 from midus_hf.config.options import read_options
+from midus_hf.config.refusals import is_refusal
 
 Options = TypeVar("Options")
 
@@ -90,14 +91,18 @@ def read_yaml(text: str, subject: str) -> Any:
         # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
         _refuse_keys_given_twice(reader, document, subject, set())
         return reader.construct_document(document)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
+        if is_refusal(error):
+            raise
         raise ValueError(f"{subject} is not YAML: {_fault(error)}. Correct it there.") from None
     finally:
         reader.dispose()
 
 
-def _fault(error: yaml.YAMLError) -> str:
+def _fault(error: yaml.YAMLError | ValueError) -> str:
     """Return the error of a text and its line, without the text, which may contain a secret."""
+    if isinstance(error, ValueError):
+        return "it has a date that does not exist, or a tag that its value does not fit"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     return f"{', '.join(filter(None, (error.context, error.problem)))} in line {error.problem_mark.line + 1}"

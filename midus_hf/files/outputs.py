@@ -96,11 +96,9 @@ class OutputFolder:
         overwrite: Whether an existing checkpoint may be replaced. Default: False.
     """
 
-    error: type[ValueError] = ValueError
-
     def __init__(self, path: str | Path, source: Path | None = None, overwrite: bool = False):
         if path == "":  # an empty path would mean the current folder
-            raise self.error("output is ''; expected the folder to make. Pass --output DIR.")
+            raise ValueError("output is ''; expected the folder to make. Pass --output DIR.")
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.partial = unfinished_path(self.path)
         self._source = None if source is None else Path(os.path.realpath(source))
@@ -119,29 +117,29 @@ class OutputFolder:
     def _check(self) -> None:
         source, output = self._source, f"output {self.path}"
         if source is not None and self.path.is_relative_to(source):
-            raise self.error(f"{output} is inside the base {source}; expected a folder elsewhere.")
+            raise ValueError(f"{output} is inside the base {source}; expected a folder elsewhere.")
         if source is not None and source.is_relative_to(self.path):
-            raise self.error(
+            raise ValueError(
                 f"{output} contains the base {source}, which --overwrite would delete; expected a folder elsewhere."
             )
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
-            raise self.error(f"{output} cannot be made: {self.disk} is not a writable folder.")
+            raise ValueError(f"{output} cannot be made: {self.disk} is not a writable folder.")
         if not os.path.lexists(self.path):
             return
         if not self._overwrite:
-            raise self.error(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
+            raise ValueError(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
         if not self.path.is_dir():
-            raise self.error(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
+            raise ValueError(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
         config, record = _read_object(self.path / CONFIG_FILE), _read_object(self.path / RECORD_FILE)
         is_recorded = "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
         if any(self.path.iterdir()) and not has_config_entry(config) and not is_recorded:
-            raise self.error(
+            raise ValueError(
                 f"{output} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
                 f"{CONFIG_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
             )
         foreign = foreign_files(self.path, self.own_files())
         if foreign:
-            raise self.error(
+            raise ValueError(
                 f"{output} contains files that no checkpoint has, which --overwrite would delete: {first_few(foreign)}; expected "
                 "only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
             )
@@ -150,7 +148,7 @@ class OutputFolder:
     def writing(self) -> Iterator[Path]:
         """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-        with telling_room(self.path), exclusive(self.partial, self.error(busy)):
+        with telling_room(self.path), exclusive(self.partial, ValueError(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

@@ -127,7 +127,7 @@ class HostMixin:
         Raises:
             ValueError: If a quantisation config has quantised a tensor that a memory reads itself, or if tensor or pipeline
                 parallelism is asked for.
-            BankError: If a bank is absent, or belongs to another model.
+            ValueError: If a bank is absent, or belongs to another model.
         """
         _refuse_splitting(kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -12,7 +12,7 @@ from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.model_names import usable_device
 from midus_hf.saved_models import as_value_error, check_whole, load_tokenizer
 
@@ -132,4 +132,4 @@ def _read_json(name: str, path: str) -> Any:
         return None
     if file is None:
         return None
-    return parse_json(Path(file).read_text(encoding="utf-8"))
+    return read_json(Path(file))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TopicNames:
         path = folder / NAMES_FILE
         if not path.is_file():
             return None
-        record = parse_json(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         return cls(tuple(record["columns"]), record["names"])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.files.full_disk import telling_room
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write, exclusive
 from midus_hf.saved_models import as_value_error, load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
@@ -213,7 +213,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
     path = folder / _RECORD
-    return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def _whole_record(folder: Path) -> dict[str, Any] | None:

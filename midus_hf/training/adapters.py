@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.config.options import read_options
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.saved_models import as_value_error
 from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows, task_head
 
 # PEFT's type of a task, by the end of the name of the model's class.
@@ -84,7 +85,8 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
         )
     keys = {key: value for key, value in options.items() if key != "layers"}
     keys = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **keys}
-    return read_options(LoraConfig, keys, "config", prefix="adapters."), layers == "base"
+    with as_value_error("PEFT refuses the keys of adapters", ValueError):
+        return read_options(LoraConfig, keys, "config", prefix="adapters."), layers == "base"
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[PeftModel, str]:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.secrets import for_record
+from midus_hf.saved_models import as_value_error
 from midus_hf.training.early_checks import check_data, sources_of
 from midus_hf.training.optim.rates import Rates
 
@@ -136,7 +137,8 @@ class MemoryArguments(Rates):
         self.logging_nan_inf_filter = False
         super_init = getattr(super(Rates, self), "__post_init__", None)
         if super_init is not None:
-            super_init()
+            with as_value_error("the Trainer refuses its keys", ValueError):
+                super_init()
 
     def _check_keys(self) -> None:
         """Refuse keys that are out of range or contradict others."""

@@ -43,15 +43,16 @@ def open_output(arguments: Any) -> Iterator[Path | None]:
 def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
     """Do work in the main process, and return its result, or raise its `ValueError`, in all processes."""
     outcome: list[Any] = [None, None]  # the result or error of the main process
+    refused: ValueError | None = None
     if arguments.process_index == 0:
         try:
             outcome[0] = work()
         except ValueError as error:
-            outcome[1] = str(error)
+            refused, outcome[1] = error, str(error)
     broadcast_object_list(outcome)
     result, refusal = outcome
     if refusal is not None:
-        raise ValueError(refusal)
+        raise refused or ValueError(refusal)
     return result
 
 

@@ -207,7 +207,7 @@ def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenize
     made = "push_to_hub is true, and the Trainer makes a repository"
     of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
     with (
-        as_value_error("the Trainer cannot be made", ImportError),
+        as_value_error("the Trainer cannot be made", ImportError, ValueError),
         as_value_error(made, *of_hub, reason=_why_not_made),
     ):
         trainer = make_trainer(model, arguments, tokenizer, texts)

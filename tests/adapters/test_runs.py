@@ -145,6 +145,7 @@ OF_ZEROS = (
         ("base", {"r": "many"}, r"adapters\.r is 'many'; expected a whole number\."),
         ("base", {"layers": "old"}, r"adapters\.layers is 'old'; expected base or all\."),
         ("base", {"target_modules": ["nothing"]}, "adapters cannot be put on this model: Target modules "),
+        ("base", {"layers_pattern": "layers"}, "PEFT refuses the keys of adapters: `layers_pattern` cannot be used when"),
         ("base", {"arrow_config": {}}, "adapters cannot be put on this model: "),
         ("base", {"alora_invocation_tokens": [5]}, "_proj could not be merged at the end: aLoRA does not support "),
         ("base", {"lora_bias": True}, "_proj could not be merged at the end: Impossible to merge LoRA with `lora_bias=True`"),

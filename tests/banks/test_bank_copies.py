@@ -9,7 +9,6 @@ import torch
 from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
 from midus_hf.memories.hierarchical.bank import MemoryBank, level_file
-from midus_hf.memories.hierarchical.bank.level_file import BankError
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 
@@ -68,7 +67,7 @@ def test_a_copy_takes_no_block_that_lost_its_mark_unless_it_is_replaced_or_delet
     content[len(content) - 65 + damaged] = 0
     file.write_bytes(content)
     read, key = MemoryBank(folder, bank.layout), (3, damaged - 1)
-    with pytest.raises(BankError, match=r"is without its mark\. Copy the bank again, or delete the block"):
+    with pytest.raises(ValueError, match=r"is without its mark\. Copy the bank again, or delete the block"):
         read.save(tmp_path / "copy")
     read.save(tmp_path / "without", deleted=[key])
     read.save(tmp_path / "other", {key: lambda: record_of(bank.layout, *key)})
@@ -81,7 +80,7 @@ def test_a_copy_that_broke_off_is_no_bank_and_a_save_into_its_own_folder_leaves_
 ):
     with pytest.raises(KeyboardInterrupt):
         bank.save(tmp_path / "copy")
-    with pytest.raises(BankError, match="there is no memory bank in"):
+    with pytest.raises(ValueError, match="there is no memory bank in"):
         MemoryBank(tmp_path / "copy", layout_of())
     with pytest.raises(KeyboardInterrupt):
         bank.save(folder, {(1, 1): lambda: record_of(bank.layout, 1, 7), (3, 5): lambda: record_of(bank.layout, 3, 7)})

@@ -8,12 +8,11 @@ from banks.small_bank import layout_of, made
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hierarchical.bank import MemoryBank
-from midus_hf.memories.hierarchical.bank.level_file import BankError
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 
 
 def refused(folder, layout=None):
-    with pytest.raises(BankError) as raised:
+    with pytest.raises(ValueError) as raised:
         MemoryBank(folder, layout or layout_of())
     return str(raised.value)
 

@@ -8,7 +8,6 @@ from midus_hf.memories.hierarchical.bank.level_file import (
     DELETED,
     UNWRITTEN,
     WRITTEN,
-    BankError,
     MappedLevel,
     write_level,
 )
@@ -72,7 +71,7 @@ def test_a_mark_that_was_lost_names_its_block_whether_it_was_written_or_not(path
     path.write_bytes(content)
     name = "the generic block" if row == 0 else f"block {row - 1}"
     with pytest.raises(
-        BankError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or delete"
+        ValueError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or delete"
     ):
         MappedLevel(path, ROWS, NUMEL).row(row)
 
@@ -93,5 +92,5 @@ def test_a_file_that_is_none_of_the_bank_is_refused(damage, path):
         path.write_bytes(changed.get(damage, content))
     rows, numel = ROWS + (damage == "rows"), NUMEL + (damage == "numel")
     expected = {"gone": "cannot be read .No such file", "rows": "has blocks of shape", "numel": "has blocks of shape"}
-    with pytest.raises(BankError, match=f"bank file {path} {expected.get(damage, 'cannot be read')}"):
+    with pytest.raises(ValueError, match=f"bank file {path} {expected.get(damage, 'cannot be read')}"):
         MappedLevel(path, rows, numel)

@@ -96,7 +96,7 @@ def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, 
     monkeypatch.setattr("midus_hf.topics.memory_retriever.TextEmbedder", embed)
     assert assigned_by(tree, corpus, tmp_path / "reused.jsonl") == embedded[:-1]
     assert "the tree was built from this corpus, whose embeddings it has" in capsys.readouterr().err
-    assert main(assign_words(tree, changed, tmp_path / "no.jsonl")) == 2
+    assert main(assign_words(tree, changed, tmp_path / "no.jsonl")) == 1
     assert "a model is loaded" in capsys.readouterr().err
 
 

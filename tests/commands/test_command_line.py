@@ -9,12 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import EntryPoint
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import typer
+from commands.conftest import Done
 from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
@@ -360,9 +365,101 @@ def test_work_that_does_not_get_done_has_its_status_and_may_clean_up(command, st
     monkeypatch.setattr(function, fail)
     status, out, err = as_command(command)(*words)
     raised = status == 1 and command in WITH_TRACEBACK
-    assert (status, out, err.count("\n")) == (STATUS_OF_WORK[stopped], "", 0 if raised else 1)
+    lines = (
+        0 if raised else 3 if status == 1 else 1
+    )  # an error is followed by our last place, and the one that raised it
+    assert (status, out, err.count("\n")) == (STATUS_OF_WORK[stopped], "", lines)
     assert raised or ("interrupted" if status > 1 else f"{stopped.__name__}: broken") in err
     assert cleaned == [command] and signal.getsignal(signal.SIGTERM) == before
+
+
+def work_of(module: str, body: str) -> Callable[..., Any]:
+    """Return a function without a result as a module of this name would define it."""
+    names = {"__name__": module, "json": json, "contextmanager": contextmanager}
+    exec(compile(f"def work(*_, **__):\n{textwrap.indent(body, '    ')}", f"/{module}.py", "exec"), names)
+    return names["work"]
+
+
+@pytest.fixture
+def ended(room, as_command, monkeypatch) -> Callable[..., Done]:
+    """Return a function from a module's name, the body of a function in it, and a command, to how the command ends by it."""
+    offered = [EntryPoint("bottleneck", "bottleneck.method", "midus_hf.memories")]
+    monkeypatch.setattr("midus_hf.config.plugins.entry_points", lambda group: offered if "memories" in group else [])
+
+    def run(module: str, body: str, command: str = "midus edit") -> Done:
+        function, words = WORK[command]
+        monkeypatch.setattr(function, work_of(module, body))
+        return as_command(command)(*words)
+
+    return run
+
+
+REFUSAL = 'raise ValueError("n is 0")'
+WITHIN = f"""
+@contextmanager
+def within():
+    try:
+        yield
+    finally:
+        json.loads("0")
+with within():
+    try:
+        {REFUSAL}
+    except ValueError:
+        raise
+    finally:
+        json.loads("0")
+"""
+CALLED_BY_A_LIBRARY = f"""
+def refuse(values):
+    {REFUSAL}
+json.loads("{{}}", object_hook=refuse)
+"""
+READ_BY_A_LIBRARY = f"""
+try:
+    json.loads("no")
+except ValueError as error:
+    {REFUSAL} from error
+"""
+
+
+@pytest.mark.parametrize("body", [REFUSAL, WITHIN, CALLED_BY_A_LIBRARY, READ_BY_A_LIBRARY])
+@pytest.mark.parametrize("module", ["midus_hf.data.new", "upscalers.new", "bottleneck.options"])
+def test_an_error_that_a_raise_statement_of_ours_or_of_a_plugin_raises_is_about_the_request(module, body, ended):
+    assert ended(module, body) == (2, "", "midus edit list: n is 0\n")
+    assert ended(module, body, "midus train") == (2, "", "midus train: n is 0\n")
+
+
+PLACE = '  File "/midus_hf.new.py", line 2, in work\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "is_of_library"),
+    [
+        ('int("x")', "ValueError: invalid literal for int() with base 10: 'x'", False),
+        ('[].remove("x")', "ValueError: list.remove(x): x not in list", False),
+        ('json.loads("no")', "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", True),
+        ('raise ExceptionGroup("two", [ValueError("n is 0")])', "ExceptionGroup: two (1 sub-exception)", False),
+        ('assert not "an invariant"', "AssertionError: ", False),
+        ('{}["x"]', "KeyError: 'x'", False),
+        (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
+    ],
+)
+def test_an_error_that_python_or_a_library_raises_is_a_failure_with_the_place_in_our_code(
+    body, said, is_of_library, ended
+):
+    status, out, err = ended("midus_hf.new", body)
+    line, places = err.split("\n", 1)
+    assert (status, out, line.split()) == (1, "", f"midus edit list: failed: {said}".split())
+    assert re.fullmatch(re.escape(PLACE) + r'(  File ".*/json/decoder\.py", line \d+, in .*\n)?', places)
+    assert (places != PLACE) is is_of_library
+    assert ended("midus_hf.new", body, "midus train") == (1, "", "")  # a traceback
+
+
+def test_a_raise_statement_of_another_package_is_a_failure(ended):
+    status, _, err = ended("another", REFUSAL)
+    assert status == 1 and err.startswith("midus edit list: failed: ValueError: n is 0\n")
+    assert err.endswith('  File "/another.py", line 2, in work\n') and err.count("\n") == 3
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -395,7 +492,7 @@ def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkey
     function, words = WORK["midus edit"]
     monkeypatch.setattr(function, work)
     assert run_in_process("midus edit", words, monkeypatch) == 1
-    assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 1
+    assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 3
 
 
 def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):

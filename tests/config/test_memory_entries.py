@@ -12,7 +12,6 @@ from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.request.errors import RequestError
 
 
 def test_an_entry_names_a_type_its_options_a_site_and_layers():
@@ -84,7 +83,7 @@ def test_planning_and_models_refuse_it_with_the_same_words(memory, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "model_type": "midus_llama", "memory": memory}))
-    with pytest.raises(RequestError) as by_planning:
+    with pytest.raises(ValueError) as by_planning:
         open_base(folder)
     fields = {key: value for key, value in FAMILIES["llama"].config().to_dict().items() if key != "model_type"}
     with pytest.raises(ValueError) as by_model, torch.device("meta"):

@@ -123,6 +123,8 @@ def test_a_key_without_a_default_is_asked_for(given):
         (Settings, "model.path=3", "--set model.path is given, but 'model' is 'm', which has no keys; expected a mapping."),
         (Settings, "nothing.path=3", "config has no option 'nothing'."),
         (Settings, "model=[", "--set 'model=[' is not YAML: "),
+        (Settings, "model=2024-13-45", "--set 'model=2024-13-45' is not YAML: it has a date that does not exist, or a tag"),
+        (Settings, "model=!!int x", "is not YAML: it has a date that does not exist, or a tag that its value does not fit. Corr"),
         (Settings, "modle=x", "config has no option 'modle'. Expected one of: model, "),
         (Named, "texts.a.column=b", "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping."),
         (Named, "free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),

@@ -163,12 +163,12 @@ def test_help_is_plain_and_names_every_setting(ask):
 
 
 def refusal(capsys, *arguments) -> tuple[int, str]:
-    """Exit status and the single line that is said."""
+    """Exit status and the line that says why."""
     status = cli.main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Traceback" not in printed.err
-    return status, printed.err.splitlines()[-1]
+    return status, next(line for line in printed.err.splitlines() if line.startswith("midus eval: "))
 
 
 @pytest.mark.parametrize(

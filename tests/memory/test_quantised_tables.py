@@ -25,7 +25,6 @@ from midus_hf.training.optim.freezing import set_trainable
 from upscalers import upscale
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.quantising import quantise
-from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 
 TABLES = ("value_bank", "value_table", ".bank")
@@ -179,7 +178,7 @@ REFUSED = {
 def test_what_cannot_be_rounded_is_refused(case, tmp_path):
     make, memory, bits, message = REFUSED[case]
     make().save_pretrained(tmp_path / "model")
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         quantise(EditRequest(tmp_path / "model", tmp_path / "out", memory), bits)
     assert not (tmp_path / "out").exists()
 
@@ -189,9 +188,7 @@ def test_what_cannot_be_rounded_is_refused(case, tmp_path):
 )
 def test_a_model_of_integers_is_neither_rounded_again_nor_trained(case, kind, option, tmp_path):
     model = rounded(acting(case), tmp_path)
-    with pytest.raises(
-        RequestError, match=f"'{kind}' has {option} = 8 already; expected values that were not rounded"
-    ):
+    with pytest.raises(ValueError, match=f"'{kind}' has {option} = 8 already; expected values that were not rounded"):
         quantise(EditRequest(tmp_path / "integers", tmp_path / "twice"), 4)
     with pytest.raises(ValueError, match=f"type '{kind}' has {option} = 8, which cannot be trained"):
         set_trainable(model, "new")

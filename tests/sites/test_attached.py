@@ -32,7 +32,6 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import KINDS, trained
-from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -156,7 +155,7 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
 def test_layers_that_a_memory_ties_together_are_not_repeated(kind, options, message, shared_base, tmp_path):
     request = {**KINDS[kind], "options": {**KINDS[kind]["options"], **options}}
     upscale(base=shared_base("llama"), output=tmp_path / "once", verify=False, **request)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         upscale(base=tmp_path / "once", method="solar", output=tmp_path / "solar")
     assert not (tmp_path / "solar").exists()
 

@@ -169,6 +169,8 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; with adapters, only adapters and new parameters of a"),
         ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
+        ({"save_strategy": "epoch", "load_best_model_at_end": True}, "the Trainer refuses its keys: --load_best_model_at_end"),
+        ({"lr_scheduler_type": "linaer"}, "the Trainer refuses its keys: linaer is not a valid SchedulerType, please select one of"),
         ({"generic_share": 1.5}, "generic_share is 1.5; expected a share from 0 to 1"),
     ],
     ids=str,

@@ -33,7 +33,7 @@ from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.request.errors import RequestError, VerificationError
+from upscalers.request.errors import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -105,7 +105,7 @@ def make(shared_base, tmp_path_factory):
         request = {"base": base, "output": output, "method": method, "options": options_of(model_type, method)}
         try:
             report = upscale(**request)
-        except RequestError as error:
+        except ValueError as error:
             assert "expected layers of one kind" in str(error) or "expected dense layers" in str(error)
             report = upscale(**request, placement="1")
         return Made(method, base, output, report)

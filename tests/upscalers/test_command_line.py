@@ -19,7 +19,7 @@ from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.architecture import layout
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.request.errors import MethodError, RequestError
+from upscalers.request.errors import MethodError
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -99,10 +99,13 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
-def test_work_that_fails_ends_in_one_line_and_status_1(command, base, monkeypatch):
+def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monkeypatch):
     monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
     outcome = command("--base", base, *REQUEST)
-    assert (outcome.status, outcome.out, outcome.err) == (1, "", "upscale: failed: MethodError: first second\n")
+    assert (outcome.status, outcome.out) == (1, "")
+    line, ours, innermost = outcome.err.splitlines()
+    assert line == "upscale: failed: MethodError: first second"
+    assert re.fullmatch(r'  File ".*/midus_hf/cli/upscale\.py", line \d+, in run', ours) and "/mock.py" in innermost
 
 
 def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):
@@ -288,5 +291,5 @@ def test_the_python_call_refuses_what_the_command_line_would(base):
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
         ({"placement": []}, "placement '' is unknown"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             upscale(base=base, method="midus-hml", dry_run=True, **changes)

@@ -13,7 +13,6 @@ from midus_hf.memories.ngram.known import NgramTable
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
-from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -220,7 +219,7 @@ def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_wor
 def test_names_need_a_tokenizer_that_tells_what_its_tokens_spell(spoken_base, tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ["cat"])}
-    with pytest.raises(RequestError, match="does not tell what its tokens spell; expected one with"):
+    with pytest.raises(ValueError, match="does not tell what its tokens spell; expected one with"):
         made(spoken_base, tmp_path, **options)
 
 
@@ -255,12 +254,12 @@ def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refus
     corpus = write_corpus(tmp_path / "texts")
     shutil.copytree(spoken_base, tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
-    with pytest.raises(RequestError, match="the tokenizer of the base cannot be loaded: "):
+    with pytest.raises(ValueError, match=r"the tokenizer of \S+ cannot be loaded: "):
         made(tmp_path / "base", tmp_path)
-    with pytest.raises(RequestError, match="has no tokenizer, to tokenize the corpus"):
+    with pytest.raises(ValueError, match="has no tokenizer, to tokenize the corpus"):
         made(base, tmp_path, **EXACT, corpus=str(corpus))
     without("datasets")
-    with pytest.raises(RequestError, match="a corpus needs datasets, which is not installed; in the clone"):
+    with pytest.raises(ValueError, match="a corpus needs datasets, which is not installed; in the clone"):
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
 
 
@@ -299,5 +298,5 @@ def test_without_a_tokenizer_or_compression_spellings_are_apart_and_a_dry_run_ex
 def test_what_it_refuses(options, message, spoken_base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").write_text("cat")
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         upscale(base=spoken_base, method="engram", output=tmp_path / "out", options=options)

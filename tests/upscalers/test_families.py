@@ -17,7 +17,6 @@ from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from upscalers.architecture import written
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import change_of_settings, layout_of, layout_read
-from upscalers.request.errors import RequestError
 
 SIZES = {
     "vocab_size": 32,
@@ -224,5 +223,5 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_a_config_that_says_nothing_known_or_a_wrong_value_is_refused(changes, message):
     config = {"model_type": "gemma3_text", **SIZES, **changes}
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         by_layout({key: value for key, value in config.items() if value is not ...})

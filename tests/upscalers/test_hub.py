@@ -33,7 +33,6 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.hub import prepare_repository
-from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
 
 DOWNLOADED = ("--base", "org/base", *REQUEST)
@@ -165,7 +164,7 @@ def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
     hub.answers_with = status
     message = re.escape(MAY_NOT) if status == 403 else f"but {answer}, or upload the output afterwards"
-    with pytest.raises(RequestError, match=f"push-to-hub is 'me/x', {message}"):
+    with pytest.raises(ValueError, match=f"push-to-hub is 'me/x', {message}"):
         prepare_repository("me/x", private=False)
     if status:
         downloading = rf"'org/base' is no local folder, and {answer}\. Give a folder otherwise\."

@@ -19,7 +19,6 @@ from midus_hf.saved_models import load_model
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
-from upscalers.request.errors import RequestError
 from upscalers.runs.extract import extract
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -175,18 +174,18 @@ def test_the_language_model_is_extracted(cells, model_type, tmp_path):
 )  # fmt: skip
 def test_a_composite_model_that_cannot_be_changed_is_refused(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         upscale(base=tmp_path, method="moc", dry_run=True)
 
 
 def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(base, tmp_path):
     message = "is a separate language model, of type 'llama'; expected one within a composite model"
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         extract(base, tmp_path / "alone")
     composite_model("llava").save_pretrained(tmp_path / "base")
     vision = {**config_of(tmp_path / "base")["vision_config"], "num_hidden_layers": 3}
     edit_config(tmp_path / "base", vision_config=vision)
-    with pytest.raises(RequestError, match=r"the base lacks .* tensors that its config requires, vision_tower"):
+    with pytest.raises(ValueError, match=r"the base lacks .* tensors that its config requires, vision_tower"):
         upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
 
 
@@ -195,7 +194,7 @@ def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own
     monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
     monkeypatch.setattr("midus_hf.models.inference.modules.passes_on", lambda *call: False)
     with pytest.raises(
-        RequestError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
+        ValueError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
     ):
         upscale(base=tmp_path / "base", method="moc", options=SMALL_CHAPTERS, output=tmp_path / "upscaled")
     upscale(base=tmp_path / "base", method="llama-pro", output=tmp_path / "upscaled")

@@ -29,7 +29,6 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.dense.requests import tiny_config, upscaled_config
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.methods import KINDS, SMALL_CHAPTERS, SMALL_TREE, trained
-from upscalers.request.errors import RequestError
 from upscalers.runs.upscale import upscale
 
 
@@ -149,7 +148,7 @@ def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
     edit_config(unverified(base, tmp_path / "out", placement="0"), num_hidden_layers=1)  # that of the block alone
     (tmp_path / "out" / "model.safetensors").unlink()
     message = r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         upscale(base=tmp_path / "out", method="midus-pkm", placement="0", dry_run=True)
 
 

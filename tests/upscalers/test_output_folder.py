@@ -9,7 +9,6 @@ import pytest
 
 from tests.upscalers.checkpoints import REQUEST, SMALL, file_digests, unverified
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -72,7 +71,7 @@ def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp
         (empty, False, "empty exists"),
         ("", True, "output is ''; expected the folder to make"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             CheckpointFolder(output, base, overwrite)
     assert names(tmp_path) == ["empty", "link", "run"]
     CheckpointFolder(run / "checkpoint-50", base)
@@ -88,7 +87,7 @@ def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_p
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
     message = r"the output needs 0\.06 GB, but .* has 0\.00 GB free. Free some space or choose another disk"
     for output in (tmp_path / "new" / "out", tmp_path / "out"):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             unverified(base, output)
         assert names(tmp_path) == [left.name, aside.name]
 
@@ -109,7 +108,7 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
     with CheckpointFolder(tmp_path / "out").writing() as partial:
         (partial / "config.json").write_text(text("first"))
         with pytest.raises(
-            RequestError, match=r"out is being written by another run. Wait for it, or choose another folder"
+            ValueError, match=r"out is being written by another run. Wait for it, or choose another folder"
         ):
             unverified(base, tmp_path / "out")
         write(tmp_path / "other")
@@ -166,7 +165,7 @@ def test_a_project_is_left_untouched(tmp_path, config, record, message):
         (output / name).mkdir()
         (output / name / "mine").touch()
     before = file_digests(output)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(ValueError) as refused:
         CheckpointFolder(output, overwrite=True)
     assert f"output {output} {message}" in str(refused.value)
     assert file_digests(output) == before
@@ -176,12 +175,12 @@ def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
     checkpoint(tmp_path / "old")
     old = CheckpointFolder(tmp_path / "old", overwrite=True)
     late, later = (CheckpointFolder(tmp_path / name) for name in ("out", "project"))
-    with pytest.raises(RequestError, match=r"--overwrite would delete: notes\.txt; expected"), old.writing():
+    with pytest.raises(ValueError, match=r"--overwrite would delete: notes\.txt; expected"), old.writing():
         (tmp_path / "old" / "notes.txt").write_text("mine")
     write(tmp_path / "out", "first")
-    with pytest.raises(RequestError, match="out exists; pass --overwrite"), late.writing():
+    with pytest.raises(ValueError, match="out exists; pass --overwrite"), late.writing():
         pass
-    with pytest.raises(RequestError, match="project exists; pass --overwrite to replace it"), later.writing():
+    with pytest.raises(ValueError, match="project exists; pass --overwrite to replace it"), later.writing():
         project(tmp_path / "project")
     assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
     assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]

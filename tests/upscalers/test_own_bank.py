@@ -11,7 +11,6 @@ from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import save_base
 from upscalers.edits.banks import files_beside_banks
 from upscalers.methods.contract import METHODS
-from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -73,12 +72,12 @@ def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):
     upscale(base=base, method="offset", output=model, options=options, overwrite=True)
     (model / "memory_bank" / "offset" / "notes.txt").write_text("mine")
     with pytest.raises(
-        RequestError, match=r"contains files that no checkpoint has, .*: memory_bank/offset/notes.txt; expected"
+        ValueError, match=r"contains files that no checkpoint has, .*: memory_bank/offset/notes.txt; expected"
     ):
         upscale(base=base, method="offset", output=model, options=options, overwrite=True)
     (model / FILE).write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(
-        RequestError, match=r"memory_bank/offset/vector.safetensors of .* is a Git LFS pointer, not the file"
+        ValueError, match=r"memory_bank/offset/vector.safetensors of .* is a Git LFS pointer, not the file"
     ):
         upscale(base=model, method="solar", output=tmp_path / "x")
 

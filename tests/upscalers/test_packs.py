@@ -21,7 +21,6 @@ from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -116,7 +115,7 @@ WRONG_OPTIONS = [
     [*((rows, {}, said) for rows, said in WRONG_ROWS), *((ENTRIES, *case) for case in WRONG_OPTIONS)],
 )
 def test_rows_and_options_that_are_refused(rows, options, message, base, tmp_path):
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         made(base, tmp_path, rows, **options)
     assert not (tmp_path / "out").exists()
 
@@ -128,7 +127,7 @@ def test_names_that_are_frequent_words_or_single_characters_are_refused(base, tm
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     rows = [{"name": ["x", "letterc"], "text": "x"}]
     message = "single characters or frequent words, which almost every text has: 'x', 'letterc'; expected names"
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         made(folder, tmp_path, rows)
     made(folder, tmp_path, rows, common_names=True)
 
@@ -140,15 +139,15 @@ def test_rotations_by_the_length_of_a_text_are_refused(kind, tmp_path):
         rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
     folder = save_base(tmp_path / "base", rope_parameters=rope)
     save_tiny_tokenizer(folder)
-    with pytest.raises(RequestError, match=rf"rotates keys by the length of the text \(rope_type '{kind}'\)"):
+    with pytest.raises(ValueError, match=rf"rotates keys by the length of the text \(rope_type '{kind}'\)"):
         made(folder, tmp_path)
 
 
 def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
-    with pytest.raises(RequestError, match="has no tokenizer, to find names in texts; expected one in the folder of"):
+    with pytest.raises(ValueError, match="has no tokenizer, to find names in texts; expected one in the folder of"):
         made(save_base(tmp_path / "base"), tmp_path)
     with pytest.raises(
-        RequestError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"
+        ValueError, match=r"has packs; expected one glossary for a model\. Add entries.*: midus edit add"
     ):
         made(model, tmp_path)
 
@@ -157,7 +156,7 @@ def test_protected_texts_hold_no_name(base, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "word1 word20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
     message = r"contain names of the glossary: 'word20 word21' \(1 texts\); expected none"
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         made(base, tmp_path, protect=str(texts))
     made(base, tmp_path, rows=[ENTRIES[0], ENTRIES[2]], protect=str(texts))
     assert json.loads((tmp_path / "out" / "upscale.json").read_text())["options"]["protect"] == "texts.jsonl"
@@ -174,7 +173,7 @@ def test_protected_texts_keep_their_logits_whatever_later_tokens_make_of_a_name(
         room, ids = tmp_path / str(number), tiny_tokenizer()(text)["input_ids"]
         if touched:
             with pytest.raises(
-                RequestError, match=rf"names of the glossary: '{touched[0]}' \(1 texts\); expected none, not even in"
+                ValueError, match=rf"names of the glossary: '{touched[0]}' \(1 texts\); expected none, not even in"
             ):
                 made(folder, room, rows, protect=str(tmp_path / "text.txt"))
         made(folder, room, rows, **({} if touched else {"protect": str(tmp_path / "text.txt")}))

@@ -12,7 +12,6 @@ from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import PLACEMENTS, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
-from upscalers.request.errors import RequestError
 
 # Of 16 layers, which get 8.
 TABLE = {
@@ -46,7 +45,7 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
         expected = [base + index for index, base in enumerate(in_front(num_layers, number))]
         assert place(policy, num_layers, number) == expected
     else:
-        with pytest.raises(RequestError, match=f"num-new-layers is {number}; placement {policy}"):
+        with pytest.raises(ValueError, match=f"num-new-layers is {number}; placement {policy}"):
             place(policy, num_layers, number)
 
 
@@ -63,7 +62,7 @@ def test_every_method_plans_the_default_number_of_its_placement():
         for num_layers in (2, 7):
             config = tiny_config("llama", num_hidden_layers=num_layers)
             assert planned(config, method).new_indices == place(placement, num_layers, None)
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             planned(tiny_config("llama", num_hidden_layers=1), method)
 
 
@@ -72,7 +71,7 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
     config = tiny_config("llama", num_hidden_layers=num_layers)
     valid = [K for K in range(1, num_layers) if (num_layers - K) % 2 == 0]
     if num_layers < 3:
-        with pytest.raises(RequestError, match=f"the base has {num_layers} layers; solar needs at least 3"):
+        with pytest.raises(ValueError, match=f"the base has {num_layers} layers; solar needs at least 3"):
             planned(config, "solar")
         return
     by_default = min(valid, key=lambda K: (abs(2 * K - num_layers), -K))
@@ -82,7 +81,7 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
         assert plan.sources == [*range(num_layers - left_out), *range(left_out, num_layers)]
         assert plan.new_indices == [*range(num_layers - left_out, num_layers - left_out + number)]
     else:
-        with pytest.raises(RequestError, match=f"num-new-layers is {number}; solar leaves the same number"):
+        with pytest.raises(ValueError, match=f"num-new-layers is {number}; solar leaves the same number"):
             planned(config, "solar", number)
 
 
@@ -122,7 +121,7 @@ def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor():
     ],
 )  # fmt: skip
 def test_what_cannot_be_placed_is_refused(placement, num_layers, num_new_layers, message):
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         place(placement, num_layers, num_new_layers)
 
 
@@ -156,7 +155,7 @@ def test_indices_that_make_no_plan_are_refused():
         ([1, 1], "placement is 1,1; expected ascending indices without repetition"),
         ([-1], r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers"),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             insertion_plan(4, indices)
 
 
@@ -232,5 +231,5 @@ def test_the_first_new_layer_has_the_type_of_the_next_base_layer_and_the_last_on
     ],
 )  # fmt: skip
 def test_a_list_that_cannot_follow_the_plan_is_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         followed({**tiny_config("qwen3"), **changes}, [1])

@@ -26,7 +26,6 @@ from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -94,7 +93,7 @@ def test_a_record_that_was_tampered_with_decides_nothing_and_one_that_is_not_jso
         assert [path.name for path in tensor_files(output)] == ["model.safetensors"] and same_tensors(output, base)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (model / "upscale.json").write_text("{")
-    with pytest.raises(RequestError, match=r"upscale.json is not JSON .* Delete it to use only config.json"):
+    with pytest.raises(ValueError, match=r"upscale.json is not JSON .* Delete it to use only config.json"):
         strip(model, tmp_path / "again")
 
 
@@ -127,7 +126,7 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path):
     sound = config_of(model)["upscale"]
     for entry, message in TAMPERED:
         edit_config(model, upscale={**sound, **entry})
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             strip(model, tmp_path / "stripped")
         assert not (tmp_path / "stripped").exists()
 

@@ -24,7 +24,6 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.methods import KINDS, SMALL_CHAPTERS
-from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -64,7 +63,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("method", "placement", "message"), REFUSED)
 def test_a_method_or_place_that_the_type_does_not_take_is_refused(method, placement, message, gemma4, tmp_path):
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         upscale(base=gemma4, method=method, output=tmp_path / "made", placement=placement)
     assert not (tmp_path / "made").exists()
 
@@ -139,7 +138,7 @@ def test_a_layer_more_than_the_config_says_is_refused(glm4, tmp_path):
     folder, name = shutil.copytree(glm4, tmp_path / "base"), f"layers.{NUM_LAYERS + 1}.enorm.weight"
     write_tensors(folder, {**read_tensors(folder), f"model.{name}": torch.zeros(2)})
     message = f"{name}, but config.json has num_hidden_layers = {NUM_LAYERS} and num_nextn_"
-    with pytest.raises(RequestError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         upscale(base=folder, method="llama-pro", output=tmp_path / "out")
 
 

@@ -22,7 +22,7 @@ from tests.upscalers.checkpoints import (
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.errors import MethodError, RequestError, VerificationError
+from upscalers.request.errors import MethodError, VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
@@ -101,7 +101,7 @@ def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_un
     tensors[name].flatten()[int(share * (tensors[name].numel() - 1))] = value
     write_tensors(base, tensors)
     message = f"{name} holds NaN or infinite values; expected finite weights. Repair the base, or pass --no-verify"
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
     assert with_memory(base, tmp_path / "out", verify=False).identity.checked is None
@@ -248,7 +248,7 @@ def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
         ("llama-pro", {"intermediate_size": 47}, MethodError, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
         ("solar", {"tie_word_embeddings": False}, MethodError, r"solar, outside the layers: there is no recipe for lm_head\.weight"),
         (
-            "midus-hml", {"layer_types": ["full_attention"] * 6}, RequestError,
+            "midus-hml", {"layer_types": ["full_attention"] * 6}, ValueError,
             r"layer 3 has .* = 'full_attention' and its source, layer 2, has 'sliding_attention'",
         ),
     ],

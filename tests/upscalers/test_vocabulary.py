@@ -22,7 +22,6 @@ from midus_hf.training.optim.rates import Rates
 from midus_hf.training.parallel import prepare_sharing
 from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import config_of, file_digests, load, read_tensors, same_tensors, save_base
-from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -221,7 +220,7 @@ def test_a_vocabulary_that_lost_rows_of_the_base_is_refused(spoken, tmp_path):
             assert strip(tmp_path / str(size), tmp_path / "stripped")["base_confirmed"] is True
             continue
         with pytest.raises(
-            RequestError, match="the vocabulary was resized to 43 tokens since it was upscaled, fewer than the"
+            ValueError, match="the vocabulary was resized to 43 tokens since it was upscaled, fewer than the"
         ):
             strip(tmp_path / str(size), tmp_path / "shorter")
 
@@ -304,7 +303,7 @@ def test_what_was_taken_is_said(spoken, tmp_path, command):
         ("t.json", '{"ab": "a", "ab": "b"}', "t.json has tokens more than once: 'ab'; expected each once"),
         ("t.json", '["ab", 3]', "t.json has no list of tokens, and no mapping of tokens to texts"),
         ("t.json", "[]", "t.json has no list of tokens, and no mapping of tokens to texts"),
-        ("t.json", "{", "Expecting property name"),
+        ("t.json", "{", "t.json', which cannot be read: Expecting property name"),
         ("t.txt", "a\nab\n<bos>\n", "t.txt has tokens that the base's tokenizer has: 'a', '<bos>'; expected new ones"),
         ("t.json", '{"ab": ""}', "the token 'ab' would start from '', of which the base's tokenizer makes the ids"),
         ("nowhere", None, "tokens is '.*nowhere', whose tokenizer cannot be loaded"),
@@ -313,7 +312,7 @@ def test_what_was_taken_is_said(spoken, tmp_path, command):
 def test_tokens_that_are_refused(name, text, message, spoken, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         with_tokens(spoken(), tmp_path / "out", tmp_path / name)
     assert not (tmp_path / "out").exists()
 
@@ -321,21 +320,21 @@ def test_tokens_that_are_refused(name, text, message, spoken, tmp_path):
 def test_bases_and_requests_that_are_refused(spoken, tmp_path):
     base = spoken()
     again = partial(with_tokens, base, tmp_path / "out")
-    with pytest.raises(RequestError, match="num-new-layers is 2, but vocabulary adds no layer"):
+    with pytest.raises(ValueError, match="num-new-layers is 2, but vocabulary adds no layer"):
         again(num_new_layers=2)
-    with pytest.raises(RequestError, match="tokens is missing; expected a file of new tokens"):
+    with pytest.raises(ValueError, match="tokens is missing; expected a file of new tokens"):
         upscale(base=base, method="vocabulary", output=tmp_path / "out")
-    with pytest.raises(RequestError, match="has no token that the base's tokenizer lacks"):
+    with pytest.raises(ValueError, match="has no token that the base's tokenizer lacks"):
         again(base)
     upscale(
         base=base, method="engram", output=tmp_path / "engram", options={"rows": 199, "width": 16, "hash_heads": 4}
     )
-    with pytest.raises(RequestError, match="the base has engram, which reads texts as its tokenizer cuts them now"):
+    with pytest.raises(ValueError, match="the base has engram, which reads texts as its tokenizer cuts them now"):
         with_tokens(tmp_path / "engram", tmp_path / "out", tmp_path / "tokens.json")
     save_letters(base, [*LETTERS, "A", "B"])
-    with pytest.raises(RequestError, match="gives new tokens the ids 46, 47, 48, and the base embeds 44"):
+    with pytest.raises(ValueError, match="gives new tokens the ids 46, 47, 48, and the base embeds 44"):
         again()
     shutil.rmtree(tmp_path / "base")
     save_base(base, vocab_size=SIZE)
-    with pytest.raises(RequestError, match="has no tokenizer, to which tokens are added"):
+    with pytest.raises(ValueError, match="has no tokenizer, to which tokens are added"):
         again()

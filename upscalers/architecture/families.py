@@ -5,7 +5,7 @@ from typing import Literal
 from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
 from upscalers.architecture.family import Config, Family
 from upscalers.architecture.written import written_family
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import one_line
 
 # Block size in FP8 that transformers assumes if a config has none.
 _FP8_BLOCK = (128, 128)
@@ -15,12 +15,12 @@ def family_of(config: Config) -> Family:
     """Return the family of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
-        RequestError: If transformers does not know the config's model type, or the type cannot host memory, or the model is
+        ValueError: If transformers does not know the config's model type, or the type cannot host memory, or the model is
             quantised or has custom code.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise RequestError(
+        raise ValueError(
             f"config.json has model_type = {model_type!r}; expected one of: {', '.join(PROVEN)}. Restore the config.json that "
             "the base was published with."
         )
@@ -33,7 +33,7 @@ def family_of(config: Config) -> Family:
     from midus_hf.models.inference.architecture import architecture_of  # brings other packages' types too
 
     if native_type not in CONFIG_MAPPING or CONFIG_MAPPING[native_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RequestError(
+        raise ValueError(
             f"model_type {native_type!r} is not a causal language model of transformers {__version__}; expected one. Install a newer "
             "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
             "model."
@@ -41,7 +41,7 @@ def family_of(config: Config) -> Family:
     try:
         read = architecture_of(native_type)
     except ValueError as error:
-        raise RequestError(f"model_type {native_type!r} is not supported: {one_line(error)}") from None
+        raise ValueError(f"model_type {native_type!r} is not supported: {one_line(error)}") from None
     return Family(read.model_type, read.class_name, read.norms_all_heads)
 
 
@@ -49,7 +49,7 @@ def check_readable(config: Config) -> None:
     """Refuse a model whose weights are quantised, or that has custom code.
 
     Raises:
-        RequestError: If the config says so.
+        ValueError: If the config says so.
     """
     native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
     quantization = config.get("quantization_config")
@@ -59,13 +59,13 @@ def check_readable(config: Config) -> None:
             fp8_block(config)
         if not (form == "mxfp4" or (form == "fp8" and native_type in PROVEN)):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-            raise RequestError(
+            raise ValueError(
                 f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
                 f"FP8 with a scale per block or weight in one of: {', '.join(PROVEN)}; or MXFP4 in gpt_oss. Start from the "
                 "unquantised checkpoint."
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
-        raise RequestError(
+        raise ValueError(
             "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
@@ -94,7 +94,7 @@ def fp8_block(config: Config) -> tuple[int, int] | None:
         The size of a block; None where a weight has one scale.
 
     Raises:
-        RequestError: If the config has no such size.
+        ValueError: If the config has no such size.
     """
     block = config["quantization_config"].get("weight_block_size", _FP8_BLOCK)
     if block is None:
@@ -102,7 +102,7 @@ def fp8_block(config: Config) -> tuple[int, int] | None:
     if not (
         isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     ):
-        raise RequestError(
+        raise ValueError(
             f"quantization_config has weight_block_size = {block!r}; expected rows and columns, such as [128, 128], or null for one "
             "scale per weight. Restore the config.json that the base was published with."
         )

@@ -21,7 +21,7 @@ from midus_hf.memories.options import InsertedOptions
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
 from upscalers.architecture.written import written_model
-from upscalers.request.errors import RequestError, one_line, refusing_requests
+from upscalers.request.errors import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ def layout_of(config: Config) -> Layout:
     """Return the layout of a model by its raw config, with its memories.
 
     Raises:
-        RequestError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
+        ValueError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
             does not fit the model.
     """
     native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
@@ -44,14 +44,13 @@ def layout_of(config: Config) -> Layout:
     backbone = _backbone(json.dumps(native, sort_keys=True))
     if config.get("memory") in (None, []):
         return backbone
-    with refusing_requests():
-        memories = read_memories(config["memory"], backbone.sizes, config.get("upscale"))
-        declared = {
-            f"model.{TABLES}.{memory}.{number}.{name}": tensor
-            for memory in memories.attached
-            for number, shared in enumerate(memories.tables(memory))
-            for name, tensor in shared.tensors.items()
-        }
+    memories = read_memories(config["memory"], backbone.sizes, config.get("upscale"))
+    declared = {
+        f"model.{TABLES}.{memory}.{number}.{name}": tensor
+        for memory in memories.attached
+        for number, shared in enumerate(memories.tables(memory))
+        for name, tensor in shared.tensors.items()
+    }
     tables = {name: tensor.shape for name, tensor in declared.items()}
     layers, inserted = [], memories.inserted
     for layer, tensors in enumerate(backbone.backbone_layers):
@@ -86,7 +85,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
         classes: Class of the model by the class of its config.
 
     Raises:
-        RequestError: If transformers cannot build the model.
+        ValueError: If transformers cannot build the model.
     """
     import torch
 
@@ -96,7 +95,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
             return classes[type(config)](config)
     except Exception as error:  # config classes and models raise whatever their checks raise
         check_lists(language_entry(native))
-        raise RequestError(
+        raise ValueError(
             f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
             "config.json of the base."
         ) from None
@@ -210,20 +209,20 @@ def _check_values(native: Config) -> None:
         value = native.get(key)
         is_list = key == "intermediate_size" and isinstance(value, list) and value  # one per layer
         if (key in _NEEDED or value is not None) and not is_list and (type(value) is not int or value < 1):
-            raise RequestError(
+            raise ValueError(
                 f"config has {key} = {value!r}; expected a positive integer. Repair config.json of the base."
             )
     types = native.get("layer_types")
     if types is None:
         return
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-        raise RequestError(
+        raise ValueError(
             f"config.json has layer_types = {types!r}; expected a list of names, one per layer. Repair the base checkpoint."
         )
     known = ("full_attention", "sliding_attention")
     unknown = next((each for each in types if each not in known), None)
     if native["model_type"] in PROVEN and unknown is not None:
-        raise RequestError(
+        raise ValueError(
             f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {native['model_type']} model. "
             "Repair the base checkpoint."
         )

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from midus_hf.memories.bank import Bank
-from upscalers.request.errors import refusing_requests
 
 
 def copy_banks(source: Path, folder: Path, banks: Mapping[str, Bank]) -> None:
-    """Copy banks from the checkpoint `source` to another folder, or raise `RequestError` about one that cannot be read."""
-    with refusing_requests():
-        for bank in banks.values():
-            bank.copy(source, folder)
+    """Copy banks from the checkpoint `source` to another folder."""
+    for bank in banks.values():
+        bank.copy(source, folder)
 
 
 def tie_banks(folder: Path, banks: Mapping[str, Bank]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
@@ -28,7 +28,6 @@ from upscalers.checkpoint.safetensors_format import (
     holds_the_same,
 )
 from upscalers.checkpoint.stored_weights import stored_tensors
-from upscalers.request.errors import RequestError
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -148,13 +147,10 @@ def read_config(path: Path) -> Config:
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
-            raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
+            raise ValueError(f"{folder} has no config.json{_held_instead(folder)}")
+    config = read_json(path)
     if not isinstance(config, dict):
-        raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
+        raise ValueError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config
 
 
@@ -228,7 +224,7 @@ def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
 
 def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
-        raise RequestError(
+        raise ValueError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
             "expected only a model. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
@@ -237,7 +233,7 @@ def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
 def _check_number_of_layers(config: Config) -> None:
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise RequestError(
+        raise ValueError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
         )
 
@@ -253,7 +249,7 @@ def _expected_shapes(layout: Layout) -> dict[str, Shape]:
 def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
-        raise RequestError(
+        raise ValueError(
             f"the checkpoint has {task_head}, the head of a classifier, reward or question-answering model, which the result would "
             "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or a similar class."
@@ -276,7 +272,7 @@ def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, S
     missing = [name for name in expected if name not in stored]
     if missing:
         check_lists(config)
-        raise RequestError(
+        raise ValueError(
             f"the base lacks {len(missing)} tensors that its config requires, {first_few(missing)}. Download or save it again, or "
             f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
         )
@@ -291,7 +287,7 @@ def _check_shapes_and_dtypes(
     """Check the shapes of tensors, and that all tensors hold weights except those that are only copied."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise RequestError(
+            raise ValueError(
                 f"{name} is {list(stored[name].shape)} in the base; expected {list(shape)} by its config. "
                 "Weights and config.json do not belong together."
             )
@@ -300,7 +296,7 @@ def _check_shapes_and_dtypes(
         form = stored[name].dtype
         if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
-            raise RequestError(
+            raise ValueError(
                 f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
                 "mean. Start from the unquantised checkpoint."
             )
@@ -312,7 +308,7 @@ def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
     for name in unexpected:
         if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
             also = f" and {_PREDICTING} = {predicting}" if predicting else ""
-            raise RequestError(
+            raise ValueError(
                 f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
                 "Weights and config.json do not belong together."
             )
@@ -323,12 +319,12 @@ def _merged(
 ) -> dict[str, StoredTensor]:
     """Return a base's tensors with an adapter's changes."""
     if has_config_entry(config):
-        raise RequestError(
+        raise ValueError(
             f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
             "expected the base that the adapter was made for. Merge the adapter when you upscale that base."
         )
     if layout.is_converted:
-        raise RequestError(
+        raise ValueError(
             f"adapter {adapter.name!r} would be merged into a {config['model_type']!r} model, whose tensors transformers converts "
             "when it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
         )
@@ -336,7 +332,7 @@ def _merged(
     tied = next((name for name in layout.tied if name in stored), None)
     embedding = f"{prefix}{_EMBEDDING}"
     if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
-        raise RequestError(
+        raise ValueError(
             f"adapter {adapter.name!r} changes {embedding} or {tied}, which the config ties, and the base stores both; expected one "
             "of them. Merge the adapter with PEFT first."
         )

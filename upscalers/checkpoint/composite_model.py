@@ -17,7 +17,7 @@ from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.files.outputs import LANGUAGE_KEY, language_entry
 from upscalers.architecture.family import OF_UPSCALING, Config, Shape
 from upscalers.architecture.layout import model_on_meta
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import one_line
 
 _STACK, _HEAD = "model.", "lm_head."
 _HOST = "Midus"  # prefix of the names of classes that host memory
@@ -71,7 +71,7 @@ class CompositeModel:
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
 
     def check_hosts(self) -> None:
-        """Make the classes with which the language model hosts memory within the composite model, or raise `RequestError`."""
+        """Make the classes with which the language model hosts memory within the composite model, or raise `ValueError`."""
         from midus_hf.models.families import COMPOSITE_FAMILIES
         from midus_hf.models.inference.modules import host_type
 
@@ -81,7 +81,7 @@ class CompositeModel:
         try:
             host_type(model_type)
         except ValueError as error:
-            raise RequestError(
+            raise ValueError(
                 f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds ordinary "
                 "layers of the family, or extract the language model first (upscale extract)."
             ) from None
@@ -141,8 +141,8 @@ def _built(native: str) -> CompositeModel:
 
     model_type = json.loads(native)["model_type"]
 
-    def refused(reason: str, expected: str) -> RequestError:
-        return RequestError(
+    def refused(reason: str, expected: str) -> ValueError:
+        return ValueError(
             f"model_type {model_type!r} {reason} (transformers {__version__}); expected {expected}. Install a newer transformers if "
             "the model is newer, or save the language model as a separate checkpoint first."
         )

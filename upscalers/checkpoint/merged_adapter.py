@@ -13,7 +13,6 @@ from midus_hf.files.json_text import parse_json
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, holds_the_same, read_header
 from upscalers.checkpoint.source import adapter_folder
-from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,7 @@ class Adapter:
             config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             (folder / ADAPTER_WEIGHTS).open("rb").close()
         except (OSError, ValueError) as error:
-            raise RequestError(
+            raise ValueError(
                 f"adapter {name!r} has no valid {ADAPTER_CONFIG} or no {ADAPTER_WEIGHTS} ({type(error).__name__}); expected a LoRA "
                 "that PEFT saved. Give its folder."
             ) from None
@@ -71,8 +70,8 @@ class Adapter:
         with (self.folder / ADAPTER_WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def _refused(self, reason: str) -> RequestError:
-        return RequestError(
+    def _refused(self, reason: str) -> ValueError:
+        return ValueError(
             f"adapter {self.name!r} cannot be merged while the base is read: {reason}; expected a LoRA, rsLoRA or DoRA. Merge it "
             "with PEFT (merge_and_unload), save the model, and give that as the base."
         )
@@ -90,7 +89,7 @@ class Adapter:
             weight = tensors.get(name)
             if weight is None or isinstance(weight, ComputedTensor) or weight.dtype not in TORCH_NAMES:
                 held = "does not hold" if weight is None else f"holds as {weight.as_stored.dtype}"
-                raise RequestError(
+                raise ValueError(
                     f"adapter {self.name!r} changes {name}, which the base {held}; expected float weights of the model that the "
                     "adapter was made for. Give that base."
                 )
@@ -98,7 +97,7 @@ class Adapter:
             alpha = self._of_module("alpha_pattern", module, self.config["lora_alpha"])
             product = (b.shape[0], a.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
             if product[:: -1 if of_embedding else 1] != weight.shape or not a.shape[0] == b.shape[1] == rank:
-                raise RequestError(
+                raise ValueError(
                     f"adapter {self.name!r} has matrices {list(b.shape)} and {list(a.shape)} for {name}; expected rank {rank} and a "
                     f"product of {list(weight.shape)}. Give the base that the adapter was made for."
                 )

@@ -16,7 +16,6 @@ from upscalers.architecture.families import fp8_block, quantised_form
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
-from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +97,7 @@ def with_products(
             wanted = f"scales {list(grid)}, one for each of its blocks of {block[0]} x {block[1]} (weight_block_size)"
             fits = held == grid
         if scales is None or scales.dtype not in TORCH_NAMES or len(weight.shape) != 2 or not fits:
-            raise RequestError(
+            raise ValueError(
                 f"{name} is {list(weight.shape)} in {weight.dtype} with {'no scales' if held is None else f'scales {list(held)}'}; "
                 f"expected {name}{SUFFIX} with {wanted}. Start from the unquantised checkpoint."
             )
@@ -116,7 +115,7 @@ def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, Sto
         scales = stored.get(name + _EXPONENTS)
         shape = () if scales is None else scales.shape
         if numbers.dtype != "U8" or len(shape) != 3 or scales is None or numbers.shape != (*shape, 16):
-            raise RequestError(
+            raise ValueError(
                 f"{part} is {list(numbers.shape)} with scales {list(shape)}; expected {name}{_EXPONENTS} with an exponent for each "
                 "16 bytes. Start from the unquantised checkpoint."
             )

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import one_line
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -80,7 +80,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, "np"):  # checks the header and where tensors lie
             pass
     except SafetensorError as error:
-        raise RequestError(
+        raise ValueError(
             f"{file.name} is not a valid safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
         ) from None
     with file.open("rb") as stream:
@@ -90,7 +90,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if entry["dtype"] not in ITEM_BYTES:
-            raise RequestError(
+            raise ValueError(
                 f"{name} in {file.name} is stored as {entry['dtype']}; expected float32, float16 or bfloat16 weights. Start from the "
                 "unquantised checkpoint."
             )

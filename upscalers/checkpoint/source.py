@@ -31,7 +31,6 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.memories.bank import bank_patterns
 from midus_hf.model_names import answer_of_hub, gguf_refusal
 from upscalers.checkpoint.stored_weights import missing_weights
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.progress import Progress
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -59,7 +58,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
     if not at or Path(base).expanduser().exists():
         return base, None
     if not revision or Path(name).expanduser().exists():
-        raise RequestError(
+        raise ValueError(
             f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
@@ -71,7 +70,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        raise RequestError(f"{name!r} is {gguf_refusal(path)}")
+        raise ValueError(f"{name!r} is {gguf_refusal(path)}")
     elif path.is_file() and path.name == "config.json":
         _refuse_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
@@ -79,14 +78,14 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         _refuse_pointers(path, CONFIG, TRAVELLING, RECORD, CARD, bank_patterns(), *(() if config_only else (WEIGHTS,)))
         yield Source(name, path)
     elif path.is_file():
-        raise RequestError(
+        raise ValueError(
             f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
+        raise ValueError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
 
 
 def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
@@ -97,7 +96,7 @@ def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
         return path
     repository, revision = name_and_revision(name)
     if path.exists() or not _HUB_ID.match(repository):
-        raise RequestError(f"adapter {name!r} is neither a folder nor a hub id; expected one of them.")
+        raise ValueError(f"adapter {name!r} is neither a folder nor a hub id; expected one of them.")
     return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
 
 
@@ -122,8 +121,7 @@ def travelling_files(folder: Path) -> list[Path]:
 
 
 def _refuse_pointers(folder: Path, *kinds: Kind) -> None:
-    with refusing_requests():
-        refuse_lfs_pointers(folder, *kinds)
+    refuse_lfs_pointers(folder, *kinds)
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
@@ -150,7 +148,7 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
         files = HfApi().list_repo_files(name, revision=commit)
     except Exception as error:
         raise _unavailable(name, error) from None
-    raise RequestError(missing_weights(name, files))
+    raise ValueError(missing_weights(name, files))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
@@ -161,12 +159,12 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
     except HFValidationError as error:
-        raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
+        raise ValueError(f"{name!r} is no local folder and no hub id. {error}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise _unavailable(name, error) from None
 
 
-def _unavailable(name: str, error: Exception) -> RequestError:
+def _unavailable(name: str, error: Exception) -> ValueError:
     """Return a message about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
-    return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
+    return ValueError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.wording import first_line
+from midus_hf.files.json_text import read_json
 from upscalers.checkpoint.source import Source
 from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
@@ -151,10 +152,10 @@ def remove_tokens(folder: Path, ids: range, record: dict[str, Any]) -> bool:
     if path.is_file() and DIGEST_KEY in record and known is None:
         path.unlink()  # the base has another format
     elif path.is_file():
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
         held["added_tokens"] = [token for token in held.get("added_tokens", []) if token["id"] not in ids]
         path.write_text(_pretty(held), encoding="utf-8")
-    told = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    told = read_json(config) if config.is_file() else {}
     if {*told.get(ADDED, {})} & {*map(str, ids)}:
         told[ADDED] = {key: value for key, value in told[ADDED].items() if int(key) not in ids}
         config.write_text(_pretty(told) + "\n", encoding="utf-8")
@@ -188,7 +189,7 @@ def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[s
         if name and file and not any(f'"{word}"' in text for text in texts.values() for word in (*keys, "auto_map")):
             named.setdefault(file, {})[keys[0]] = name
     for file, names in named.items():
-        changed = {**json.loads(texts[file]), **names}
+        changed = {**read_json(folder / file), **names}
         (folder / file).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         classes = " and ".join(names.values())
         progress.note(f"{file} names {classes}, which transformers chooses by the base's model_type.")

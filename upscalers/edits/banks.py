@@ -1,12 +1,11 @@
 """Banks of a checkpoint: listing of their blocks, and deletion, which writes another checkpoint with all other bytes the same."""
 
-import contextlib
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.record.provenance import read_record
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
             files that still contain what was learned from the topics, or their texts.
 
     Raises:
-        RequestError: If a node does not exist in any of the banks, or the output cannot be made.
+        ValueError: If a node does not exist in any of the banks, or the output cannot be made.
     """
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
@@ -79,14 +77,14 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         refusals = []
         named: set[Node] = set()
         for name, layout in find_layouts(source.folder, request.memory).items():
-            with open_bank(source.folder, name, layout) as bank:
-                try:
-                    chosen = parse_nodes(nodes, bank.layout, subtree)
-                except RequestError as refusal:  # a bank may have no blocks at a level that another bank has
-                    refusals.append(refusal)
-                    continue
-                deleted[name] = [node for node in chosen if bank.is_written(*node)]
-                named |= {parse_node(node, bank.layout) for node in nodes}
+            bank = open_bank(source.folder, name, layout)
+            try:
+                chosen = parse_nodes(nodes, bank.layout, subtree)
+            except ValueError as refusal:  # a bank may have no blocks at a level that another bank has
+                refusals.append(refusal)
+                continue
+            deleted[name] = [node for node in chosen if bank.is_written(*node)]
+            named |= {parse_node(node, bank.layout) for node in nodes}
         if not deleted:
             raise refusals[0]
         tree = _tree_of(source.folder)
@@ -101,12 +99,11 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
                 after.save(scratch)
             copy_for_edit(files, source.folder, partial)
             tree_folder = Path(scratch) if gone else None
-            with refusing_requests():
-                for name, carried in banks.items():
-                    if isinstance(carried, BlockFiles):
-                        carried.copy(source.folder, partial, deleted.get(name, ()), after, tree_folder)
-                    else:
-                        carried.copy(source.folder, partial)
+            for name, carried in banks.items():
+                if isinstance(carried, BlockFiles):
+                    carried.copy(source.folder, partial, deleted.get(name, ()), after, tree_folder)
+                else:
+                    carried.copy(source.folder, partial)
         also_taught, copies = _also_taught(source.folder, named, deleted), copies_of(source.folder, str(request.model))
     return {
         "command": "delete",
@@ -127,9 +124,9 @@ def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequ
     topics = [node for node in named if node[1] != GENERIC]
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
     for name, layout in find_layouts(folder).items():
-        with open_bank(folder, name, layout) as bank:
-            k = bank.layout.blocks.branching
-            written = {(level, node) for level in bank.layout.levels for node in bank.written(level)}
+        bank = open_bank(folder, name, layout)
+        k = bank.layout.blocks.branching
+        written = {(level, node) for level in bank.layout.levels for node in bank.written(level)}
         for node in written.difference(deleted.get(name, ())) if topics else ():
             if node[1] == GENERIC:
                 kept["generic"].add(node)
@@ -174,8 +171,7 @@ def _tree_of(folder: Path) -> "ClusterTree | None":
 
     if not (folder_of_tree(folder) / RECORD_FILE).is_file():
         return None
-    with refusing_requests():
-        return ClusterTree.load(folder)
+    return ClusterTree.load(folder)
 
 
 def _centroids(
@@ -184,10 +180,10 @@ def _centroids(
     """Return the named nodes whose centroids are deleted, with all below, and those whose centroids lead to remaining blocks."""
     left: set[Node] = set()  # nodes with blocks, in any bank, after the deletion
     for name, layout in find_layouts(folder).items():
-        with open_bank(folder, name, layout) as bank:
-            for level in bank.layout.levels:
-                written = {(level, node) for node in bank.written(level) if node != GENERIC}
-                left |= written.difference(deleted.get(name, ()))
+        bank = open_bank(folder, name, layout)
+        for level in bank.layout.levels:
+            written = {(level, node) for node in bank.written(level) if node != GENERIC}
+            left |= written.difference(deleted.get(name, ()))
     k, centroids = tree.branching, tree.centroids
     nodes = [
         node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
@@ -223,20 +219,20 @@ def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
 
 
 def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
-    with open_bank(folder, name, layout) as bank:
-        layout, tree = bank.layout, bank.tree
-        levels = [
-            {
-                "level": level,
-                "nodes": layout.blocks.nodes(level),
-                "parameters": layout.record_numel(level),
-                "written": [node for node in bank.written(level) if node != GENERIC],
-                "deleted": [node for node in bank.deleted(level) if node != GENERIC],
-                "generic": bank.is_written(level, GENERIC),
-                "bytes_on_disk": (folder / BANKS_FOLDER / name / level_file(level)).stat().st_blocks * 512,
-            }
-            for level in layout.levels
-        ]
+    bank = open_bank(folder, name, layout)
+    layout, tree = bank.layout, bank.tree
+    levels = [
+        {
+            "level": level,
+            "nodes": layout.blocks.nodes(level),
+            "parameters": layout.record_numel(level),
+            "written": [node for node in bank.written(level) if node != GENERIC],
+            "deleted": [node for node in bank.deleted(level) if node != GENERIC],
+            "generic": bank.is_written(level, GENERIC),
+            "bytes_on_disk": (folder / BANKS_FOLDER / name / level_file(level)).stat().st_blocks * 512,
+        }
+        for level in layout.levels
+    ]
     return {
         "memory": name,
         "type": layout.memory_type,
@@ -251,28 +247,28 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
     """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
-        raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
+        raise ValueError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
         level, number = parse_node(name, layout)
         if not subtree and level not in layout.levels:
-            raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
+            raise ValueError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
         nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
     return sorted(nodes)
 
 
 def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
+    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `ValueError`."""
     match = _NODE.fullmatch(name)
     if match is None:
-        raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
+        raise ValueError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
     level = int(match[1])
     if not 1 <= level <= layout.num_levels:
-        raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
+        raise ValueError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
     count = layout.blocks.nodes(level)
     number = GENERIC if match[2] == "generic" else int(match[2])
     if number >= count:
-        raise RequestError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
+        raise ValueError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
     return level, number
 
 
@@ -295,27 +291,22 @@ def written_node(node: Node) -> str:
 
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `RequestError`."""
+    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `ValueError`."""
     banks = block_layouts(open_base(folder, needs_weights=False).layout.memories)
     chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
     if not chosen:
-        raise RequestError(
+        raise ValueError(
             f"{folder} has no memory {'' if memory is None else f'{memory!r} '}that fetches blocks; expected a checkpoint "
             f"with one. Its are: {', '.join(banks) or 'none'}."
         )
     return chosen
 
 
-@contextlib.contextmanager
-def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory in the folder of a checkpoint; errors of reading it in the context become a `RequestError`."""
-    from midus_hf.memories.hierarchical.bank.level_file import BankError
+def open_bank(folder: Path, name: str, layout: BankLayout) -> "MemoryBank":
+    """Open the bank of a memory in the folder of a checkpoint."""
     from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 
-    try:
-        yield MemoryBank(folder / BANKS_FOLDER / name, layout)
-    except BankError as error:
-        raise RequestError(str(error)) from None
+    return MemoryBank(folder / BANKS_FOLDER / name, layout)
 
 
 def files_beside_banks(folder: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
-from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 
@@ -73,11 +72,11 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
         if isinstance(entry.options, ChaptersOptions)
     }
     if not memories:
-        raise RequestError(
+        raise ValueError(
             f"{model.folder} has no memory of type 'chapters'; expected a model with one. Make it with 'upscale --method moc'."
         )
     if (name is not None and name not in memories) or (only and name is None and len(memories) > 1):
-        raise RequestError(
+        raise ValueError(
             f"memory is {name!r}; expected a memory of chapters, of which the model has: {', '.join(memories)}. Pass --memory NAME."
         )
     return list(memories.values()) if name is None else [memories[name]]
@@ -94,7 +93,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
         As from `edit_checkpoint`, with `chapters`, as text, `chapters_before` and `chapters_after`.
 
     Raises:
-        RequestError: If a chapter or the memory does not exist, or the output cannot be made.
+        ValueError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
@@ -114,7 +113,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
     Arguments and result are as for `zero`.
 
     Raises:
-        RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
+        ValueError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
@@ -124,7 +123,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         kept = [number for number in range(options.chapters) if number not in numbers]
         shared = sum(number < options.shared_chapters for number in kept)
         if len(kept) - shared < options.k:
-            raise RequestError(
+            raise ValueError(
                 f"chapters is {written(numbers)!r}, which leaves {len(kept) - shared} chapters to choose k = {options.k} of; "
                 "expected k or more. Prune fewer."
             )
@@ -177,13 +176,13 @@ def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise RequestError(f"chapters is {text!r}; expected numbers and ranges such as 3,7-9.")
+            raise ValueError(f"chapters is {text!r}; expected numbers and ranges such as 3,7-9.")
         if last >= num_chapters:
-            raise RequestError(f"chapters is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
+            raise ValueError(f"chapters is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise RequestError(f"chapters is {text!r}, which names {twice} twice; expected each once.")
+        raise ValueError(f"chapters is {text!r}, which names {twice} twice; expected each once.")
     return tuple(numbers)
 
 

@@ -15,11 +15,10 @@ from upscalers.checkpoint.base_checkpoint import open_base, read_config, write_c
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.banks import copies_of, copy_for_edit, files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.methods.engram import vocabulary_of
+from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.packs import check_protected, corpus_rows, recorded_name
 from upscalers.record.model_card import with_request
 from upscalers.record.provenance import read_record, write_record
-from upscalers.request.errors import refusing_requests
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _edit(
     protect: str | None = None,
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    with resolve_source(str(request.model)) as source, refusing_requests():
+    with resolve_source(str(request.model)) as source:
         opened = open_base(source.folder)
         memories = opened.layout.memories
         if not has_glossary(memories):
@@ -116,12 +115,10 @@ def _edit(
             read_glossary,
             write_glossary,
         )
-        from midus_hf.saved_models import load_tokenizer
 
         options = (entry.options for entry in memories.attached.values())
         (most,) = (each.max_tokens for each in options if isinstance(each, PacksOptions))
-        tokenizer = load_tokenizer(str(source.folder))
-        glossary = Glossary(tokenizer, read_glossary(source.folder), vocabulary_of(opened), most)
+        glossary = Glossary(tokenizer_of(opened), read_glossary(source.folder), vocabulary_of(opened), most)
         changed = change(glossary)
         remarks = [*changed.remarks]
         recorded = [each.get("protect") for each in options_recorded(opened.config.get(CONFIG_KEY))]

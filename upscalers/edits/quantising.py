@@ -10,7 +10,6 @@ from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.retrieval.options import ValueBits, bits_option, in_bits
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint, name_of, value_tables
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.writer import OutputTensor
 
@@ -41,13 +40,13 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         As from `edit_checkpoint`, with `bits`.
 
     Raises:
-        RequestError: If `bits` is neither 8 nor 4; if no memory has this name, or has values; if values are rounded already, belong
+        ValueError: If `bits` is neither 8 nor 4; if no memory has this name, or has values; if values are rounded already, belong
         to
             another type of memory, have an odd width with 4 bits, or contain a number that is not finite; or if the output cannot be
             made.
     """
     if bits not in get_args(ValueBits):
-        raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, get_args(ValueBits)))}.")
+        raise ValueError(f"bits is {bits}; expected {' or '.join(map(str, get_args(ValueBits)))}.")
 
     def decide(model: BaseCheckpoint) -> EditDetails:
         memories = model.layout.memories
@@ -57,11 +56,11 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
             if name_of(entry) in tables.values() or _bits_of(entry.options) is not None:
                 entries.setdefault(name_of(entry), []).append(entry)
         if not entries:
-            raise RequestError(
+            raise ValueError(
                 f"{model.folder} has no table of values; expected a model with a memory of slots or of chapters."
             )
         if request.memory not in (None, *entries):
-            raise RequestError(
+            raise ValueError(
                 f"memory is {request.memory!r}; expected a memory with values, of which the model has: {', '.join(entries)}."
             )
         chosen = [request.memory] if request.memory else list(entries)
@@ -83,17 +82,16 @@ def _checked_option(entry: MemoryEntry, bits: int, sizes: ModelSizes) -> str:
     """Return the name of the option for the bits of a memory, or refuse a memory that cannot be rounded to these bits."""
     name = bits_option(entry.options)
     if name is None:
-        raise RequestError(
+        raise ValueError(
             f"memory {name_of(entry)!r} is of type {entry.options.type!r}, whose values cannot be rounded and stay as they are. Name "
             "another with --memory."
         )
     if _bits_of(entry.options) is not None:
-        raise RequestError(
+        raise ValueError(
             f"memory {name_of(entry)!r} has {name} = {_bits_of(entry.options)} already; expected values that were not rounded. Start "
             "from the checkpoint before it was quantised."
         )
-    with refusing_requests():
-        dataclasses.replace(entry.options, **{name: bits}).check_fit(sizes)
+    dataclasses.replace(entry.options, **{name: bits}).check_fit(sizes)
     return name
 
 

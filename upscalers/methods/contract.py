@@ -13,7 +13,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place
 from upscalers.plan.plan import New, Plan, insertion_plan
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.layer_blocks import block_recipes
 from upscalers.tensors.recipes import Copy, Recipe
@@ -95,7 +94,7 @@ class Method(ABC):
         """Refuse a base that the method cannot upscale.
 
         Raises:
-            RequestError: If the base is refused.
+            ValueError: If the base is refused.
         """
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
@@ -106,7 +105,7 @@ class Method(ABC):
         """Refuse to start if a package or device is missing. A dry run skips this check.
 
         Raises:
-            RequestError: If one is missing.
+            ValueError: If one is missing.
         """
 
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
@@ -152,7 +151,7 @@ class Method(ABC):
         """Return warnings about the measurements of solvers.
 
         Raises:
-            RequestError: If the result has to be rejected; nothing of it is left.
+            ValueError: If the result has to be rejected; nothing of it is left.
         """
         return []
 
@@ -239,7 +238,7 @@ def get_method(name: str) -> type[Method]:
     """Return the method of a name.
 
     Raises:
-        RequestError: If there is none. The message lists similar names.
+        ValueError: If there is none. The message lists similar names.
     """
     import upscalers.methods  # noqa: F401 - fills the table
 
@@ -251,7 +250,7 @@ def get_method(name: str) -> type[Method]:
             hint = (
                 "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR --adapters {}'."
             )
-        raise RequestError(f"method {name!r} is unknown. {hint}")
+        raise ValueError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
 
 

@@ -9,7 +9,6 @@ from upscalers.architecture.family import MATRIX_ROLES, NEEDED_MATRICES, LayerTe
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan
-from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 # Methods whose new layers are each made from one layer, of any kind.
@@ -48,7 +47,7 @@ class DenseMethod(Method):
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
-            raise RequestError(
+            raise ValueError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm after its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
@@ -64,7 +63,7 @@ class DenseMethod(Method):
         """Refuse base layers that no new layer can be made from; `layer` names the new layer in messages.
 
         Raises:
-            RequestError: If the first layer lacks projections that the method needs or that the identity fills.
+            ValueError: If the first layer lacks projections that the method needs or that the identity fills.
         """
         first = base.layout.backbone_layers[sources[0]]
         filled, needed = self.filled_roles(base), self.needed_roles(base)
@@ -74,7 +73,7 @@ class DenseMethod(Method):
         if missing:
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
             others_that_do = COPYING if set(missing) - _WRITING_ROLES else "solar"
-            raise RequestError(
+            raise ValueError(
                 f"{layer} would be made from base layer {sources[0]}, which has no separate {missing[0]} that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
                 f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
@@ -121,10 +120,10 @@ def whole_layer(base: BaseCheckpoint, layer: int, index: int) -> int:
     """Return `layer`, the base layer that new layer `index` is made from, if it is a whole decoder layer.
 
     Raises:
-        RequestError: If the base layer is a memory block, which has no feed-forward network.
+        ValueError: If the base layer is a memory block, which has no feed-forward network.
     """
     if layer in base.layout.memories.inserted:
-        raise RequestError(
+        raise ValueError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
             "feed-forward network. Choose another placement."
         )
@@ -145,13 +144,13 @@ class FusionMethod(DenseMethod):
         """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
 
         Raises:
-            RequestError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
+            ValueError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
                 that the identity fills.
         """
         first, *others = (base.layout.backbone_layers[source] for source in sources)
         experts = [source for source in sources if source in base.layout.expert_layers]
         if experts:
-            raise RequestError(
+            raise ValueError(
                 f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
                 f"{self.name} combines matrices of several layers, and experts of one layer have no counterparts in another; "
                 f"expected dense layers. Choose {COPYING}, or a method that adds memory."
@@ -159,7 +158,7 @@ class FusionMethod(DenseMethod):
         for source, tensors in zip(sources[1:], others, strict=True):
             if tensors != first:
                 differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
-                raise RequestError(
+                raise ValueError(
                     f"{layer} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
                     f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
                 )
@@ -198,7 +197,7 @@ class MatrixMethod(FusionMethod):
         for role in MATRIX_ROLES:
             weights = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
             if len(weights) > 1:
-                raise RequestError(
+                raise ValueError(
                     f"{layer} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
                     f"({', '.join(weights)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
                 )
@@ -210,11 +209,11 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
     With `same_type`, look further back for a layer with the attention type of the next layer.
 
     Raises:
-        RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
+        ValueError: If a side has no base layer, or none of that type, or if one is a memory block.
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"
-        raise RequestError(
+        raise ValueError(
             f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
             "top-heavy, or indices inside the model."
         )
@@ -225,7 +224,7 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
     for candidate in range(layer.previous, -1, -1):
         if types[candidate] == types[following] and candidate not in base.layout.memories.inserted:
             return following, candidate
-    raise RequestError(
+    raise ValueError(
         f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
         "it; expected one, since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
     )

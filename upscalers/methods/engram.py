@@ -17,7 +17,6 @@ from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Integers, Recipe
 
 if TYPE_CHECKING:
@@ -81,33 +80,33 @@ class Engram(AttachedMemoryMethod):
 
     def check_machine(self) -> None:
         if self.options.corpus is not None and importlib.util.find_spec("datasets") is None:
-            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
+            raise ValueError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
-            raise RequestError(
+            raise ValueError(
                 "known_tokens or known_ngrams is given; expected neither, since they follow from the tokenizer and the corpus."
             )
         options = self.options
         if (options.table == "exact") != (options.corpus is not None):
-            raise RequestError(
+            raise ValueError(
                 f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus for table exact, and for it alone. "
                 "Pass --set table=exact --set corpus=FOLDER."
             )
         if options.min_documents < 1 or (options.min_documents > 1 and options.corpus is None):
-            raise RequestError(
+            raise ValueError(
                 f"min_documents is {options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
         if options.names and (options.corpus is None or (options.min_documents, options.min_order) != (1, 1)):
-            raise RequestError(
+            raise ValueError(
                 f"names is true, corpus {options.corpus!r}, min_documents {options.min_documents} and min_order {options.min_order}; "
                 "expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and --set min_order=1, and "
                 "leave min_documents out."
             )
         if vocabulary_of(base) >= MOST_TOKENS:
-            raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
+            raise ValueError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
         if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
                 "there, or choose --set table=hashed."
             )
@@ -187,8 +186,7 @@ class Engram(AttachedMemoryMethod):
         from midus_hf.memories.ngram.known import keys_of_texts, known_ngrams
 
         if self._keys is None:
-            with refusing_requests():
-                texts = read_corpus(self.options.corpus)["text"]
+            texts = read_corpus(self.options.corpus)["text"]
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
             tokenizer, numbers = tokenizer_of(base), self._token_numbers(base)
             if self.options.names:
@@ -197,7 +195,7 @@ class Engram(AttachedMemoryMethod):
                 keys = keys_of_texts(texts, tokenizer, options, numbers)
                 self._keys = known_ngrams(keys, self.options.min_documents)
             if not len(self._keys):
-                raise RequestError(
+                raise ValueError(
                     f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "
                     f"{self.options.min_documents} of its texts have; expected n-grams to give rows to. Add text to it, or lower "
                     "min_order or min_documents."
@@ -212,8 +210,7 @@ class Engram(AttachedMemoryMethod):
         from midus_hf.memories.packs.names import Spelling
         from midus_hf.ops.ngrams.addresses import NO_TOKEN, ngram_keys, numbered
 
-        with refusing_requests():
-            spelling = Spelling(tokenizer)
+        spelling = Spelling(tokenizer)
         most, fronts = self.options.max_order, merged_fronts(spelling)
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name in tqdm(dict.fromkeys(names), desc="reading names", unit="names", disable=None, leave=False):
@@ -282,10 +279,10 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
-    """Return the tokenizer of a base, or raise `RequestError`."""
+    """Return the tokenizer of a checkpoint, or raise `ValueError`."""
     from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with refusing_requests(), as_value_error("the tokenizer of the base cannot be loaded", OSError, ValueError):
+    with as_value_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

@@ -13,7 +13,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import LESA, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean
 from upscalers.plan.plan import New, Plan
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
 
@@ -54,7 +53,7 @@ class LesaOptions(FusionOptions):
             ("norm_weight", 0 <= self.norm_weight <= 1, "0 <= norm_weight <= 1"),
         ):
             if not is_right:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
 
 @register_method("lesa")
@@ -69,11 +68,11 @@ class Lesa(MatrixMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if base.num_layers < 3:
-            raise RequestError(
+            raise ValueError(
                 f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
             )
         for layer in sorted(base.layout.memories.inserted):
-            raise RequestError(
+            raise ValueError(
                 f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
                 "network. Upscale the base without memory first."
             )
@@ -85,8 +84,7 @@ class Lesa(MatrixMethod):
         return "lesa learns from all layers."
 
     def check_machine(self) -> None:
-        with refusing_requests():
-            usable_device(self.options.device, "float64")
+        usable_device(self.options.device, "float64")
 
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
@@ -182,7 +180,7 @@ class MatrixPrediction(Solver):
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)
         if not num_rows:
-            raise RequestError(
+            raise ValueError(
                 f"{self._sources[0]} and its counterparts are zero in every layer; lesa has nothing to learn from. Use another base."
             )
         with RowFile(scratch.folder / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:

@@ -16,7 +16,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.request.errors import RequestError, one_line, refusing_requests
+from upscalers.request.errors import one_line
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1
@@ -30,7 +30,7 @@ class HostedMemoryMethod(Method):
             base.composite.check_hosts()
         name = bits_option(self.options)
         if name is not None and getattr(self.options, name) is not None:
-            raise RequestError(
+            raise ValueError(
                 f"{name} is {getattr(self.options, name)}, but new values have to be trained, and integers cannot be; expected null. "
                 "Train the model, then round its values with midus edit quantise."
             )
@@ -44,7 +44,7 @@ class HostedMemoryMethod(Method):
         """Refuse a model type that is not proven with the memory at a site, and list the methods that support the type.
 
         Raises:
-            RequestError: If the proof fails.
+            ValueError: If the proof fails.
         """
         memory_type = dict(self.positions())[site]
         failure = _failed_proof(model_type, site, memory_type)
@@ -56,7 +56,7 @@ class HostedMemoryMethod(Method):
         remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
         taking = [name for name, method in hosting.items() if not _failed_proof(model_type, *method.positions()[0])]
-        raise RequestError(
+        raise ValueError(
             f"model_type {model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny model: "
             f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
@@ -146,12 +146,11 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
-        with refusing_requests():
-            self._memory().check_fit(base.layout.sizes)
+        self._memory().check_fit(base.layout.sizes)
         if self.options.site not in self.sites:
-            raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
+            raise ValueError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
         if "skip" in self.sites and self.options.site != "skip" and self.options.span != _SPAN:
-            raise RequestError(
+            raise ValueError(
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
@@ -164,7 +163,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise RequestError(
+                raise ValueError(
                     f"{name} is {value!r}, but {self.name} attaches memory to existing layers; expected none. Pass "
                     "--set layers=... instead."
                 )
@@ -185,7 +184,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         """Return the indices of the layers that get the memory.
 
         Raises:
-            RequestError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
+            ValueError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
                 memory, such as a memory block.
         """
         own = self._hosting_layers(base)
@@ -204,7 +203,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
             if sorted(set(chosen)) == chosen and set(chosen) <= set(own):
                 return tuple(chosen)
-        raise RequestError(
+        raise ValueError(
             f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, early:N, "
             "middle:N or late:N for N neighbours, or a list of ascending indices among the layers of the base that have "
             f"{'the projections' if self._projections(base) else 'a feed-forward network'}: {', '.join(map(str, own))}."
@@ -225,7 +224,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 hosting.append(layer)
         if not hosting:
             needed = ", ".join(f"{role} from {inputs} to {outputs}" for role, (inputs, outputs) in widths.items())
-            raise RequestError(
+            raise ValueError(
                 f"no layer of the base has the projections that {self.name} needs; expected {needed}, as config.json says. Choose "
                 "another method."
             )
@@ -236,10 +235,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         own = _layers_of_base(base)
         span = self.options.span
         if span < 0:
-            raise RequestError(f"span is {span}; expected 0 or more layers.")
+            raise ValueError(f"span is {span}; expected 0 or more layers.")
         pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
         if not pairs:
-            raise RequestError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
+            raise ValueError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
         read, added = zip(*pairs, strict=True)
         return read, added
 
@@ -254,8 +253,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
-        with refusing_requests():
-            tables = entry.options.tables(base.layout.sizes, entry.layers)
+        tables = entry.options.tables(base.layout.sizes, entry.layers)
         for number, shared in enumerate(tables):
             for name, tensor in shared.tensors.items():
                 name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
@@ -265,8 +263,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _memory(self) -> MemoryOptions:
         """Return the options of the memory type without the options of its position."""
         values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}
-        with refusing_requests():
-            return self.memory_options(**values)
+        return self.memory_options(**values)
 
 
 def _layers_of_base(base: BaseCheckpoint) -> list[int]:
@@ -287,8 +284,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
-        with refusing_requests():
-            self.options.check_fit(base.layout.sizes)
+        self.options.check_fit(base.layout.sizes)
         self.check_proven(base.family.model_type, "inserted")
 
     @classmethod
@@ -306,7 +302,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):
             if wanted <= {tensor.role for tensor in base.layout.layers[source].values()}:
                 return (source,)
-        raise RequestError(
+        raise ValueError(
             f"new layer {index} needs an attention with an output projection, which no layer of the base has; expected one "
             "to copy. Choose midus-hml without output_projection."
         )

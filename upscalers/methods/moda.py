@@ -4,7 +4,6 @@ from midus_hf.memories.depth_attention.options import DepthAttentionOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
-from upscalers.request.errors import RequestError, refusing_requests
 
 
 @register_method("moda")
@@ -20,14 +19,13 @@ class MoDA(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.joining == "joint":
-            raise RequestError(
+            raise ValueError(
                 "joining is 'joint', with which the new slots change what the base computes; expected added or interpolated. It is "
                 "for models that are trained from scratch, whose config has it."
             )
         if self.options.joining == "added" and self.options.attention_slots == "reused":
-            raise RequestError(
+            raise ValueError(
                 "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what "
                 "the base computes; expected attention_slots none or projected, or joining interpolated."
             )
-        with refusing_requests():
-            self._memory().check_layers(self.layers(base))
+        self._memory().check_layers(self.layers(base))

@@ -14,7 +14,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
 from upscalers.plan.plan import New
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
 
@@ -54,7 +53,7 @@ class OptDeusOptions(FusionOptions):
     def __post_init__(self) -> None:
         for name in ("regularization", "tolerance", "max_iterations"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise RequestError(f"{name} is {getattr(self, name)}; expected a number above 0.")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0.")
 
 
 @register_method("avg-deus")
@@ -82,11 +81,10 @@ class OptDeus(MatrixMethod):
     def check_machine(self) -> None:
         module, package = {"sinkhorn": ("ot", "POT"), "hungarian": ("scipy", "scipy")}[self.options.solver]
         if importlib.util.find_spec(module) is None:
-            raise RequestError(
+            raise ValueError(
                 f"solver {self.options.solver} needs {package}, which is not installed; {install_extra('ot')}."
             )
-        with refusing_requests():
-            usable_device(self.options.device, self.options.precision)
+        usable_device(self.options.device, self.options.precision)
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         solver = BlockFusion(base, layer, index, self.filled_roles(base), self.options)

@@ -15,7 +15,6 @@ from upscalers.methods.contract import register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.request.progress import Progress
 
 if TYPE_CHECKING:
@@ -59,26 +58,26 @@ class Packs(AttachedMemoryMethod):
 
     def check_machine(self) -> None:
         if self.options.corpus is None:
-            raise RequestError(
+            raise ValueError(
                 'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
                 "corpus=FILE."
             )
         if importlib.util.find_spec("datasets") is None:
-            raise RequestError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
+            raise ValueError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is not None and not has_tokenizer(path.name for path in base.folder.iterdir()):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
             )
         if has_glossary(base.layout.memories):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
                 "--corpus FILE --output DIR."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
-            raise RequestError(
+            raise ValueError(
                 f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of a text that was read "
                 "alone do not fit another text; expected a rotation by positions only. Choose another method."
             )
@@ -90,8 +89,7 @@ class Packs(AttachedMemoryMethod):
         glossary, protect = self.glossary(base), self.options.protect
         remarks = [*super().remarks(base), *self._remarks]
         if protect is not None:
-            with refusing_requests():
-                remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
+            remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
@@ -103,9 +101,8 @@ class Packs(AttachedMemoryMethod):
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
-            with refusing_requests():
-                glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options.max_tokens)
-                added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
+            glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options.max_tokens)
+            added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
             self._glossary = glossary
             self._remarks = [f"{len(glossary):,} entries of {added.tokens:,} tokens", *added.remarks]
         return self._glossary

@@ -10,7 +10,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.errors import RequestError
 
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
@@ -45,33 +44,33 @@ class Stack(DenseMethod):
         """Return the ranges of base layers, the lowest in the result first.
 
         Raises:
-            RequestError: If the request leaves out a layer, repeats none, or makes no ranges.
+            ValueError: If the request leaves out a layer, repeats none, or makes no ranges.
         """
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise RequestError(
+                raise ValueError(
                     f"{name} is {value!r}, but stack uses the option layers; expected none. Leave it out."
                 )
         given, last = self.options.layers, num_layers - 1
         remedy = f"Pass, for example, --set 'layers=[0-{last}, {last // 2}-{last}]'."
         if given is None:
-            raise RequestError(f"layers is missing; expected ranges of the {num_layers} layers of the base. {remedy}")
+            raise ValueError(f"layers is missing; expected ranges of the {num_layers} layers of the base. {remedy}")
         ranges = []
         for text in ",".join(map(str, given if isinstance(given, list) else [given])).split(","):
             match = _RANGE.fullmatch(text)
             layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
             if not layers or layers[-1] > last:
-                raise RequestError(
+                raise ValueError(
                     f"layers has {text.strip()!r}; expected single layers of the base, 0 to {last}, and ascending ranges, ends "
                     f"included. {remedy}"
                 )
             ranges.append(layers)
         left_out = sorted(set(range(num_layers)) - {layer for layers in ranges for layer in layers})
         if left_out:
-            raise RequestError(
+            raise ValueError(
                 f"layers leaves out {first_few([*map(str, left_out)])}; expected every layer of the base, 0 to {last}, or strip "
                 f"could not restore it. {remedy}"
             )
         if sum(map(len, ranges)) == num_layers:
-            raise RequestError(f"layers repeats no layer of the base; expected one at least twice. {remedy}")
+            raise ValueError(f"layers repeats no layer of the base; expected one at least twice. {remedy}")
         return ranges

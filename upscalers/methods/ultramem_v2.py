@@ -4,7 +4,6 @@ from midus_hf.memories.ultramem.options import UltraMemOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import ULTRAMEM_V2, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
-from upscalers.request.errors import RequestError
 
 
 @register_method("ultramem-v2")
@@ -20,7 +19,7 @@ class UltraMemV2(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.zero == "none":
-            raise RequestError(
+            raise ValueError(
                 "zero is 'none', with which the new memory changes what the base computes; expected values or projection. It is for "
                 "models that are trained from scratch, whose config has it."
             )

@@ -17,7 +17,6 @@ from upscalers.checkpoint.tokenizer import add_tokens, has_tokenizer
 from upscalers.methods.contract import Method, register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.vocabulary_rows import REPLACED_KEY, NewRows, replaced_rows, rows_by_token
 
@@ -73,20 +72,20 @@ class Vocabulary(Method):
 
     def check_machine(self) -> None:
         if self.options.tokens is None:
-            raise RequestError(
+            raise ValueError(
                 "tokens is missing; expected a file of new tokens, or another tokenizer. Pass --set tokens=FILE."
             )
 
     def check(self, base: BaseCheckpoint) -> None:
         for kind, name in _READING_TOKENS.items():
             if any(isinstance(entry.options, kind) for entry in base.layout.memories.entries):
-                raise RequestError(
+                raise ValueError(
                     f"the base has {name}, which reads texts as its tokenizer cuts them now; expected a base without. Add tokens to "
                     f"the base of that model, and then {name}."
                 )
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
         if has_weights and self.options.tokens is not None and not _tokenizes(base):
-            raise RequestError(
+            raise ValueError(
                 f"{base.folder} has no tokenizer, to which tokens are added; expected one beside the weights. Copy it there."
             )
         rows_by_token(base)
@@ -94,7 +93,7 @@ class Vocabulary(Method):
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise RequestError(f"{name} is {value!r}, but vocabulary adds no layer; expected none. Leave it out.")
+                raise ValueError(f"{name} is {value!r}, but vocabulary adds no layer; expected none. Leave it out.")
         return Plan(tuple(map(Base, range(base.num_layers))), base.num_layers, new_rows=self._new(base).ids)
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
@@ -154,7 +153,7 @@ class Vocabulary(Method):
             return _Added(range(size, size + count), ((0,),) * count, remarks=(unread,))
         tokenizer, remarks = tokenizer_of(base), list[str]()
         if not tokenizer.is_fast:
-            raise RequestError(
+            raise ValueError(
                 f"the base's tokenizer is a {type(tokenizer).__name__}; expected a fast one, with tokenizer.json. Convert it with "
                 "transformers."
             )
@@ -162,7 +161,7 @@ class Vocabulary(Method):
         if texts is None:
             tokens, texts, remarks = _lacking(source, tokenizer)
             if not tokens:
-                raise RequestError(
+                raise ValueError(
                     f"{source} has no token that the base's tokenizer lacks; expected some. Name another one."
                 )
         else:
@@ -170,14 +169,14 @@ class Vocabulary(Method):
 
             held = [repr(token) for token in texts if token in known]
             if held:
-                raise RequestError(
+                raise ValueError(
                     f"{source} has tokens that the base's tokenizer has: {first_few(held)}; expected new ones. Take them out."
                 )
             tokens = [AddedToken(token, special=self.options.special, normalized=False) for token in texts]
         pieces = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
         for token, ids in zip(texts, pieces, strict=True):
             if not ids or max(ids) >= size:
-                raise RequestError(
+                raise ValueError(
                     f"the token {token!r} would start from {texts[token]!r}, of which the base's tokenizer makes the ids {ids}; "
                     f"expected ids below {size}, at least one. Name another text in a JSON file."
                 )
@@ -191,7 +190,7 @@ class Vocabulary(Method):
         given = grown.convert_tokens_to_ids(list(texts))
         ids = range(given[0], given[0] + len(given))
         if given != list(ids) or ids.start > size:
-            raise RequestError(
+            raise ValueError(
                 f"the base's tokenizer gives new tokens the ids {first_few([*map(str, given)])}, and the base embeds {size}; "
                 f"expected one id after the other, the first at most {size}. Resize the base's embedding, or repair its tokenizer."
             )
@@ -205,24 +204,26 @@ def _tokenizes(base: BaseCheckpoint) -> bool:
 def _texts_in(path: Path) -> dict[str, str]:
     """Return the new tokens of a file, each with the text from whose pieces its row starts."""
     bare = path.suffix != ".json"
-    with refusing_requests():
+    try:
         text = path.read_text(encoding="utf-8")
         # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
         content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
+    except ValueError as error:
+        raise ValueError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
     listed = content if isinstance(content, list) else []
     pairs = content if isinstance(content, tuple) else [(each, each) for each in listed]
     tokens, texts = ([pair[side] for pair in pairs] for side in (0, 1))
     if not tokens or not all(isinstance(each, str) for each in (*tokens, *texts)):
-        raise RequestError(f"{path} has no list of tokens, and no mapping of tokens to texts; expected one of them.")
+        raise ValueError(f"{path} has no list of tokens, and no mapping of tokens to texts; expected one of them.")
     wrong = [number for number, each in enumerate(tokens, 1) if not each.strip() or (bare and each != each.strip())]
     if wrong:
-        raise RequestError(
+        raise ValueError(
             f"{path} has empty tokens, or white space around them: {'line' if bare else 'entry'} "
             f"{first_few([*map(str, wrong)])}; expected a token in each. Take them out. In JSON, a token may end with a space."
         )
     twice = [repr(token) for token, count in Counter(tokens).items() if count > 1]
     if twice:
-        raise RequestError(f"{path} has tokens more than once: {first_few(twice)}; expected each once. Take one out.")
+        raise ValueError(f"{path} has tokens more than once: {first_few(twice)}; expected each once. Take one out.")
     return dict(zip(tokens, texts, strict=True))
 
 
@@ -233,13 +234,9 @@ def _lacking(name: str, tokenizer: Any) -> tuple[list[Any], dict[str, str], list
     from midus_hf.memories.packs.names import Spelling
     from midus_hf.saved_models import as_value_error, load_tokenizer
 
-    with (
-        refusing_requests(),
-        as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError),
-    ):
+    with as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         other = load_tokenizer(name)
-    with refusing_requests():
-        spelling, own = Spelling(other), Spelling(tokenizer)
+    spelling, own = Spelling(other), Spelling(tokenizer)
     known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
     added, tokens, parts = other.added_tokens_decoder, dict[str, Any](), 0
     for number in range(len(other)):

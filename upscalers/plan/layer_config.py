@@ -17,7 +17,6 @@ from upscalers.architecture.per_layer import (
 )
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.errors import RequestError
 
 KEPT_KEY = "modules_to_not_convert"
 # An alias, which transformers reads only if the first is absent.
@@ -67,13 +66,13 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
     ]
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
         if entry.into or base.layout.memories.tables(entry.name) or entry.options.attends:
-            raise RequestError(
+            raise ValueError(
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats "
                 "some of them; expected each once. Choose a method that inserts layers."
             )
     for layer in entry.into:
         if sum(isinstance(planned, Base) and planned.index == layer for planned in plan.layers) != 1:
-            raise RequestError(
+            raise ValueError(
                 f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats; expected it once. Choose a "
                 "method that inserts layers."
             )
@@ -118,8 +117,8 @@ def _followed_values(config: Config, plan: Plan) -> Config:
     return {key: followed(key, value, key) for key, value in config.items()}
 
 
-def _undeclared(path: str, description: str) -> RequestError:
-    return RequestError(
+def _undeclared(path: str, description: str) -> ValueError:
+    return ValueError(
         f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
         "upscalers/architecture/per_layer.py."
     )

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
-from upscalers.request.errors import RequestError
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 
@@ -122,11 +121,11 @@ class Plan:
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
-    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `RequestError`."""
+    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `ValueError`."""
     total = num_base_layers + len(new_indices)
     listed = ",".join(map(str, new_indices))
     if list(new_indices) != sorted({*new_indices} & {*range(total)}):
-        raise RequestError(
+        raise ValueError(
             f"placement is {listed}; expected ascending indices without repetition from 0 to {total - 1}, counted in the upscaled "
             f"model of {num_base_layers} + {len(new_indices)} layers."
         )

@@ -16,7 +16,7 @@ from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import ParameterCounts
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import one_line
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Measurement, summary_table
 
@@ -222,6 +222,6 @@ def _absolute_link(link: str, base: Source) -> str:
 def _is_hub_id(name: str) -> bool:
     try:
         check_repo_id(name)
-    except RequestError:
+    except ValueError:
         return False
     return True

@@ -15,7 +15,6 @@ from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
 # Entry with the `config.json` of the composite model that contains the base; `base_config` then is that of the base itself.
@@ -98,14 +97,14 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RequestError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
+        raise ValueError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
     return record if isinstance(record, dict) else None
 
 
 def read_config_entry(config: Config, folder: Path) -> Config:
-    """Return the entry that `upscale` wrote into a config, or raise `RequestError`."""
+    """Return the entry that `upscale` wrote into a config, or raise `ValueError`."""
     if not has_config_entry(config):
-        raise RequestError(
+        raise ValueError(
             f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
         )
     entry: Config = language_entry(config)[CONFIG_KEY]
@@ -129,7 +128,7 @@ def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise RequestError(
+        raise ValueError(
             f"config.json has a plan, new_memories or new_rows (in upscale) that are not those of a model of {model.num_layers} "
             "layers; expected what upscale wrote. Restore the config that it wrote."
         )

@@ -16,7 +16,6 @@ from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder
 
@@ -40,12 +39,12 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         upscaled model that have the adapter, `modules` is the number of modules and single parameters with the adapter.
 
     Raises:
-        RequestError: If the adapter cannot be read or has layers that the base lacks, the model was not made by `upscale`, or the
+        ValueError: If the adapter cannot be read or has layers that the base lacks, the model was not made by `upscale`, or the
             output cannot be made.
     """
     started = time.perf_counter()
     if output != "" and os.path.lexists(Path(output).expanduser()):
-        raise RequestError(f"output {output} exists; expected a folder to make. Choose another folder.")
+        raise ValueError(f"output {output} exists; expected a folder to make. Choose another folder.")
     source = adapter_folder(str(adapter), (*ADAPTERS, *TRAVELLING))
     config = _read_adapter_config(source)
     with resolve_source(str(onto), config_only=True) as upscaled:
@@ -86,13 +85,13 @@ def _read_adapter_config(folder: Path) -> Config:
     """Return the config of an adapter whose layers can be renumbered."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        raise RequestError(
+        raise ValueError(
             f"{folder} has no {ADAPTER_CONFIG}; expected the folder of a PEFT adapter. Give the one that save_pretrained wrote."
         )
     config = read_config(path)
     for key, expected in (("peft_type", "LORA"), ("layer_replication", None)):
         if (config.get(key) or None) != expected:
-            raise RequestError(
+            raise ValueError(
                 f"{path} has {key} = {config.get(key)!r}; expected {expected!r}, as LoRA, rsLoRA and DoRA have. Merge the adapter "
                 "into the base with PEFT (merge_and_unload), and upscale the result."
             )
@@ -104,7 +103,7 @@ def _read_names(folder: Path) -> list[str]:
     weights = folder / ADAPTER_WEIGHTS
     names = list(read_header(weights)) if weights.is_file() else []
     if not names:
-        raise RequestError(
+        raise ValueError(
             f"{folder} has no tensors in {ADAPTER_WEIGHTS}; expected some. Pickled weights (adapter_model.bin) are never loaded: "
             "load the adapter with PEFT, whose save_pretrained writes safetensors."
         )
@@ -118,7 +117,7 @@ def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
         return name
     layer = int(match["layer"])
     if layer >= plan.num_base_layers:
-        raise RequestError(
+        raise ValueError(
             f"the adapter in {folder} was made for another base, perhaps {config.get('base_model_name_or_path')!r}: {name} is of "
             f"layer {layer}, and the base has {plan.num_base_layers}. Give an adapter of the base, or a model made from its base."
         )

@@ -12,7 +12,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import keep_tokenizer
 from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.recipes import Copy
@@ -28,7 +27,7 @@ def extract(
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         if opened.composite is None:
-            raise RequestError(
+            raise ValueError(
                 f"{source.folder} is a separate language model, of type {opened.config['model_type']!r}; expected one within a "
                 "composite model. Use it as it is."
             )

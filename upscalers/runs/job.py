@@ -13,7 +13,7 @@ from upscalers.methods.contract import Method
 from upscalers.plan.layer_config import followed_quantization, pattern_concern
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import ParameterCounts
-from upscalers.request.errors import MethodError, RequestError, one_line
+from upscalers.request.errors import MethodError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Integers, Recipe
@@ -108,7 +108,7 @@ class Job:
                 f"Choose a --placement of new layers before base layer {leading}, which gives its keys and values to later "
                 "layers, or a method that adds no layer."
             )
-        raise RequestError(f"{difference}. {remedy}")
+        raise ValueError(f"{difference}. {remedy}")
 
     def cast(self, dtype: str) -> str:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""

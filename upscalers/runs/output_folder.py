@@ -14,15 +14,12 @@ from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress, shown
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, WriteSummary
 
 
 class CheckpointFolder(OutputFolder):
-    """An output folder whose errors are `RequestError`."""
-
-    error = RequestError
+    """An output folder that also replaces banks."""
 
     def own_files(self) -> Kind:
         return (*super().own_files(), *bank_patterns())
@@ -33,10 +30,10 @@ class CheckpointFolder(OutputFolder):
         return shutil.disk_usage(self.disk).free + left
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise `RequestError` if the disk has less free space than `num_bytes` bytes."""
+        """Raise `ValueError` if the disk has less free space than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
-            raise RequestError(
+            raise ValueError(
                 f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Free some space or "
                 "choose another disk."
             )

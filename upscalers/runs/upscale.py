@@ -20,7 +20,7 @@ from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import Method, get_method
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
-from upscalers.request.errors import RequestError, one_line, refusing_requests
+from upscalers.request.errors import one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
@@ -81,7 +81,7 @@ def upscale(
         The report of the upscaling.
 
     Raises:
-        RequestError: If the request cannot be carried out; nothing was written.
+        ValueError: If the request cannot be carried out; nothing was written.
         MethodError: If the method breaks its contract; nothing was written.
         VerificationError: If the result does not do what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
@@ -154,26 +154,25 @@ def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
     method_class = get_method(name)
     chosen = method_class(parse_options(method_class.options_class, options, f"method {name}"))
     if (corpus := getattr(chosen.options, "corpus", None)) is not None:
-        with refusing_requests():
-            check_sources([("corpus", corpus)])
+        check_sources([("corpus", corpus)])
     return chosen
 
 
 def _check_values(base: str | Path, num_new_layers: Any, seed: Any, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
     if num_new_layers is not None and type(num_new_layers) is not int:
-        raise RequestError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
+        raise ValueError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
     check_seed(seed)
     if base == "":
-        raise RequestError("base is ''; expected a folder or a hub id.")
+        raise ValueError("base is ''; expected a folder or a hub id.")
 
 
 def _check_destination(output: str | Path | None, push_to_hub: str | None, private: bool, dry_run: bool) -> None:
     if output is None and not dry_run:
-        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+        raise ValueError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
     if private and not push_to_hub:
-        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
+        raise ValueError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
     if push_to_hub:
         check_repo_id(push_to_hub)
 
@@ -241,8 +240,8 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `RequestError`."""
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `ValueError`."""
     match = _SIZE.match(str(size).strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
+        raise ValueError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))

@@ -12,7 +12,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import Identity
-from upscalers.request.errors import RequestError, VerificationError, one_line
+from upscalers.request.errors import VerificationError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel
 
@@ -102,7 +102,7 @@ def _run_base(
         tokens = torch.randint(0, known, (_BATCH, _TOKENS), generator=generator)
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:
-        raise RequestError(
+        raise ValueError(
             f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; if "
             "it just does not fit in memory, pass --no-verify."
         ) from None

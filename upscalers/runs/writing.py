@@ -20,7 +20,7 @@ from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_pro
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, config_entry, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.job import Job
 from upscalers.runs.output_folder import CheckpointFolder
@@ -171,6 +171,6 @@ def _validated(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise RequestError(
+        raise ValueError(
             f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
         ) from None

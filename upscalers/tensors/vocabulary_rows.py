@@ -12,7 +12,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Plan
-from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def rows_by_token(model: BaseCheckpoint) -> list[str]:
         if name not in model.tensors or after[full] == shape:
             continue
         if after[full][1:] != shape[1:] or name in model.packed:
-            raise RequestError(
+            raise ValueError(
                 f"{name} is {list(shape)} in the base; expected a row of weights for each token, not quantised. Choose another base."
             )
         found.append(name)
@@ -104,7 +103,7 @@ def with_rows_of_base(model: BaseCheckpoint, plan: Plan, entry: Config) -> BaseC
         return model
     size, replaced = entry["base_config"]["vocab_size"], entry.get(REPLACED_KEY) or {}
     if model.config["vocab_size"] < size:
-        raise RequestError(
+        raise ValueError(
             f"the vocabulary was resized to {model.config['vocab_size']:,} tokens since it was upscaled, fewer than the base's "
             f"{size:,}; expected its rows. Take the checkpoint from before."
         )
@@ -123,7 +122,7 @@ def with_rows_of_base(model: BaseCheckpoint, plan: Plan, entry: Config) -> BaseC
         except (ValueError, TypeError, LookupError, zlib.error):
             is_sound = False
         if not is_sound:
-            raise RequestError(
+            raise ValueError(
                 f"config.json has replaced_rows (in upscale) for {name} that are not what upscale wrote; expected these. Restore "
                 "the config that it wrote."
             )

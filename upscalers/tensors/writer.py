@@ -19,7 +19,6 @@ from upscalers.checkpoint.safetensors_format import (
     layout,
     write_all,
 )
-from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, Rows
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
@@ -322,7 +321,7 @@ def _reading(source: StoredTensor) -> Iterator[int]:
 
 def _refuse_not_finite(values: "torch.Tensor", name: str, what: str, remedy: str) -> None:
     if not values.isfinite().all():
-        raise RequestError(f"{name} {what}; expected finite weights. {remedy}")
+        raise ValueError(f"{name} {what}; expected finite weights. {remedy}")
 
 
 def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
@@ -332,7 +331,7 @@ def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
     cast = values.to(dtype).contiguous()
     if dtype != values.dtype and (cast.isinf() & ~values.isinf()).any():
         largest = values[values.isfinite()].abs().max().item()
-        raise RequestError(
+        raise ValueError(
             f"{tensor.name} holds {largest:.4g}, which {TORCH_NAMES[tensor.dtype]} cannot; expected at most "
             f"{torch.finfo(dtype).max:g}. Use a wider --dtype."
         )

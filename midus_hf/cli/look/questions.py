@@ -1,6 +1,5 @@
 """The answers of `midus look`, a function per question."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.cli.look.request import Model, Texts
 from midus_hf.cli.options import needing_harness
+from midus_hf.config.refusals import is_refusal
 from midus_hf.look.page import Answer
 
 if TYPE_CHECKING:
@@ -239,8 +239,12 @@ def page(texts: Texts, base: str) -> Answer:
     model, _ = texts.model.loaded
     answers: dict[str, Callable[[Texts], Answer]] = {}
     for name, record, answer in (("usage", record_usage, usage), ("depth", record_depth, depth)):
-        with contextlib.suppress(ValueError), record(model):  # refused if the model has nothing of the kind
-            answers[name] = answer
+        try:
+            with record(model):
+                answers[name] = answer
+        except ValueError as error:
+            if not is_refusal(error):  # which says that the model has nothing of the kind
+                raise
     answers |= {"ablation": ablation, "drift": partial(drift, base=base)}
     sections = {name: answer(texts) for name, answer in answers.items()}
     return Answer(

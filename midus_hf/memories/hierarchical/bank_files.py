@@ -1,12 +1,12 @@
 """The bank of blocks of a checkpoint: one folder per memory, with the blocks that texts fetch."""
 
 import hashlib
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_hf.files.json_text import read_json
 from midus_hf.memories.bank import Bank, bank_of
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hierarchical.blocks import BankLayout
@@ -66,7 +66,7 @@ class BlockFiles(Bank):
         from midus_hf.memories.hierarchical.bank.memory_bank import write_description
 
         bank = self.folder(folder)
-        description = json.loads((bank / BANK_DESCRIPTION).read_text(encoding="utf-8"))
+        description = read_json(bank / BANK_DESCRIPTION)
         write_description(bank, {**description, "layout": self.layout.to_dict()})
 
     def full_bytes(self, item_bytes: int) -> int:

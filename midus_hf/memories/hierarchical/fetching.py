@@ -68,7 +68,7 @@ class BlockService(BankService):
                 )
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Open the banks of all memories, or raise a `BankError`; if they are not available, they may be opened later."""
+        """Open the banks of all memories, or raise a `ValueError`; if they are not available, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 

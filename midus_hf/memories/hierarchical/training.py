@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES
-from midus_hf.files.json_text import parse_json
+from midus_hf.files.json_text import read_json
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
@@ -118,7 +118,7 @@ def train_blocks(banks: Banks) -> dict[str, TrainedBank]:
 def growth_of(folder: Path | None) -> dict[str, Any]:
     """Return `roots`, the nodes of the first level, and `grown_from`, the earlier fingerprints, of the tree in a folder, if any."""
     path = None if folder is None else folder / TREE_FILES[1]
-    record = {} if path is None or not path.is_file() else parse_json(path.read_text(encoding="utf-8"))
+    record = {} if path is None or not path.is_file() else read_json(path)
     return {"roots": record.get("roots"), "grown_from": tuple(record.get("grown_from", ()))}
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE, SINGLE_FILE, indexed_weights
+from midus_hf.files.json_text import read_json
 from midus_hf.memories.entries import ATTACHED, TABLES
 
 # Keys of a config that change when a model is only saved again.
@@ -30,7 +31,7 @@ def digests_of(folder: Path, memories: Mapping[str, Any], tokenizer: Any) -> tup
     """Return the SHA-256 of each memory's table in a saved model, and of the other files that certified texts depend on, by key."""
     of_tables = {name: f"{TABLES}.{name}." for name in memories}
     of_all = [*of_tables.values(), *(f".{ATTACHED}.{name}." for name in memories)]
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG_FILE)
     kept = json.dumps({key: value for key, value in config.items() if key not in OF_SAVING}, sort_keys=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     makes = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))

@@ -21,7 +21,6 @@ from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import file_digests, load
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -345,7 +344,7 @@ def test_a_folder_without_all_of_its_weights_is_refused(upscaled, tmp_path, refu
 
 
 def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
-    with pytest.raises(RequestError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
+    with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")
     assert done.status == 2 and "has no memory that fetches blocks" in done.err

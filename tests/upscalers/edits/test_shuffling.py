@@ -9,7 +9,6 @@ import torch
 from tests.upscalers.checkpoints import config_of, file_digests, logits, read_tensors, record_of
 from tests.upscalers.edits.test_chapters import give_values, save_chapters
 from upscalers.edits.shuffling import row_order, shuffle
-from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -110,6 +109,6 @@ def test_a_model_without_rows_of_values_is_refused(base, tmp_path):
     upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
     quantised = save_chapters(tmp_path / "quantised", bank_bits=8)
     for folder in (tmp_path / "dense", tmp_path / "one", quantised, base):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ValueError, match=message):
             shuffle(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -19,10 +19,6 @@ SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16
 _PAGE = 4096
 
 
-class BankError(ValueError):
-    """A bank that cannot be read, or does not belong to its model."""
-
-
 class MappedLevel:
     """The rows of a level's file, mapped into memory: pages that are read are cached, and shared by processes."""
 
@@ -32,12 +28,12 @@ class MappedLevel:
             with safetensors.safe_open(path, "pt") as file:
                 self.blocks, self.marks = file.get_tensor("blocks"), file.get_tensor("marks")
         except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise BankError(
+            raise ValueError(
                 f"bank file {path} cannot be read ({error}); expected a whole file of a bank. Copy the bank again."
             ) from None
         # A save that was killed may have left more rows than the description has.
         if self.blocks.dim() != 2 or self.blocks.shape[1] != numel or not rows <= len(self.blocks) == len(self.marks):
-            raise BankError(
+            raise ValueError(
                 f"bank file {path} has blocks of shape {list(self.blocks.shape)}; expected {[rows, numel]}. It belongs to "
                 "another model."
             )
@@ -47,7 +43,7 @@ class MappedLevel:
         mark = int(self.marks[row]) if row < len(self.marks) else UNWRITTEN
         if mark not in (UNWRITTEN, WRITTEN, DELETED):
             block = f"block {row - 1}" if row else "the generic block"
-            raise BankError(
+            raise ValueError(
                 f"{block} of bank file {self.path} is without its mark. Copy the bank again, or delete the block."
             )
         return self.blocks[row] if mark == WRITTEN else None

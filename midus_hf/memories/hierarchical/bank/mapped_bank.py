@@ -11,7 +11,7 @@ import torch
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION
 from midus_hf.files.json_text import parse_json
 from midus_hf.memories.hierarchical.bank.block_reader import BlockReader
-from midus_hf.memories.hierarchical.bank.level_file import BankError, MappedLevel
+from midus_hf.memories.hierarchical.bank.level_file import MappedLevel
 from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 
 DESCRIPTION_FORMAT = 4
@@ -87,16 +87,16 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     try:
         description = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BankError(
+        raise ValueError(
             f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
         ) from None
     except ValueError:
         description = None
     if not isinstance(description, dict) or description.get("format") != DESCRIPTION_FORMAT:
-        raise BankError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
+        raise ValueError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
     difference = layout.difference(description.get("layout"))
     if difference:
-        raise BankError(
+        raise ValueError(
             f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
     return description

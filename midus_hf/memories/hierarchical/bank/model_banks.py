@@ -9,7 +9,6 @@ import torch
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
-from midus_hf.memories.hierarchical.bank.level_file import BankError
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.memories.hierarchical.blocks import BankLayout
@@ -47,7 +46,7 @@ class Banks:
     def bank(self, name: str) -> Any:
         """Return the bank of a memory."""
         if name not in self.opened:
-            raise BankError(
+            raise ValueError(
                 f"memory {name!r} fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded "
                 "from its folder. Call banks.open(folder) of a model that was made otherwise."
             )
