@@ -179,10 +179,11 @@ def test_passes_of_any_size_open_what_one_pass_opens(name, kind, parts, sizes):
 def test_an_entry_is_read_behind_what_the_template_writes_before_a_user():
     tokenizer = tokenizer_of("ChatML, a default prompt", "special tokens")
     glossary = Glossary(tokenizer)
-    before = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    assert (
-        tokenizer.decode(glossary.in_front(True)) == before and glossary.in_front(False) == glossary.spelling.in_front
-    )
+    assert tokenizer.decode(glossary.in_front(True)) == "<|im_start|>user\n"
+    assert glossary.in_front(False) == glossary.spelling.in_front
+    tokenizer = byte_tokenizer(writes_bos=True)
+    tokenizer.chat_template = TEMPLATES["Vicuna"]
+    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "<bos>USER: "
 
 
 @pytest.mark.parametrize(

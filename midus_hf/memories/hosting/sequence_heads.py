@@ -107,12 +107,12 @@ class SequenceHeads:
         Args:
             key: `[B, K, S', d]`, rotated.
             value: `[B, K, S', d]`.
-            bias: `[B, S']`, number added to their scores; None for 0.
+            bias: `[B, 1, S']`, number added to their scores; None for 0.
         """
         key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
         if bias is None:
             return self.own(self.module, self.query, key, value, None, **self.arguments)
-        mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None, None]  # [B, 1, 1, S' + S]
+        mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None]  # [B, 1, 1, S' + S]
         if self.implementation == "sdpa" and self.query.is_cpu:
             # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
             output = F.scaled_dot_product_attention(

@@ -352,8 +352,8 @@ class Glossary:
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
 
     def in_front(self, in_chat: bool) -> Sequence[int]:
-        """Return the tokens before a text when it is read: in a chat, those before what a user says first; else, those of a text."""
-        return self.chat_marks.header if in_chat and self.chat_marks else self.spelling.in_front
+        """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
+        return self.chat_marks.in_front if in_chat and self.chat_marks else self.spelling.in_front
 
     def texts_of(self, entries: Iterable[Entry], max_tokens: int, in_chat: bool) -> list[list[int]]:
         """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""

@@ -96,7 +96,7 @@ class Packs(MemoryModule):
                 softcap,
             )  # [B, H, T', S]
             if part.bias is not None:
-                scores = scores + part.bias[:, None, None]
+                scores = scores + part.bias[:, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
             scores = scores.masked_fill(is_empty.unsqueeze(-1), 0)
             shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, K, G * T', S]

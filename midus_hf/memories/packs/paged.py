@@ -295,7 +295,9 @@ def attend_again(
             for first in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
                 some = slice(first, min(first + _TOKENS_AT_ONCE, tokens.stop))
                 within = slice(some.start - tokens.start, some.stop - tokens.start)
-                _attend(output, query, service, group, part._replace(reads=part.reads[:, within]), some, layer, index)
+                bias = None if part.bias is None else part.bias[:, within]
+                of_some = part._replace(reads=part.reads[:, within], bias=bias)
+                _attend(output, query, service, group, of_some, some, layer, index)
 
 
 @attend_again.register_fake
@@ -337,7 +339,7 @@ def _attend(
     scores = scores.unflatten(2, (-1, tokens.shape[1]))  # [N, K, G, T', S' + S]
     num_slots = pack_keys.shape[2]
     if part.bias is not None:
-        scores[..., :num_slots] += part.bias[:, None, None, None]
+        scores[..., :num_slots] += part.bias[:, None, None]
     is_read = torch.cat([part.reads, is_read], -1)[:, None, None]
     shares = scores.masked_fill(~is_read, float("-inf")).softmax(-1).flatten(2, 3).to(values.dtype)
     of_packs, of_sequence = shares[..., :num_slots], shares[..., num_slots:]

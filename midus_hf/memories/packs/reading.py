@@ -1,6 +1,7 @@
 """Keys and values of entries: computed by a model's pass over their texts, and moved to their places for tokens that read them."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ class PackPart(NamedTuple):
         tokens: The T' tokens.
         slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that belong to a single row.
         reads: `[B, T', S']`, bool, whether a token reads a slot.
-        bias: `[B, S']`, float32, number added to the scores of each slot; None for 0.
+        bias: `[B, T', S']`, float32, number added to the score of each slot; None for 0.
         angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
             that are in place.
     """
@@ -217,7 +218,7 @@ def open_packs(
             is_open[number, reading.start : reading.stop] = True
     parts, is_whole = [], True
     for tokens in _token_parts(rows):
-        slots, moves, bias, reads = _slots(rows, tokens, read, firsts, (options.score_bias, options.chat_score_bias))
+        slots, moves, reads, bias = _slots(rows, tokens, read, firsts, options)
         is_whole = is_whole and bool(reads.all())
         # In float64, since positions are large and angles are counted by whole turns.
         moved = (moves - options.distance)[:, :, None].double()  # [B, S', 1]
@@ -265,36 +266,33 @@ def _slots(
     tokens: slice,
     packs: Mapping[PackKey, Pack],
     firsts: Mapping[PackKey, int],
-    biases: tuple[float, float],
+    options: PacksOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the slots that any of some tokens read, and by how many positions each slot's key is moved so that it ends at its place.
 
     Returns:
-        Slots `[B, S']`, moves `[B, S']`, the numbers added to their scores, of `biases` for texts and chats, `[B, S']`, and whether
-        each token reads a slot `[B, T', S']`.
+        Slots `[B, S']`, moves `[B, S']`, whether each token reads a slot, and the number added to its score, `[B, T', S']` both.
     """
     slots: list[list[int]] = []
     moves: list[list[int]] = []
-    added: list[list[float]] = []
-    reads: list[list[tuple[slice, slice]]] = []
+    reads: list[list[tuple[slice, slice, float]]] = []
     for row in rows:
         within = [each for each in row if each.start < tokens.stop and each.stop > tokens.start]
         columns: dict[tuple[PackKey, int], slice] = {}
         slots.append([])
         moves.append([])
-        added.append([])
         for key, place in dict.fromkeys(pack for each in within for pack in each.packs):
             pack, first = packs[key], firsts[key]
             length = pack.heads[0][0].shape[1]
             columns[key, place] = slice(len(slots[-1]), len(slots[-1]) + length)
             slots[-1] += range(first, first + length)
             moves[-1] += [place - length - pack.first] * length
-            added[-1] += [biases[key[1]]] * length
         reads.append(
             [
                 (
                     slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start),
                     columns[pack],
+                    score_bias(pack[0], len(each.packs), options),
                 )
                 for each in within
                 for pack in each.packs
@@ -302,8 +300,16 @@ def _slots(
         )
     most = max(map(len, slots))
     mask = torch.zeros(len(rows), tokens.stop - tokens.start, most, dtype=torch.bool)
+    bias = torch.zeros(mask.shape)
     for number, of_row in enumerate(reads):
-        for read_by, columns_read in of_row:
+        for read_by, columns_read, added in of_row:
             mask[number, read_by, columns_read] = True
-    filled = [torch.tensor([each + [0] * (most - len(each)) for each in of]) for of in (slots, moves, added)]
-    return filled[0], filled[1], filled[2].float(), mask
+            bias[number, read_by, columns_read] = added
+    filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, moves)]
+    return filled[0], filled[1], mask, bias
+
+
+def score_bias(key: PackKey, num_open: int, options: PacksOptions) -> float:
+    """Return the number that is added to the scores of a pack, which in a chat shares it with the others that a token reads."""
+    _, in_chat = key
+    return options.chat_score_bias - math.log(num_open) if in_chat else options.score_bias

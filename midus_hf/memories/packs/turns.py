@@ -14,8 +14,6 @@ TEXT, QUESTION, ANSWER = range(3)
 _CONTENTS = ("quokka", "wombat", "numbat")
 # As `Spelling.written` gives it.
 _SPECIAL = rb"\0[^\0]*\0"
-# Templates that write the date write this one, so that packs do not depend on the day.
-_DATE = "26 Jul 2024"
 
 
 class ChatMarks(NamedTuple):
@@ -24,13 +22,13 @@ class ChatMarks(NamedTuple):
     Args:
         question: What stands before each content of a user, from where it differs from what stands before answers.
         answer: What stands between a user's content and each answer to it, such as an answer with and without thoughts.
-        header: The tokens before the first content of a user, including those of a default system prompt.
+        in_front: The tokens of what stands before each content of a user, behind those that begin every text, such as BOS.
         reach: Number of tokens that a mark has at most.
     """
 
     question: bytes
     answer: bytes
-    header: tuple[int, ...]
+    in_front: tuple[int, ...]
     reach: int
 
 
@@ -63,10 +61,12 @@ def chat_marks(spelling: Spelling) -> ChatMarks | None:
     question, answer = question.lstrip(b" ").rstrip(), answer.lstrip(b" ").rstrip()
     if not question.strip() or not answer.strip() or answer in question or any(question in each for each in answers):
         return None
-    header = tokenizer(first[: first.index(_CONTENTS[0])], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(first[: first.index(_CONTENTS[0])], add_special_tokens=False)["input_ids"]
+    begins = (at for at in range(len(ids), -1, -1) if question in _spelled(spelling, ids[at:]))
+    in_front = (*spelling.ids(""), *ids[next(begins) :])
     # A token spells at least one byte.
     reach = max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
-    return ChatMarks(question, answer, tuple(header), reach)
+    return ChatMarks(question, answer, in_front, reach)
 
 
 def _common_beginning(texts: Sequence[bytes]) -> bytes:
@@ -83,15 +83,19 @@ def _common_beginning(texts: Sequence[bytes]) -> bytes:
 
 def _rendered(tokenizer: Any, chat: Sequence[dict[str, str]], **arguments: Any) -> str:
     """Return a chat as text, up to where an answer begins."""
-    date = {"date_string": _DATE, "strftime_now": lambda _: _DATE}
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **date, **arguments)
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
 
 
 def _between(spelling: Spelling, text: str) -> list[bytes]:
     """Return what tokens spell before, between and after the contents of messages."""
     ids = spelling.tokenizer(text, add_special_tokens=False)["input_ids"]
     contents = "|".join(_CONTENTS).encode()
-    return re.split(contents, _collapsed(b"".join(map(spelling.written, ids))))
+    return re.split(contents, _spelled(spelling, ids))
+
+
+def _spelled(spelling: Spelling, ids: Sequence[int]) -> bytes:
+    """Return what tokens spell, with white space collapsed."""
+    return _collapsed(b"".join(map(spelling.written, ids)))
 
 
 def _collapsed(text: bytes) -> bytes:
