@@ -298,6 +298,7 @@ class Spelling:
         added = tokenizer.added_tokens_decoder
         self._special = {number for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items() if not token.special}
+        self._size = len(tokenizer)  # which a tokenizer counts anew at each call
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
@@ -313,7 +314,7 @@ class Spelling:
             return None
         if token in self._added:
             return self._added[token].encode()
-        written = self.tokenizer.convert_ids_to_tokens(token) if token < len(self.tokenizer) else None
+        written = self.tokenizer.convert_ids_to_tokens(token) if token < self._size else None
         if written is None or token == self.tokenizer.unk_token_id:
             return None
         if self._is_byte_level:
