@@ -4,13 +4,14 @@ import copy
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.wording import first_few
-from midus_hf.memories.packs.names import Spelling, characters_of
+from midus_hf.memories.packs.names import Spelling, characters_of, whole_words
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _JOINERS = "\u200c\u200d"
 # What follows a token in texts with which its decoding is tried; a token that is found within words is followed by one, too.
 _TAILS, _WITHIN = (" of", ", of"), "of"
+# Number of words of a vocabulary, the most frequent ones, that no new token may cut.
+_ORDINARY_WORDS = 20_000
 # Keys of configs and of generation configs whose values are ids of tokens.
 _ID_ENDINGS = ("token_id", "token_ids", "token_index", "token_idx")
 _ID_KEYS = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids")
@@ -71,16 +74,17 @@ def new_tokens(
     Raises:
         ValueError: If tokens are refused, or none is left.
     """
-    path = Path(source).expanduser()
+    path, own = Path(source).expanduser(), Spelling(tokenizer)
+    known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
     if path.is_file():
         texts, remarks = read_tokens(path)
         added = {token: _as_added(token, special, inside_words) for token in texts}
-        if held := [repr(token) for token in texts if token in tokenizer.get_vocab()]:
+        if held := [repr(token) for token in texts if token.encode() in known]:
             raise ValueError(
                 f"{source} has tokens that the base's tokenizer has: {first_few(held)}; expected new ones. Take them out."
             )
     else:
-        added, remarks = _lacking(source, tokenizer, inside_words)
+        added, remarks = _lacking(source, known, inside_words)
         texts = {token: token for token in added}
     made = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     pieces = dict(zip(texts, made, strict=True))
@@ -93,29 +97,27 @@ def new_tokens(
                 f"expected ids below {num_rows}, at least one. Name another text in a JSON file."
             )
         del added[token]
-    words, left_out = list(whole_words(Spelling(tokenizer))), dict[tuple[str, str], dict[str, str]]()
-    while added:
-        grown, ids, reserved = _with(tokenizer, added.values(), num_rows, in_use)
-        faults = {_MISREAD: _misread(tokenizer, grown, added)}
-        faults[_CUTTING] = {} if inside_words else _cutting(grown, ids, words)
-        for (why, expected), found in faults.items():
-            if found and path.is_file():
+    checks = [(_misread, *_MISREAD)] + ([] if inside_words else [(_cutting, *_CUTTING)])
+    for check, why, expected in checks:
+        left_out: dict[str, str] = {}
+        while added and (found := check(tokenizer, _with(tokenizer, added, num_rows, in_use)[0], added)):
+            if path.is_file():
                 raise ValueError(
                     f"{source} has tokens that are not added, since {why}: {_listed(found)}; expected {expected}"
                 )
-            left_out[why, expected] = left_out.get((why, expected), {}) | found
+            left_out |= found
             added = {token: each for token, each in added.items() if token not in found}
-        if not any(faults.values()):
-            break
-    for (why, _), found in left_out.items():
-        if found:
-            also = "; inside_words=true adds them" if (why, _) == _CUTTING else ""
-            remarks.append(f"tokens of {source} are left out, since {why}: {len(found):,} ({_listed(found)}){also}")
+        if left_out:
+            also = "; inside_words=true adds them" if check is _cutting else ""
+            remarks.append(
+                f"tokens of {source} are left out, since {why}: {len(left_out):,}: {_listed(left_out)}{also}"
+            )
     if not added:
         told = "".join(f"; {remark}" for remark in remarks)
         raise ValueError(
             f"{source} has no token that the base's tokenizer lacks{told}; expected some that can be added. Name another one."
         )
+    grown, ids, reserved = _with(tokenizer, added, num_rows, in_use)
     unknown = [repr(token) for token in added if tokenizer.unk_token_id in pieces[token]]
     if unknown:
         remarks.append(f"tokens with pieces that the base does not know ({tokenizer.unk_token}): {first_few(unknown)}")
@@ -181,14 +183,6 @@ def read_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
     return dict(zip(tokens, texts, strict=True)), [told] if composed else []
 
 
-def whole_words(spelling: Spelling) -> Iterator[str]:
-    """Yield the words that are one token together with the space in front of them, in the order of ids: frequent ones come first."""
-    for token in range(len(spelling.tokenizer)):
-        text = (spelling.piece(token) or b"").decode("utf-8", "replace")
-        if text.startswith(" ") and text[1:].isalpha():
-            yield text[1:]
-
-
 def _has_unseen(token: str) -> bool:
     return any(unicodedata.category(each) in ("Cc", "Cf") and each not in f"\t\n{_JOINERS}" for each in token)
 
@@ -203,17 +197,17 @@ def _as_added(token: str, special: bool, inside_words: bool) -> "AddedToken":
 
 
 def _with(
-    tokenizer: Any, added: Iterable["AddedToken"], num_rows: int, in_use: Mapping[int, str]
+    tokenizer: Any, added: Mapping[str, "AddedToken"], num_rows: int, in_use: Mapping[int, str]
 ) -> tuple[Any, range, range]:
     """Return a tokenizer with new tokens, their ids, and ids in front of them that others use, for which it has a token too."""
     from tokenizers import AddedToken
 
-    added, reserved = list(added), range(0)
+    reserved = range(0)
     while True:
         grown = copy.deepcopy(tokenizer)
         grown.add_tokens([AddedToken(_reserved(each), special=True, normalized=False) for each in reserved])
-        grown.add_tokens(added)
-        given = grown.convert_tokens_to_ids([str(each.content) for each in added])
+        grown.add_tokens(list(added.values()))
+        given = grown.convert_tokens_to_ids(list(added))
         ids = range(given[0], given[0] + len(given))
         first = reserved.start if reserved else ids.start
         if given != list(ids) or first > num_rows:
@@ -233,7 +227,7 @@ def _reserved(token: int) -> str:
 
 
 def _misread(tokenizer: Any, grown: Any, added: Mapping[str, "AddedToken"]) -> dict[str, str]:
-    """Return the tokens with which a text is not decoded to itself, each with what becomes of such a text."""
+    """Return the tokens with which a text is not decoded to itself, each with what is read back."""
     plain = " ".join(f"the {_WITHIN}{tail}" for tail in _TAILS)
     if _decoded(tokenizer, [plain]) != [plain]:
         return {}  # the base does not give texts back either
@@ -243,7 +237,7 @@ def _misread(tokenizer: Any, grown: Any, added: Mapping[str, "AddedToken"]) -> d
         # A special token stands between texts, which a tokenizer may begin with a space of its own.
         texts[token] = token if each.special else " ".join(f"the{front}{token}{tail}" for tail in tails)
     decoded = zip(texts.items(), _decoded(grown, [*texts.values()]), strict=True)
-    return {token: f"{text!r} comes back as {read!r}" for (token, text), read in decoded if read != text}
+    return {token: f"read back as {read!r}" for (token, text), read in decoded if read != text}
 
 
 def _decoded(tokenizer: Any, texts: list[str]) -> list[str]:
@@ -251,27 +245,27 @@ def _decoded(tokenizer: Any, texts: list[str]) -> list[str]:
     return read
 
 
-def _cutting(grown: Any, new: range, words: list[str]) -> dict[str, str]:
-    """Return the new tokens that a tokenizer finds in words that were one token, each with such a word."""
+def _cutting(tokenizer: Any, grown: Any, added: Mapping[str, "AddedToken"]) -> dict[str, str]:
+    """Return the new tokens that are found in words which the tokenizer without them has as one token, each with such a word."""
+    new = dict(zip(grown.convert_tokens_to_ids(list(added)), added, strict=True))
+    words = list(islice(whole_words(Spelling(tokenizer)), _ORDINARY_WORDS))
     rows = (
-        grown([f" {word} " for word in words], add_special_tokens=False, verbose=False)["input_ids"] if words else []
+        grown([f" {each} " for each in words], add_special_tokens=False, verbose=False)["input_ids"] if words else []
     )
-    found = {token: word for word, ids in zip(words, rows, strict=True) for token in ids if token in new}
-    return {grown.convert_ids_to_tokens(token): f"in {word!r}" for token, word in found.items()}
+    return {new[each]: f"in {word!r}" for word, ids in zip(words, rows, strict=True) for each in ids if each in new}
 
 
 def _listed(found: Mapping[str, str]) -> str:
     return first_few([f"{token!r} ({how})" for token, how in found.items()])
 
 
-def _lacking(name: str, tokenizer: Any, inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
-    """Return the tokens of another tokenizer that a tokenizer lacks, and remarks on what is left out."""
+def _lacking(name: str, known: Container[bytes], inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
+    """Return the tokens of another tokenizer that are not among those known, and remarks on what is left out."""
     from midus_hf.saved_models import as_value_error, load_tokenizer
 
     with as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         other = load_tokenizer(name)
-    spelling, own = Spelling(other), Spelling(tokenizer)
-    known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
+    spelling = Spelling(other)
     marked, tokens, left_out = other.added_tokens_decoder, dict[str, Any](), Counter[str]()
     for number in range(len(other)):
         spelled = marked[number].content.encode() if number in marked else spelling.piece(number)

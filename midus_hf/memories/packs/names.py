@@ -345,6 +345,14 @@ class Spelling:
         return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
 
 
+def whole_words(spelling: Spelling) -> Iterator[str]:
+    """Yield the words of two letters or more that are one token with the space in front, by their ids: frequent ones come first."""
+    for token in range(len(spelling.tokenizer)):
+        text = (spelling.piece(token) or b"").decode("utf-8", "replace")
+        if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
+            yield text[1:]
+
+
 @functools.cache
 def _byte_of_character() -> Mapping[str, int]:
     """Return the byte of each character of a byte-level vocabulary: printable characters are their own byte."""
