@@ -21,10 +21,11 @@ def token_tables(model_type: str) -> TokenTables:
         UnknownArchitecture: If no tiny model of the type can be built or run.
     """
     model_type = model_type.removeprefix(MEMORY_PREFIX)
-    return PROVEN_TABLES if model_type in PROVEN else _read(model_type)
+    return PROVEN_TABLES if model_type in PROVEN else tables_read(model_type)
 
 
-def _read(model_type: str) -> TokenTables:
+def tables_read(model_type: str) -> TokenTables:
+    """Return what `token_tables` does, read from tiny models of any type."""
     model = tiny_model(model_type)
     sizes, tokens = _sizes(model), model.config.vocab_size
     keys = [
