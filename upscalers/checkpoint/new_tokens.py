@@ -4,7 +4,7 @@ import copy
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -74,17 +74,16 @@ def new_tokens(
     Raises:
         ValueError: If tokens are refused, or none is left.
     """
-    path, own = Path(source).expanduser(), Spelling(tokenizer)
-    known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
+    path = Path(source).expanduser()
     if path.is_file():
         texts, remarks = read_tokens(path)
         added = {token: _as_added(token, special, inside_words) for token in texts}
-        if held := [repr(token) for token in texts if token.encode() in known]:
+        if held := [repr(token) for token in _held(tokenizer, list(texts))]:
             raise ValueError(
                 f"{source} has tokens that the base's tokenizer has: {first_few(held)}; expected new ones. Take them out."
             )
     else:
-        added, remarks = _lacking(source, known, inside_words)
+        added, remarks = _lacking(source, tokenizer, inside_words)
         texts = {token: token for token in added}
     made = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     pieces = dict(zip(texts, made, strict=True))
@@ -98,15 +97,17 @@ def new_tokens(
             )
         del added[token]
     checks = [(_misread, *_MISREAD)] + ([] if inside_words else [(_cutting, *_CUTTING)])
+    made = _with(tokenizer, added, num_rows, in_use)
     for check, why, expected in checks:
         left_out: dict[str, str] = {}
-        while added and (found := check(tokenizer, _with(tokenizer, added, num_rows, in_use)[0], added)):
+        while added and (found := check(tokenizer, made[0], added)):
             if path.is_file():
                 raise ValueError(
                     f"{source} has tokens that are not added, since {why}: {_listed(found)}; expected {expected}"
                 )
             left_out |= found
             added = {token: each for token, each in added.items() if token not in found}
+            made = _with(tokenizer, added, num_rows, in_use)
         if left_out:
             also = "; inside_words=true adds them" if check is _cutting else ""
             remarks.append(
@@ -117,7 +118,7 @@ def new_tokens(
         raise ValueError(
             f"{source} has no token that the base's tokenizer lacks{told}; expected some that can be added. Name another one."
         )
-    grown, ids, reserved = _with(tokenizer, added, num_rows, in_use)
+    grown, ids, reserved = made
     unknown = [repr(token) for token in added if tokenizer.unk_token_id in pieces[token]]
     if unknown:
         remarks.append(f"tokens with pieces that the base does not know ({tokenizer.unk_token}): {first_few(unknown)}")
@@ -208,7 +209,8 @@ def _with(
         grown.add_tokens([AddedToken(_reserved(each), special=True, normalized=False) for each in reserved])
         grown.add_tokens(list(added.values()))
         given = grown.convert_tokens_to_ids(list(added))
-        ids = range(given[0], given[0] + len(given))
+        start = min(given, default=len(grown))
+        ids = range(start, start + len(given))
         first = reserved.start if reserved else ids.start
         if given != list(ids) or first > num_rows:
             raise ValueError(
@@ -259,13 +261,25 @@ def _listed(found: Mapping[str, str]) -> str:
     return first_few([f"{token!r} ({how})" for token, how in found.items()])
 
 
-def _lacking(name: str, known: Container[bytes], inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
-    """Return the tokens of another tokenizer that are not among those known, and remarks on what is left out."""
+def _held(tokenizer: Any, tokens: list[str]) -> list[str]:
+    """Return those of some tokens that a tokenizer has, be it spelled otherwise, as with a mark for the space in front."""
+    spelling, vocabulary = Spelling(tokenizer), tokenizer.get_vocab()
+    rows = spelling.ids_of(tokens, special_tokens=False)
+    return [
+        token
+        for token, ids in zip(tokens, rows, strict=True)
+        if token in vocabulary or [spelling.piece(each) for each in ids] == [token.encode()]
+    ]
+
+
+def _lacking(name: str, tokenizer: Any, inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
+    """Return the tokens of another tokenizer that a tokenizer lacks, and remarks on what is left out."""
     from midus_hf.saved_models import as_value_error, load_tokenizer
 
     with as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         other = load_tokenizer(name)
-    spelling = Spelling(other)
+    spelling, own = Spelling(other), Spelling(tokenizer)
+    known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
     marked, tokens, left_out = other.added_tokens_decoder, dict[str, Any](), Counter[str]()
     for number in range(len(other)):
         spelled = marked[number].content.encode() if number in marked else spelling.piece(number)
