@@ -157,9 +157,12 @@ def read_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
         ValueError: If the file has no list of tokens, or tokens that no text has.
     """
     bare = path.suffix != ".json"
-    text = path.read_text(encoding="utf-8-sig")
-    # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
-    content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
+        content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
+    except ValueError as error:
+        raise ValueError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
     listed = content if isinstance(content, list) else []
     pairs = content if isinstance(content, tuple) else [(each, each) for each in listed]
     if not pairs or not all(isinstance(each, str) for pair in pairs for each in pair):
