@@ -1,6 +1,7 @@
 """Facts about model types that are known before a model is built, and the description of a decoder for counting FLOPs."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from midus_hf.config.model_sizes import ModelSizes
 
@@ -8,6 +9,22 @@ MEMORY_PREFIX = "midus_"
 
 #: Types that every method supports and that the test suite proves, so that no run has to.
 PROVEN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2")
+
+
+class TokenTables(NamedTuple):
+    """What of a type has a size for each token.
+
+    Args:
+        keys: Keys of the config by which these tables or the logits get their size.
+        inputs: Full names of the parameters of which a pass reads the rows that ids number.
+    """
+
+    keys: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+#: The tables of the proven types.
+PROVEN_TABLES = TokenTables(("vocab_size",), ("model.embed_tokens.weight",))
 
 #: Types among these that multiply embeddings by a number, which is not visible in their modules.
 SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")

@@ -7,13 +7,14 @@ from typing import Any, cast
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import tuners_utils
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from transformers import PreTrainedModel
 
 from midus_hf.config.options import read_options
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.saved_models import as_value_error
 from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows, task_head
+from midus_hf.training.optim.new_rows import modules_with_rows
 
 # PEFT's type of a task, by the end of the name of the model's class.
 _TASKS = {
@@ -58,7 +59,9 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     options["modules_to_save"] = [*new, *(options.get("modules_to_save") or [])] or None
     if rows:
         options.setdefault("trainable_token_indices", rows)
-    return LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+    config = LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+    _refuse_targets_with_rows(model, config)
+    return config
 
 
 def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
@@ -66,14 +69,28 @@ def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
 
     PEFT trains these rows beside the module's others. A head that is tied follows the embedding.
     """
-    rows, modules = new_rows(model.config), [model.get_input_embeddings()]
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is not modules[0].weight:
-        modules.append(head)
-    names = [
-        name.rpartition(".")[2] for name, module in model.named_modules() if any(module is each for each in modules)
-    ]
-    return {name: list(rows) for name in names} if rows else {}
+    rows = new_rows(model.config)
+    if not rows:
+        return {}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    modules = [each for each in modules_with_rows(model) if not (is_tied and each is head)]
+    names = (name for name, module in model.named_modules() if any(module is each for each in modules))
+    return {name.rpartition(".")[2]: list(rows) for name in names}
+
+
+def _refuse_targets_with_rows(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse adapters on tables of which rows train, the head too, if it is tied to one."""
+    targets = config.target_modules
+    if not config.trainable_token_indices or targets == "all-linear":
+        return
+    modules = modules_with_rows(model)
+    for name, module in model.named_modules():
+        if any(module is each for each in modules) and check_target_module_exists(config, name):
+            raise ValueError(
+                f"adapters.target_modules has {name}, whose rows of new tokens train; expected other modules, "
+                "as PEFT cannot train both. Leave it out."
+            )
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
@@ -96,6 +113,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
     rows = rows_for_peft(model) if trains_new else {}
     config.trainable_token_indices = config.trainable_token_indices or rows or None
+    _refuse_targets_with_rows(model, config)
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
         # PEFT refuses modules whose weights are read directly by Mamba kernels, by a list of model types that lacks ours.
@@ -123,8 +141,10 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
             f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
+    untrained = 0 if rows else len(new_rows(model.config))
     return adapted, (
         f"Training adapters on {'the base, and all new parameters' if new or rows else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
+        f"{f'; the rows of {untrained:,} new tokens stay, which adapters.layers: base trains' if untrained else ''}"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )

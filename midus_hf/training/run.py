@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import integration_utils
 
-from midus_hf.config.wording import first_line
+from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
@@ -24,8 +24,8 @@ from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummar
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
-from midus_hf.training.optim.freezing import cast_for_training, set_trainable, whole_numel
-from midus_hf.training.optim.new_rows import frozen_in_rows, with_trained_rows
+from midus_hf.training.optim.freezing import cast_for_training, new_rows, set_trainable, whole_numel
+from midus_hf.training.optim.new_rows import frozen_in_rows, has_new_tokens, with_trained_rows
 from midus_hf.training.output import in_main_process, open_output, record_arguments
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
@@ -110,6 +110,8 @@ def run_training(
                     print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
+            if is_main and not has_new_tokens(trainer.train_dataset, new_rows(config)):
+                print_note("the training data has none of the new tokens, whose rows learn from texts with them")
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
             check = partial(check_inputs, trainer, of_model, arguments, checkpoint)

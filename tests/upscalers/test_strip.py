@@ -106,6 +106,7 @@ TAMPERED = [
     *(({"base_config": config}, NOT_OF_THE_MODEL) for config in ([], {"num_hidden_layers": 2**40})),
     *(({"new_memories": names}, NOT_OF_THE_MODEL) for names in ([["x"]], ["x"])),
     *(({"new_rows": rows}, NOT_OF_THE_MODEL) for rows in ("x", [500, 501], [1, 9, 2], {"x": 1})),
+    *(({"new_rows": [130, 131], "first_token": first}, NOT_OF_THE_MODEL) for first in ("x", 0, 129, 131)),
     *(
         (
             {"new_rows": [120, 121], "replaced_rows": {"lm_head.weight": rows}},

@@ -11,13 +11,17 @@ import torch
 from composite import composite_model
 from pairs import by_default
 from peft import get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny import NATIVE_FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny_run import tiny_config
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from midus_hf.config.backbone import PROVEN, PROVEN_TABLES
+from midus_hf.models.inference.tiny import tiny_model
+from midus_hf.models.inference.token_tables import tables_read, token_tables
 from midus_hf.training import parameter_groups, set_trainable
-from midus_hf.training.adapters import lora_config
+from midus_hf.training.adapters import add_adapters, lora_config
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.parallel import prepare_sharing
 from midus_hf.training.run import run_training
@@ -248,12 +252,157 @@ def test_a_language_model_within_a_composite_one(tmp_path):
     assert file_digests(tmp_path / "stripped", ("upscale.json",)) == file_digests(tmp_path / "base")
 
 
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [("pad_token_id", 48), ("eos_token_id", 46), ("eos_token_id", SIZE)],
+    ids=["a row for all", "rows for some", "behind the rows"],
+)
+def test_ids_that_the_config_uses_keep_their_rows(key, size, spoken, tmp_path):
+    base = spoken(size=size)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps({**config, key: SIZE}, indent=2) + "\n")
+    before = read_tensors(base)
+    assert with_tokens(base, tmp_path / "out").identity.max_abs_diff == 0.0
+    tokenizer, after = AutoTokenizer.from_pretrained(tmp_path / "out"), read_tensors(tmp_path / "out")
+    assert tokenizer.convert_tokens_to_ids([*STARTS]) == [each + 1 for each in NEW]
+    assert config_of(tmp_path / "out")["vocab_size"] == 48 and config_of(tmp_path / "out")["upscale"]["new_rows"] == [
+        45,
+        48,
+    ]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        kept = before[name][: SIZE + 1] if size > SIZE else torch.cat([before[name], before[name][:1]])
+        assert torch.equal(after[name][: SIZE + 1], kept)
+    (tmp_path / "more.txt").write_text("xyz\n")
+    with_tokens(tmp_path / "out", tmp_path / "second", tmp_path / "more.txt")
+    assert strip(tmp_path / "second", tmp_path / "first again")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "first again", tmp_path / "out")
+    for result in ("out", "first again"):
+        assert strip(tmp_path / result, tmp_path / f"{result} stripped")["base_confirmed"] is True
+        assert same_tensors(tmp_path / f"{result} stripped", base)
+        stripped = AutoTokenizer.from_pretrained(tmp_path / f"{result} stripped")
+        assert stripped.get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
+    assert file_digests(tmp_path / "out stripped", ("upscale.json",)) == file_digests(base)
+
+
+PER_LAYER = "model.embed_tokens_per_layer.weight"
+
+
+@pytest.mark.parametrize(("size", "per_layer"), [(SIZE, SIZE), (48, 48), (48, SIZE)])
+def test_a_table_per_layer_has_rows_for_new_tokens_and_trains_them(size, per_layer, spoken, tmp_path):
+    base = spoken()
+    shutil.rmtree(base)
+    tiny_model("gemma4_text", vocab_size=size, vocab_size_per_layer_input=per_layer).save_pretrained(base)
+    save_letters(base)
+    with_tokens(base, tmp_path / "out")
+    before, model, config = read_tensors(base), load(tmp_path / "out"), config_of(tmp_path / "out")
+    assert config["vocab_size"] == max(size, NEW.stop) and config["vocab_size_per_layer_input"] == max(
+        per_layer, NEW.stop
+    )
+    pieces = AutoTokenizer.from_pretrained(base)(list(STARTS.values())).input_ids
+    for name in ("model.embed_tokens.weight", PER_LAYER):
+        means = torch.stack([before[name][ids].mean(0) for ids in pieces])
+        assert torch.equal(model.state_dict()[name][NEW.start : NEW.stop], means)
+    trained = copy.deepcopy(model)
+    set_trainable(trained)
+    trained_steps(trained)
+    adapted = get_peft_model(copy.deepcopy(model), lora_config(model, r=2))
+    trained_steps(adapted)
+    for after in (trained, adapted.merge_and_unload()):
+        for name in ("model.embed_tokens.weight", PER_LAYER):
+            moved = (after.state_dict()[name] != model.state_dict()[name]).any(1).nonzero().flatten().tolist()
+            assert moved == list(NEW)
+    trained.resize_token_embeddings(60)
+    trained.save_pretrained(tmp_path / "trained")
+    for result in ("out", "trained"):
+        assert strip(tmp_path / result, tmp_path / f"{result} stripped")["base_confirmed"] is True
+        assert same_tensors(tmp_path / f"{result} stripped", base)
+        assert config_of(tmp_path / f"{result} stripped") == config_of(base)
+
+
+def test_tables_of_layers_that_predict_further_tokens_grow(spoken, tmp_path):
+    base = spoken()
+    shutil.rmtree(base)
+    tiny_model("glm4_moe", vocab_size=SIZE).save_pretrained(base)
+    save_letters(base)
+    held = load_file(base / "model.safetensors")
+    names = {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+    norm = {"model.layers.4.enorm.weight": torch.ones(32)}
+    save_file(
+        held | norm | {name: held[like] * 2 for name, like in names.items()},
+        base / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    with_tokens(base, tmp_path / "out")
+    before, after = read_tensors(base), read_tensors(tmp_path / "out")
+    pieces = AutoTokenizer.from_pretrained(base)(list(STARTS.values())).input_ids
+    for name in (*names, *names.values()):
+        means = torch.stack([before[name][ids].mean(0) for ids in pieces])
+        assert torch.equal(after[name], torch.cat([before[name], means]))
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "stripped", base)
+
+
+def test_tables_with_rows_for_other_things_are_refused(spoken, tmp_path):
+    base = spoken()
+    shutil.rmtree(base)
+    tiny_model("moshi", vocab_size=SIZE).save_pretrained(base)
+    save_letters(base)
+    with pytest.raises(
+        ValueError,
+        match=r"embed_tokens.weight is \[45, 32\] in the base, with vocab_size = 44; expected a row of weights for each",
+    ):
+        with_tokens(base, tmp_path / "out")
+
+
+def test_what_a_proven_type_reads_by_ids_is_what_is_written_down():
+    for model_type in PROVEN:
+        assert tables_read(model_type) == token_tables(model_type) == PROVEN_TABLES
+
+
+def test_what_does_not_learn_is_said(spoken, tmp_path, capfd):
+    with_tokens(spoken(), tmp_path / "out")
+    (tmp_path / "texts").mkdir()
+    line = "the training data has none of the new tokens, whose rows learn from texts with them"
+    rows = "the rows of 3 new tokens stay, which adapters.layers: base trains"
+    for text, keys, told in (
+        ("a of a, a ", {}, ()),
+        ("not of them ", {}, (line,)),
+        ("a of a, a ", {"adapters": {"r": 2, "layers": "all"}}, (rows,)),
+    ):
+        (tmp_path / "texts" / "a.txt").write_text(text * 60)
+        run_training(tiny_config(tmp_path / "out", tmp_path / "texts", tmp_path / "trained", max_steps=1, **keys))
+        said = "".join(capfd.readouterr())
+        assert [each for each in (line, rows) if each in said] == [*told]
+        shutil.rmtree(tmp_path / "trained")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_on_tables_of_which_rows_train_are_refused(tied, spoken, tmp_path):
+    with_tokens(spoken(tie_word_embeddings=tied), tmp_path / "out")
+    for name, path in (("lm_head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
+        targets = ["q_proj", name]
+        for adapt in (
+            lambda model, targets=targets: add_adapters(model, {"target_modules": targets}),
+            lambda model, targets=targets: lora_config(model, target_modules=targets),
+        ):
+            with pytest.raises(
+                ValueError, match=f"adapters.target_modules has {path}, whose rows of new tokens train"
+            ):
+                adapt(load(tmp_path / "out"))
+
+
 def test_tokens_of_another_tokenizer_and_special_ones(spoken, tmp_path):
     base = spoken()
     save_letters(tmp_path / "other", [*SPECIALS, "a", "Z", "Ġof", "<|x|>", "Ã"])
     report = with_tokens(base, tmp_path / "out", tmp_path / "other", verify=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert report.parameters.new == 3 * 2 * 32 and tokenizer.convert_ids_to_tokens([*NEW]) == ["Z", " of", "<|x|>"]
+    assert report.parameters.new == 2 * 2 * 32 and tokenizer.convert_ids_to_tokens([*NEW][:2]) == [" of", "<|x|>"]
     options = {"tokens": str(tmp_path / "tokens.json"), "special": True}
     upscale(base=base, method="vocabulary", output=tmp_path / "special", options=options, verify=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "special")

@@ -1,24 +1,22 @@
 """Vocabulary: tokens that the base's tokenizer lacks, with rows of the embedding and the head."""
 
-import copy
-import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG
 from midus_hf.memories.ngram.options import NgramOptions
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.checkpoint.tokenizer import add_tokens, has_tokenizer
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, read_config
+from upscalers.checkpoint.new_tokens import NewTokens, ids_in_use, new_tokens, read_tokens
+from upscalers.checkpoint.tokenizer import FIRST_TOKEN_KEY, add_tokens, has_tokenizer
 from upscalers.methods.contract import Method, register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.plan.plan import Base, Plan
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.vocabulary_rows import REPLACED_KEY, NewRows, replaced_rows, rows_by_token
+from upscalers.tensors.vocabulary_rows import REPLACED_KEY, new_rows_of, replaced_rows, rows_by_token, token_sizes
 
 # Memories that read what the base's tokenizer makes of texts, by the name of their method.
 _READING_TOKENS: dict[type, str] = {NgramOptions: "engram", PacksOptions: "packs"}
@@ -34,16 +32,9 @@ class VocabularyOptions:
         "its row starts; or the folder or Hub id of a tokenizer, whose other tokens are added",
     )
     special: bool = option(False, "whether they are special tokens, which decoding can leave out")
-
-
-@dataclass(frozen=True)
-class _Added:
-    """New tokens: their ids, the ids of the pieces that each row starts from, the tokenizer with them, and what was left out."""
-
-    ids: range
-    pieces: tuple[tuple[int, ...], ...] = ()
-    tokenizer: Any = None
-    remarks: tuple[str, ...] = ()
+    inside_words: bool = option(
+        False, "whether they are found within words too, and may cut words that the base has as one token"
+    )
 
 
 @register_method("vocabulary")
@@ -61,7 +52,7 @@ class Vocabulary(Method):
 
     def __init__(self, options: VocabularyOptions):
         super().__init__(options)
-        self._added: dict[Path, _Added] = {}
+        self._added: dict[Path, NewTokens] = {}
 
     @property
     def recorded_options(self) -> dict[str, Any]:
@@ -117,137 +108,51 @@ class Vocabulary(Method):
         ]
 
     def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
-        return {**super().config(base, plan), "vocab_size": max(vocabulary_of(base), plan.new_rows.stop)}
+        sizes = {key: max(size, plan.new_rows.stop) for key, size in token_sizes(base).items()}
+        return {**super().config(base, plan), **sizes}
 
     def recorded(self, base: BaseCheckpoint, plan: Plan) -> dict[str, Any]:
-        replaced = replaced_rows(base, plan, rows_by_token(base))
-        return {REPLACED_KEY: replaced} if replaced else {}
+        replaced, reserved = replaced_rows(base, plan, rows_by_token(base)), self._new(base).reserved
+        first = {FIRST_TOKEN_KEY: reserved.start} if reserved else {}
+        return {**({REPLACED_KEY: replaced} if replaced else {}), **first}
 
     def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, new = super().outer_recipes(base, plan, seed), self._new(base)
         for name in rows_by_token(base) if new.ids else ():
-            held = base.tensors[name].shape
-            shape = (max(held[0], new.ids.stop), *held[1:])
-            recipes[name] = NewRows(shape, name, new.ids.start, new.pieces)
+            recipes[name] = new_rows_of(base.tensors[name].shape, name, new.ids, new.pieces)
         return recipes
 
     def change_tokenizer(self, base: BaseCheckpoint, folder: Path) -> dict[str, Any]:
         new = self._new(base)
-        return add_tokens(folder, new.tokenizer, new.ids)
+        return add_tokens(folder, new.tokenizer, range((new.reserved or new.ids).start, new.ids.stop))
 
-    def _new(self, base: BaseCheckpoint) -> _Added:
+    def _new(self, base: BaseCheckpoint) -> NewTokens:
         """Return the new tokens, which are read once. A dry run may have the base's config alone, and takes all tokens for new."""
         if base.folder not in self._added:
             self._added[base.folder] = self._read(base)
         return self._added[base.folder]
 
-    def _read(self, base: BaseCheckpoint) -> _Added:
+    def _read(self, base: BaseCheckpoint) -> NewTokens:
         size, source = vocabulary_of(base), self.options.tokens
         if source is None:
-            return _Added(range(size, size))
-        path = Path(source).expanduser()
-        texts = _texts_in(path) if path.is_file() else None
+            return NewTokens(range(size, size))
         if not _tokenizes(base):
-            count = 0 if texts is None else len(texts)
+            path = Path(source).expanduser()
+            count = len(read_tokens(path)[0]) if path.is_file() else 0
             unread = "the base has no tokenizer here: all tokens are taken for new, and ids begin behind the embedding"
-            return _Added(range(size, size + count), ((0,),) * count, remarks=(unread,))
-        tokenizer, remarks = tokenizer_of(base), list[str]()
+            return NewTokens(range(size, size + count), ((0,),) * count, remarks=(unread,))
+        tokenizer = tokenizer_of(base)
         if not tokenizer.is_fast:
             raise ValueError(
                 f"the base's tokenizer is a {type(tokenizer).__name__}; expected a fast one, with tokenizer.json. Convert it with "
                 "transformers."
             )
-        known = tokenizer.get_vocab()
-        if texts is None:
-            tokens, texts, remarks = _lacking(source, tokenizer)
-            if not tokens:
-                raise ValueError(
-                    f"{source} has no token that the base's tokenizer lacks; expected some. Name another one."
-                )
-        else:
-            from tokenizers import AddedToken
-
-            held = [repr(token) for token in texts if token in known]
-            if held:
-                raise ValueError(
-                    f"{source} has tokens that the base's tokenizer has: {first_few(held)}; expected new ones. Take them out."
-                )
-            tokens = [AddedToken(token, special=self.options.special, normalized=False) for token in texts]
-        pieces = tokenizer(list(texts.values()), add_special_tokens=False, verbose=False)["input_ids"]
-        for token, ids in zip(texts, pieces, strict=True):
-            if not ids or max(ids) >= size:
-                raise ValueError(
-                    f"the token {token!r} would start from {texts[token]!r}, of which the base's tokenizer makes the ids {ids}; "
-                    f"expected ids below {size}, at least one. Name another text in a JSON file."
-                )
-        unknown = [repr(token) for token, ids in zip(texts, pieces, strict=True) if tokenizer.unk_token_id in ids]
-        if unknown:
-            remarks.append(
-                f"tokens with pieces that the base does not know ({tokenizer.unk_token}): {first_few(unknown)}"
-            )
-        grown = copy.deepcopy(tokenizer)
-        grown.add_tokens(tokens)
-        given = grown.convert_tokens_to_ids(list(texts))
-        ids = range(given[0], given[0] + len(given))
-        if given != list(ids) or ids.start > size:
-            raise ValueError(
-                f"the base's tokenizer gives new tokens the ids {first_few([*map(str, given)])}, and the base embeds {size}; "
-                f"expected one id after the other, the first at most {size}. Resize the base's embedding, or repair its tokenizer."
-            )
-        return _Added(ids, tuple(map(tuple, pieces)), grown, tuple(remarks))
+        generation = base.folder / GENERATION_CONFIG
+        configs = {"language model": base.layout.values, CONFIG_FILE: read_config(base.folder)}
+        configs |= {GENERATION_CONFIG: read_config(generation)} if generation.is_file() else {}
+        options = self.options
+        return new_tokens(source, tokenizer, size, ids_in_use(configs), options.special, options.inside_words)
 
 
 def _tokenizes(base: BaseCheckpoint) -> bool:
     return has_tokenizer(path.name for path in base.folder.iterdir())
-
-
-def _texts_in(path: Path) -> dict[str, str]:
-    """Return the new tokens of a file, each with the text from whose pieces its row starts."""
-    bare = path.suffix != ".json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
-        content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
-    except ValueError as error:
-        raise ValueError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
-    listed = content if isinstance(content, list) else []
-    pairs = content if isinstance(content, tuple) else [(each, each) for each in listed]
-    tokens, texts = ([pair[side] for pair in pairs] for side in (0, 1))
-    if not tokens or not all(isinstance(each, str) for each in (*tokens, *texts)):
-        raise ValueError(f"{path} has no list of tokens, and no mapping of tokens to texts; expected one of them.")
-    wrong = [number for number, each in enumerate(tokens, 1) if not each.strip() or (bare and each != each.strip())]
-    if wrong:
-        raise ValueError(
-            f"{path} has empty tokens, or white space around them: {'line' if bare else 'entry'} "
-            f"{first_few([*map(str, wrong)])}; expected a token in each. Take them out. In JSON, a token may end with a space."
-        )
-    twice = [repr(token) for token, count in Counter(tokens).items() if count > 1]
-    if twice:
-        raise ValueError(f"{path} has tokens more than once: {first_few(twice)}; expected each once. Take one out.")
-    return dict(zip(tokens, texts, strict=True))
-
-
-def _lacking(name: str, tokenizer: Any) -> tuple[list[Any], dict[str, str], list[str]]:
-    """Return the tokens of another tokenizer that a tokenizer lacks, their texts, and remarks on what is left out."""
-    from tokenizers import AddedToken
-
-    from midus_hf.memories.packs.names import Spelling
-    from midus_hf.saved_models import as_value_error, load_tokenizer
-
-    with as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
-        other = load_tokenizer(name)
-    spelling, own = Spelling(other), Spelling(tokenizer)
-    known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}
-    added, tokens, parts = other.added_tokens_decoder, dict[str, Any](), 0
-    for number in range(len(other)):
-        token, spelled = added.get(number), spelling.piece(number)
-        if token is None and spelled is not None:
-            try:
-                token = AddedToken(spelled.decode(), normalized=False)
-            except UnicodeDecodeError:
-                parts += spelled not in known
-                continue
-        if token is not None and token.content and token.content.encode() not in known:
-            tokens.setdefault(token.content, token)
-    remarks = [f"tokens of {name} that are a part of a character, and are not added: {parts:,}"] if parts else []
-    return list(tokens.values()), {text: text for text in tokens}, remarks

@@ -13,6 +13,7 @@ from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
+from upscalers.checkpoint.tokenizer import FIRST_TOKEN_KEY
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 
@@ -116,6 +117,7 @@ def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
     try:
         memories = tuple(entry.get("new_memories", ()))
         rows = range(*entry.get(NEW_ROWS, (0,)))
+        first = entry.get(FIRST_TOKEN_KEY, rows.start)
         plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories, rows)
         is_sound = (
             0 < plan.num_base_layers <= MOST_LAYERS
@@ -123,7 +125,7 @@ def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
             and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
             and all(layer in range(plan.num_base_layers) for layer in plan.sources)
             and model.layout.memories.attached.keys() >= {*memories}
-            and (not rows or (0 < rows.start <= entry["base_config"]["vocab_size"] and rows.step == 1))
+            and (not rows or (0 < first <= min(rows.start, entry["base_config"]["vocab_size"]) and rows.step == 1))
         )
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False

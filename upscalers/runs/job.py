@@ -128,7 +128,7 @@ class Job:
                 continue
             total += size
             if isinstance(tensor.recipe, NewRows):
-                size = size // tensor.recipe.shape[0] * len(tensor.recipe.pieces)
+                size = size // tensor.recipe.shape[0] * len(self.plan.new_rows)
             new += size if self.plan.owns(tensor.name) or isinstance(tensor.recipe, NewRows) else 0
         trainable = new if self.method.trainable == "new" else total
         banks = self.new_banks.values()

@@ -13,7 +13,7 @@ from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, remove_tokens
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, FIRST_TOKEN_KEY, REWRITTEN_KEY, remove_tokens
 from upscalers.record.provenance import (
     COMPOSITE_KEY,
     DIGEST_KEY,
@@ -86,7 +86,8 @@ def strip(
                 progress.note(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
-            if plan.new_rows and not remove_tokens(folder.partial, plan.new_rows, record):
+            tokens = range(entry.get(FIRST_TOKEN_KEY, plan.new_rows.start), plan.new_rows.stop)
+            if tokens and not remove_tokens(folder.partial, tokens, record):
                 progress.note(
                     "tokenizer.json is written anew without the new tokens: it reads text as the base's, whose bytes may differ."
                 )

@@ -80,7 +80,8 @@ def compare_models(
 def _of_base(logits: torch.Tensor, plan: Plan, vocab_size: int) -> torch.Tensor:
     """Return the logits of the base's tokens, `[..., V]`: all without those of new tokens, which may replace rows of padding."""
     new = plan.new_rows
-    return torch.cat([logits[..., : new.start], logits[..., new.stop : vocab_size]], dim=-1) if new else logits
+    first = min(new.start, vocab_size)
+    return torch.cat([logits[..., :first], logits[..., new.stop : vocab_size]], dim=-1) if new else logits
 
 
 def _run_base(
@@ -98,7 +99,7 @@ def _run_base(
     try:
         model = _running(base, base.folder, base.tensors, dtype)
         generator = torch.Generator().manual_seed(0)
-        known = plan.new_rows.start or model.vocab_size
+        known = min(plan.new_rows.start or model.vocab_size, model.vocab_size)
         tokens = torch.randint(0, known, (_BATCH, _TOKENS), generator=generator)
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:

@@ -8,6 +8,7 @@ from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Recipe
+from upscalers.tensors.vocabulary_rows import NewRows
 
 Recipes = Mapping[str, Recipe]
 
@@ -60,7 +61,7 @@ def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], r
             if held != shape and not isinstance(recipe, LayerBlocks):
                 raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
     for name, recipe in ((name, recipe) for name, recipe in recipes.items() if name not in shapes):
-        is_carried = isinstance(recipe, Copy) and (
+        is_carried = isinstance(recipe, Copy | NewRows) and (
             recipe.source in base.unexpected or recipe.source in base.surroundings
         )
         if not is_carried:

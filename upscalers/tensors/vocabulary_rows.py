@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head for new tokens, and these tensors as the base had them."""
+"""Tables with a row for each token: the rows of new tokens, and the tables as the base had them."""
 
 import base64
 import zlib
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from upscalers.architecture.family import Config
+from midus_hf.config.backbone import PROVEN, PROVEN_TABLES, TokenTables
+from upscalers.architecture.family import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
@@ -50,21 +51,84 @@ class NewRows(Recipe):
         raise AssertionError("the writer copies the source, and writes the new rows over it")
 
 
+def new_rows_of(shape: Shape, name: str, ids: range, pieces: tuple[tuple[int, ...], ...]) -> NewRows:
+    """Return the recipe of a table of the base with rows for new ids; each of their `pieces` names rows to take the mean of.
+
+    A table that is shorter than the ids reach gets the row of the id 0 in between, as of the pieces that it has no row of.
+    """
+    held = shape[0]
+    between = ((0,),) * max(0, ids.start - held)
+    within = tuple(tuple(each if each < held else 0 for each in of_token) for of_token in pieces)
+    return NewRows((max(held, ids.stop), *shape[1:]), name, min(held, ids.start), between + within)
+
+
+def token_sizes(model: BaseCheckpoint) -> dict[str, int]:
+    """Return the keys of a config by which tables have a row for each token, with their values."""
+    values = {key: model.config.get(key, model.layout.values.get(key)) for key in _tables(model).keys}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def rows_by_token(model: BaseCheckpoint) -> list[str]:
-    """Return the full names of the tensors that have a row for each token: embedding, head, and a tied head that is stored too."""
-    resized = layout_of({**model.config, "vocab_size": model.config["vocab_size"] + 1})
-    before, after = (layout.outer | layout.tied for layout in (model.layout, resized))
-    found = []
-    for full, shape in before.items():
-        name = full if model.prefix else full.removeprefix("model.")
-        if name not in model.tensors or after[full] == shape:
-            continue
-        if after[full][1:] != shape[1:] or name in model.packed:
+    """Return the full names of the tensors that have a row for each token.
+
+    These are the tables that the model reads by ids, the head, also one that is tied and stored too, and tables that are stored for
+    layers that predict further tokens, which Transformers does not load.
+
+    Raises:
+        ValueError: If such a tensor cannot grow by rows.
+    """
+    sizes = token_sizes(model)
+    grown = layout_of({**model.config, **{key: size + 1 for key, size in sizes.items()}})
+    before, after = _outer_shapes(model, model.layout), _outer_shapes(model, grown)
+    found = [name for name, shape in before.items() if name in model.tensors and after[name] != shape]
+    for name in found:
+        shape = before[name]
+        if shape[0] not in sizes.values() or after[name][1:] != shape[1:] or name in model.packed:
+            listed = " and ".join(f"{key} = {size}" for key, size in sizes.items())
             raise ValueError(
-                f"{name} is {list(shape)} in the base; expected a row of weights for each token, not quantised. Choose another base."
+                f"{name} is {list(shape)} in the base, with {listed}; expected a row of weights for each token, and no other, not "
+                "quantised. Choose another base."
             )
-        found.append(name)
-    return found
+    for name in (_own_name(model, full) for full in _tables(model).inputs):
+        if name not in found:
+            raise ValueError(
+                f"models of the type {model.family.model_type!r} read {name} by the ids of tokens, and no key of the config says how "
+                "many rows it has; expected tables that can grow. Choose another base."
+            )
+    return found + _predicting_tables(model, found)
+
+
+def _predicting_tables(model: BaseCheckpoint, found: list[str]) -> list[str]:
+    """Return the stored tables by token that are not in the model's layout; refuse ones that are quantised."""
+    names = [
+        name
+        for name in model.unexpected
+        if model.tensors[name].shape in {model.tensors[other].shape for other in found}
+    ]
+    packed = [name for name in names if name in model.packed or model.tensors[name].dtype not in TORCH_NAMES]
+    if packed:
+        raise ValueError(
+            f"{packed[0]} is stored as {model.tensors[packed[0]].dtype}, with a row for each token; expected rows of weights, not "
+            "quantised. Choose another base."
+        )
+    return names
+
+
+def _tables(model: BaseCheckpoint) -> TokenTables:
+    if model.family.model_type in PROVEN:
+        return PROVEN_TABLES
+    from midus_hf.models.inference.token_tables import token_tables
+
+    return token_tables(model.family.model_type)
+
+
+def _outer_shapes(model: BaseCheckpoint, layout: Layout) -> dict[str, Shape]:
+    """Return the shapes of the tensors outside the layers in a layout, by the full names that they have in a model."""
+    return {_own_name(model, full): shape for full, shape in (layout.outer | layout.tied).items()}
+
+
+def _own_name(model: BaseCheckpoint, full: str) -> str:
+    return full if model.prefix else full.removeprefix("model.")
 
 
 def replaced_rows(base: BaseCheckpoint, plan: Plan, names: list[str]) -> dict[str, list[str]]:
@@ -72,10 +136,11 @@ def replaced_rows(base: BaseCheckpoint, plan: Plan, names: list[str]) -> dict[st
     import torch
 
     kept = {}
-    for name in names if plan.new_rows.start < base.config["vocab_size"] else ():
-        rows = read_tensor(base.tensors[name])[plan.new_rows.start : plan.new_rows.stop].contiguous()
-        data = zlib.compress(rows.view(-1).view(torch.uint8).numpy().tobytes())
-        kept[name] = [base.tensors[name].dtype, base64.b64encode(data).decode("ascii")]
+    for name in names:
+        if plan.new_rows.start < base.tensors[name].shape[0]:
+            rows = read_tensor(base.tensors[name])[plan.new_rows.start : plan.new_rows.stop].contiguous()
+            data = zlib.compress(rows.view(-1).view(torch.uint8).numpy().tobytes())
+            kept[name] = [base.tensors[name].dtype, base64.b64encode(data).decode("ascii")]
     return kept
 
 
@@ -101,15 +166,17 @@ def with_rows_of_base(model: BaseCheckpoint, plan: Plan, entry: Config) -> BaseC
     """Return a model, whose last upscaling added the tokens that the config's `entry` names, with the base's rows alone."""
     if not plan.new_rows:
         return model
-    size, replaced = entry["base_config"]["vocab_size"], entry.get(REPLACED_KEY) or {}
-    if model.config["vocab_size"] < size:
-        raise ValueError(
-            f"the vocabulary was resized to {model.config['vocab_size']:,} tokens since it was upscaled, fewer than the base's "
-            f"{size:,}; expected its rows. Take the checkpoint from before."
-        )
+    replaced = entry.get(REPLACED_KEY) or {}
+    of_base = _outer_shapes(model, layout_of(entry["base_config"]))
     tensors: dict[str, StoredTensor] = dict(model.tensors)
     for name in rows_by_token(model):
         stored = tensors[name]
+        size = of_base[name][0] if name in of_base else entry["base_config"]["vocab_size"]
+        if stored.shape[0] < size:
+            raise ValueError(
+                f"the vocabulary was resized to {stored.shape[0]:,} tokens since it was upscaled, fewer than the base's {size:,}; "
+                "expected its rows. Take the checkpoint from before."
+            )
         shape = (size, *stored.shape[1:])
         if name not in replaced:
             tensors[name] = replace(stored, shape=shape)

@@ -14,7 +14,7 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
-from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled
+from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled, whole_words
 from midus_hf.memories.packs.rows import Entry, entry_of, joined, names_of
 from midus_hf.memories.packs.turns import chat_marks
 
@@ -304,7 +304,11 @@ class Glossary:
             )
 
     def _refuse_common(self, names: Sequence[str]) -> None:
-        frequent = self._frequent_words() if names else set()
+        frequent: set[str] = set()
+        for word in whole_words(self.spelling) if names else ():
+            frequent.add(word.lower())
+            if len(frequent) == _COMMON_WORDS:
+                break
         common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
         if common:
             raise ValueError(
@@ -312,17 +316,6 @@ class Glossary:
                 f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
                 "(common_names=true)."
             )
-
-    def _frequent_words(self) -> set[str]:
-        """Return the words that come first in the vocabulary, in lower case."""
-        words: dict[str, None] = {}
-        for token in range(len(self.spelling.tokenizer)):
-            text = (self.spelling.piece(token) or b"").decode("utf-8", "replace")
-            if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
-                words[text[1:].lower()] = None
-                if len(words) == _COMMON_WORDS:
-                    break
-        return {*words}
 
     def _found(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds."""

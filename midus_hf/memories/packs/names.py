@@ -307,6 +307,7 @@ class Spelling:
         self._added = {number: token.content for number, token in added.items() if not token.special}
         # Special tokens by their text without the case of letters.
         self._special_texts = {token.content.casefold(): token.content for token in added.values() if token.special}
+        self._size = len(tokenizer)  # which a tokenizer counts anew at each call
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
@@ -326,7 +327,7 @@ class Spelling:
             return None
         if token in self._added:
             return self._added[token].encode()
-        written = self.tokenizer.convert_ids_to_tokens(token) if token < len(self.tokenizer) else None
+        written = self.tokenizer.convert_ids_to_tokens(token) if token < self._size else None
         if written is None or token == self.tokenizer.unk_token_id:
             return None
         if self._is_byte_level:
@@ -360,6 +361,14 @@ class Spelling:
         pieces = [self.piece(token) for token in ids]
         read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
         return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
+
+
+def whole_words(spelling: Spelling) -> Iterator[str]:
+    """Yield the words of two letters or more that are one token with the space in front, by their ids: frequent ones come first."""
+    for token in range(len(spelling.tokenizer)):
+        text = (spelling.piece(token) or b"").decode("utf-8", "replace")
+        if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
+            yield text[1:]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Training of the rows of new tokens alone, in the embedding and the head of a model: the other rows keep their bits."""
+"""Training of the rows of new tokens alone, in the tables of a model that have one for each: the other rows keep their bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,20 +8,35 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.models.inference.token_tables import token_tables
+
 _MARK = "trained_rows"
 # Hooks by the parameter whose gradient they cut. A copy of a parameter has none of its hooks.
 _HOOKS = WeakIdKeyDictionary()
 
 
+def modules_with_rows(model: Any) -> list[nn.Module]:
+    """Return the modules of a model that have a row for each token: the head, and those that it reads by ids, each once."""
+    stack = decoder_of(model)
+    names = token_tables(model.config.get_text_config().model_type).inputs
+    tables = [stack.get_submodule(name.removeprefix("model.").rpartition(".")[0]) for name in names]
+    head = model.get_output_embeddings()
+    return [*tables, *([] if head is None else [head])]
+
+
+def has_new_tokens(sequences: Iterable[Mapping[str, Any]], rows: range) -> bool:
+    """Return whether sequences, with their `input_ids`, have one of the new tokens `rows`; true if there are none of these."""
+    return not rows or any(rows.start <= max(each["input_ids"]) for each in sequences)
+
+
 def train_rows(model: Any, rows: range) -> None:
-    """Let some rows of the embedding and the head train, those of the ids `rows`, by zero gradients of all others.
+    """Let some rows of the tables by token train, those of the ids `rows`, by zero gradients of all others.
 
     The choice is the modules', so that a deep copy of the model trains the same rows. An optimizer must not decay these parameters:
     `parameter_groups` says so.
     """
-    for module in {
-        id(each): each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each
-    }.values():
+    for module in modules_with_rows(model):
         setattr(module, _MARK, rows)
         module.requires_grad_(True)
         if not any(getattr(hook, "func", None) is _cut_gradients for hook in module._forward_pre_hooks.values()):
