@@ -131,11 +131,27 @@ def test_linked_entries_are_read_where_there_is_room():
     assert torch.equal(logits(of_one, asked), logits(alone, asked))
 
 
-def test_in_a_chat_a_text_is_read_as_what_a_user_says():
-    base, tokenizer = tiny_model("llama", torch.float32), tiny_tokenizer()
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
     )
+    return tokenizer
+
+
+def test_packs_that_are_read_together_in_a_chat_count_as_much_as_one():
+    asked, entry = ids("(Q) Is q\nit?\n(A) So"), ENTRIES[0]
+    options = {"chat_score_bias": 1.5, "links": False}
+
+    def of(*entries):
+        model = pack_model("llama", torch.float32, entries, options=options, tokenizer=chat_tokenizer())
+        return logits(model, asked)
+
+    torch.testing.assert_close(of(entry, entry), of(entry), rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_chat_a_text_is_read_as_what_a_user_says():
+    base, tokenizer = tiny_model("llama", torch.float32), chat_tokenizer()
     options = {**AS_IF_IN_FRONT, "score_bias": 3.0, "chat_score_bias": 0.0}
     model = pack_model("llama", torch.float32, ENTRIES, options=options, tokenizer=tokenizer)
     asked, first = ids("(Q) Is gold\nit?\n(A) So"), ids("(Q) Is gold").shape[1] - 1
