@@ -10,6 +10,7 @@ from material.chats import chats
 from material.elements import elements
 from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
+from material.gemma import gemma_270m
 from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama
@@ -31,6 +32,7 @@ FETCH: dict[str, Callable[[], Path]] = {
     "chats/train": lambda: chats().train,
     "chats/held_out": lambda: chats().held_out,
     "elements": elements,
+    "gemma": gemma_270m,
     "factbook": lambda: factbook().questions,
     "minilm": minilm,
     "glosses": glosses,

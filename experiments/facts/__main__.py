@@ -13,7 +13,7 @@ of the kind as its glossary, so that one serves all kinds. All answers are greed
     countries   five values of each of 60 countries
     products    ports of twenty products that do not exist
     two-hop     ports and teams that stand in the text of a product which the text of the named one names
-    uneven      numbers and names in twenty texts of many wordings, as people ask, alone and in chats
+    uneven      numbers and names in twenty texts of many wordings, as people ask, alone and in chats; uneven-2: in sixteen others
     beliefs     answers of the base that were exchanged for others (see beliefs.py); `--entries` gives sizes of glossaries, which
                 entries that no question names fill up, and 1 a glossary of its own for each question
     --counterfact FILE, --zsre FILE    the same of the records of a published file

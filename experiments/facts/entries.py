@@ -28,7 +28,6 @@ SYLLABLES = (
     ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ra", "su"),
     ("bex", "dorn", "fal", "gan", "hult", "kor", "lin", "mond", "nox", "pern", "quist", "rad", "sten", "tov", "vik", "zor"),
 )  # fmt: skip
-UNEVEN_FILE = Path(__file__).with_name("uneven.jsonl")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -93,9 +92,9 @@ def entries_of_two_hops() -> list[dict[str, Any]]:
     return firsts + seconds
 
 
-def entries_of_uneven_texts() -> list[dict[str, Any]]:
+def entries_of_uneven_texts(file: str = "uneven.jsonl") -> list[dict[str, Any]]:
     """Return entries of a firm that does not exist, in many wordings: `name`, or several, `text`, `questions` with `answers`."""
-    return json_lines(UNEVEN_FILE)
+    return json_lines(Path(__file__).with_name(file))
 
 
 def made_up_entries(count: int) -> list[dict[str, Any]]:

@@ -145,4 +145,5 @@ ABOUT: dict[str, Callable[[], tuple[list[dict[str, Any]], dict[str, list[Questio
     "products": lambda: (entries := known.entries_of_products(), of_products(entries)),
     "two-hop": lambda: (entries := known.entries_of_two_hops(), of_two_hops(entries)),
     "uneven": lambda: (entries := known.entries_of_uneven_texts(), of_uneven_texts(entries)),
+    "uneven-2": lambda: (entries := known.entries_of_uneven_texts("uneven_2.jsonl"), of_uneven_texts(entries)),
 }

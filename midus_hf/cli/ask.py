@@ -27,8 +27,9 @@ def midus_ask(
 ) -> None:
     """Ask a model, and print its answer as it is written: the likeliest token each time.
 
-    A model with a bank fetches the blocks of the question's topic, which are listed on standard error. Names of entries in the
-    question are also put before it, so that their packs are open when it is read.
+    A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
+    glossary that are read. Without a chat template, names of entries in the question are also put before it, so that their packs
+    are open when it is read.
     """
     check_model_name("model", model)
     check_dtype(dtype)
@@ -41,15 +42,14 @@ def midus_ask(
     from midus_hf.saved_models import as_value_error, check_ids, load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
-    named = _named(loaded, tokenizer, question)
-    asked = "\n".join([*named, question])
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
+    named = _named(loaded, question) if plain else []
     if plain:
-        inputs = tokenizer(asked, return_tensors="pt")
+        inputs = tokenizer("\n".join([*named, question]), return_tensors="pt")
     else:
-        chat = [{"role": "user", "content": asked}]
+        chat = [{"role": "user", "content": question}]
         refusal = f"model is {model!r}, whose chat template refuses a single question; pass --plain to skip it"
         with as_value_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
@@ -77,7 +77,7 @@ def _glossary(loaded: "PreTrainedModel") -> Any:
     return loaded.glossary if stack is not None and "packs" in stack.services else None
 
 
-def _named(loaded: "PreTrainedModel", tokenizer: Any, question: str) -> list[str]:
+def _named(loaded: "PreTrainedModel", question: str) -> list[str]:
     """Return the first name of each entry that a question names, to be put before it; none without packs."""
     glossary = _glossary(loaded)
     if glossary is None:
@@ -99,6 +99,8 @@ def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[
             if in_front
             else ""
         )
+    elif others:
+        said = "no pack is read"
     else:
         said = "no pack is read: the question contains no name of an entry"
         near = glossary.near(glossary.spelling.tokenizer.decode(ids, skip_special_tokens=True))

@@ -192,8 +192,6 @@ class HostMixin:
         packs = self.stack.services.get("packs")
         if packs is None or packs.glossary is None:
             raise ValueError("this model has no glossary; expected one with packs that from_pretrained loaded.")
-        packs.glossary.max_tokens = packs.options.max_tokens
-        packs.glossary.recorded = getattr(self.config.get_text_config(), "upscale", None)
         return packs.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:

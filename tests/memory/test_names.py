@@ -13,7 +13,7 @@ from tokenizers.models import BPE, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in, spelled
-from midus_hf.memories.packs.opening import OpenNames, openings_of, openings_tensor, readings_of
+from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of, state_of, states_tensor
 from midus_hf.memories.packs.options import PacksOptions
 
 
@@ -32,10 +32,13 @@ class Pieces:
 
     def __init__(self, names, pieces=(), links=None):
         self.table, self.pieces, self.links = table_of(names), bytes_of(pieces), links or {}
-        self.spelling = self
+        self.spelling, self.chat_marks, self.reach = self, None, self.table.reach
 
     def piece(self, token):
         return None if token < 0 else self.pieces[token]
+
+    def written(self, token):
+        return self.piece(token) or b""
 
     def linked(self, number):
         return self.links.get(number, ())
@@ -47,7 +50,7 @@ def open_at_end(names, pieces, **options):
     row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
     for token in range(len(pieces)):
         row.read(token, token)
-    return [entry for entry, _ in row.packs()]
+    return [entry for (entry, _), _ in row.packs()]
 
 
 # Names, the pieces of a text, and the entries that are open behind it, the latest named first.
@@ -153,9 +156,9 @@ def chunks_of(glossary, options, tokens, chunks):
         part = tokens[done : done + size]
         if not part:
             break
-        before = openings_of(openings_tensor([[behind[-1]]], kept)[0, -1]) if behind else ()
+        before = state_of(states_tensor([[behind[-1]]], kept)[0, -1]) if behind else RowState()
         row = OpenNames(glossary, options, before)
-        row.read_before(tokens[max(0, done - glossary.table.reach) : done], done)
+        row.read_before(tokens[max(0, done - glossary.reach) : done], done)
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
         readings += [(token + done, each.packs) for each in read for token in range(each.start, each.stop)]
         behind += opened
@@ -180,7 +183,7 @@ def test_at_most_so_many_are_open_and_linked_ones_behind_them():
         row = OpenNames(Pieces(["gold", "tin", "zinc"], pieces, named), PacksOptions(**options))
         for token in range(len(pieces)):
             row.read(token, token)
-        return row.packs()
+        return tuple((entry, place) for (entry, _), place in row.packs())
 
     assert packs() == ((3, 2), (2, 1)) and packs(open=3) == ((3, 2), (2, 1), (1, 0))
     assert packs({3: (1,)}, open=3) == ((3, 2), (2, 1), (1, 2))[:2] + ((1, 0),)

@@ -4,7 +4,7 @@ import pytest
 from evaluation.byte_models import byte_tokenizer
 
 from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.opening import OpenNames, readings_of
+from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.rows import Entry
 
@@ -27,11 +27,11 @@ def test_a_pack_is_open_to_the_end_of_the_line_in_which_something_follows_its_na
     ids = tokenizer(text)["input_ids"]
     readings, _ = readings_of(OpenNames(glossary, options), ids, range(len(ids)), None)
     whole = [at for each in readings for at in range(each.start, each.stop)]
-    steps, before = [], ()
+    steps, before = [], RowState()
     for at, token in enumerate(ids):
         row = OpenNames(glossary, options, before)
-        row.read_before(ids[max(0, at - glossary.table.reach) : at], at)
+        row.read_before(ids[max(0, at - glossary.reach) : at], at)
         row.read(token, at)
         steps += [at] if row.packs() else []
-        before = tuple(row.openings)
+        before = row.state
     assert tokenizer.decode([ids[at] for at in whole]) == read and steps == whole

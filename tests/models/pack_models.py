@@ -40,11 +40,12 @@ def pack_model(
     *,
     layers: Any = None,
     options: Any = None,
+    tokenizer: Any = None,
     **sizes: Any,
 ) -> Any:
-    """A tiny model in eval mode that has a glossary; `options` are those of its memory."""
+    """A tiny model in eval mode that has a glossary; `options` are those of its memory. Default: the tiny tokenizer."""
     native = tiny_model(family, dtype, **sizes)
     layers = list(range(native.config.num_hidden_layers)) if layers is None else layers
     model = host_of(native, {"type": "packs", "layers": layers, **(options or {})})
-    model.model.services["packs"].glossary = Glossary(tiny_tokenizer(), entries)
+    model.model.services["packs"].glossary = Glossary(tokenizer or tiny_tokenizer(), entries)
     return model

@@ -34,21 +34,21 @@ def both(family, dtype=torch.float32, entries=ENTRIES, **options):
     return tiny_model(family, dtype), pack_model(family, dtype, entries, options={**AS_IF_IN_FRONT, **options})
 
 
-def seen_behind(base, text, asked, first=0, distance=0):
-    """Mask, ids and positions with which a base reads tokens behind a text, from one on; the text alone sees its line break."""
-    front, length, count = IN_FRONT.shape[1], text.shape[1], asked.shape[1]
+def seen_behind(base, text, asked, first=0, distance=0, before=IN_FRONT):
+    """Mask, ids and positions with which a base reads tokens behind a text, from one on; the text alone sees what is before it."""
+    front, length, count = before.shape[1], text.shape[1], asked.shape[1]
     seen = torch.ones(front + length + count, front + length + count).tril().bool()
     seen[front + length :, :front] = False
     seen[front + length : front + length + first, : front + length] = False
     mask = torch.zeros(seen.shape, dtype=base.dtype).masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
     begins = front + length + distance
     positions = torch.cat([torch.arange(front + length) + first, torch.arange(begins, begins + count)])[None]
-    return mask, torch.cat([IN_FRONT, text, asked], 1), positions
+    return mask, torch.cat([before, text, asked], 1), positions
 
 
-def behind_text(base, text, asked, first=0, distance=0):
+def behind_text(base, text, asked, first=0, **places):
     """What a base computes of tokens behind a text, from one of them on."""
-    mask, tokens, positions = seen_behind(base, text, asked, first, distance)
+    mask, tokens, positions = seen_behind(base, text, asked, first, **places)
     return logits(base, tokens, attention_mask=mask, position_ids=positions)[:, -asked.shape[1] :]
 
 
@@ -129,6 +129,64 @@ def test_linked_entries_are_read_where_there_is_room():
     assert not torch.allclose(logits(linked, asked), logits(alone, asked), atol=1e-4)
     assert torch.equal(logits(without, asked), logits(alone, asked))
     assert torch.equal(logits(of_one, asked), logits(alone, asked))
+
+
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
+    )
+    return tokenizer
+
+
+def test_packs_that_are_read_together_in_a_chat_count_as_much_as_one():
+    asked, entry = ids("(Q) Is q\nit?\n(A) So"), ENTRIES[0]
+    options = {"chat_score_bias": 1.5, "links": False}
+
+    def of(*entries):
+        model = pack_model("llama", torch.float32, entries, options=options, tokenizer=chat_tokenizer())
+        return logits(model, asked)
+
+    torch.testing.assert_close(of(entry, entry), of(entry), rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_chat_a_text_is_read_as_what_a_user_says():
+    base, tokenizer = tiny_model("llama", torch.float32), chat_tokenizer()
+    options = {**AS_IF_IN_FRONT, "score_bias": 3.0, "chat_score_bias": 0.0}
+    model = pack_model("llama", torch.float32, ENTRIES, options=options, tokenizer=tokenizer)
+    asked, first = ids("(Q) Is gold\nit?\n(A) So"), ids("(Q) Is gold").shape[1] - 1
+    of_base = behind_text(base, ids(ENTRIES[1].text), asked, first, before=ids("(Q) "))
+    torch.testing.assert_close(logits(model, asked)[:, first:], of_base[:, first:], rtol=1e-4, atol=1e-5)
+    cache = DynamicCache(config=model.config)
+    in_parts = in_steps(model, asked, [2, 9, *[1] * (asked.shape[1] - 11)], cache)
+    torch.testing.assert_close(in_parts, logits(model, asked), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_go_on_where_rows_were_exchanged_copied_or_taken_back():
+    _, model = both("llama")
+    before, after = torch.cat([ids("So gold is (q"), ids("So zinc is (q")]), torch.cat([ids("; no"), ids("? no")])
+    expected = logits(model, torch.cat([torch.cat([before, before.flip(0)]), torch.cat([after] * 2)], 1))
+    length = before.shape[1]
+
+    def rest(cache):
+        return in_steps(model, after, [1] * after.shape[1], cache)
+
+    def filled():
+        cache = DynamicCache(config=model.config)
+        in_steps(model, before, [length - 2, 1, 1], cache)
+        return cache
+
+    cache = filled()
+    of_copy = rest(copy.deepcopy(cache))
+    torch.testing.assert_close(of_copy, expected[:2, length:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rest(cache), of_copy)
+    exchanged = filled()
+    exchanged.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(rest(exchanged), expected[2:, length:], rtol=1e-4, atol=1e-5)
+    taken_back = filled()
+    in_steps(model, after.flip(0), [1] * after.shape[1], taken_back)
+    taken_back.crop(-after.shape[1])
+    torch.testing.assert_close(rest(taken_back), expected[:2, length:], rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_skip_packs_compute_as_the_base_and_others_read_on():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput
 from midus_hf.ops.depth.op import sequence_lse
@@ -99,6 +100,26 @@ class SequenceHeads:
     def alone(self) -> HeadsOutput:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
+
+    def beside(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
+        """Attend with one query per row, which has no mask, to other keys and values too, in one softmax; return as `alone`.
+
+        Args:
+            key: `[B, K, S', d]`, rotated.
+            value: `[B, K, S', d]`.
+            bias: `[B, 1, S']`, number added to their scores; None for 0.
+        """
+        key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
+        if bias is None:
+            return self.own(self.module, self.query, key, value, None, **self.arguments)
+        mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None]  # [B, 1, 1, S' + S]
+        if self.implementation == "sdpa" and self.query.is_cpu:
+            # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
+            output = F.scaled_dot_product_attention(
+                self.query, key, value, mask, scale=self.scaling, enable_gqa=self.query.shape[1] != key.shape[1]
+            )
+            return output.transpose(1, 2), None
+        return self.own(self.module, self.query, key, value, mask, **self.arguments)
 
     def log_sum(self) -> torch.Tensor:
         """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.

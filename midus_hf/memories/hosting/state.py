@@ -59,6 +59,8 @@ class MemoryState:
         self._is_empty, self._is_cropped = True, False
         # What rows share, such as keys and values of texts that several have open.
         self.shared: dict[str, Any] = {}
+        #: How often rows were selected or repeated, tokens taken back, or everything forgotten.
+        self.changes = 0
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
@@ -103,6 +105,7 @@ class MemoryState:
         """Forget everything, so that another sequence can begin."""
         self._is_empty, self._is_cropped = True, False
         self.shared.clear()
+        self.changes += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select the sequences of these rows, to continue them."""
@@ -110,6 +113,7 @@ class MemoryState:
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows."""
+        self.changes += 1
         if self._is_empty:
             return
         for name, tensor in self._tensors.items():
@@ -117,6 +121,7 @@ class MemoryState:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
+        self.changes += 1
         if self._is_empty:
             return
         for name, tensor in self._tensors.items():
@@ -139,6 +144,7 @@ class MemoryState:
                     f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
                     "fewer tokens at a time (num_assistant_tokens)."
                 )
+            self.changes += 1
             self.keep(left)  # in place, since compiled steps need fixed addresses
 
     def offload(self, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
 from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled, whole_words
 from midus_hf.memories.packs.rows import Entry, entry_of, joined, names_of
+from midus_hf.memories.packs.turns import chat_marks
 
 # Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
@@ -110,6 +111,13 @@ class Glossary:
         self._next = len(self._entries) + 1
         self.table = NameTable(name for number, entry in self._entries.items() for name in names_of(number, entry))
         self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
+        #: What the tokenizer's chat template writes around questions; None without one.
+        self.chat_marks = chat_marks(self.spelling)
+
+    @property
+    def reach(self) -> int:
+        """Number of tokens before a token by which it is known what that token opens, beside the state before them."""
+        return max(self.table.reach, self.chat_marks.reach if self.chat_marks else 0)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -335,6 +343,15 @@ class Glossary:
         parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
+
+    def in_front(self, in_chat: bool) -> Sequence[int]:
+        """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
+        return self.chat_marks.in_front if in_chat and self.chat_marks else self.spelling.in_front
+
+    def texts_of(self, entries: Iterable[Entry], max_tokens: int, in_chat: bool) -> list[list[int]]:
+        """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""
+        ids = self.spelling.ids_of([entry.text for entry in entries], special_tokens=False)
+        return [each[:max_tokens] for each in ids]
 
     def linked(self, number: int) -> tuple[int, ...]:
         """Return the other entries that an entry's text names, in the order of the text."""

@@ -48,8 +48,8 @@ class PackedHeads(InsideAttention):
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
-    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`; at 0, a token reads
-    the same as if the pack's text were there.
+    A pack ends `distance` positions before the last token of its name. Its scores are raised by `score_bias`, in a chat by
+    `chat_score_bias`; at 0, a token reads the same as if the pack's text were there.
 
     Args:
         options: Options of the memory.
@@ -77,16 +77,9 @@ class Packs(MemoryModule):
             The output of the heads, `[B, T, H, d]`, that of the sequence alone, bit for bit, where a token reads no pack; and
             attention weights to the sequence, if they are known, which sum to less than 1 where a token reads a pack.
         """
-        bias = self.options.score_bias
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
-            heads, own = packs.of(self.index, part, sequence.module), (sequence.key, sequence.value)
-            key, value = (torch.cat(both, 2) for both in zip(heads, own, strict=True))
-            mask = sequence.query.new_zeros(1, 1, 1, key.shape[2])
-            mask[..., : part.reads.shape[-1]] = bias
-            return sequence.own(
-                sequence.module, sequence.query, key, value, mask if bias else None, **sequence.arguments
-            )
+            return sequence.beside(*packs.of(self.index, part, sequence.module), part.bias)
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done, shares_of_sequence = [], 0, torch.ones_like(lse)
@@ -102,7 +95,8 @@ class Packs(MemoryModule):
                 sequence.scaling,
                 softcap,
             )  # [B, H, T', S]
-            scores = scores + bias
+            if part.bias is not None:
+                scores = scores + part.bias[:, None]
             is_empty = ~part.reads.any(-1)[:, None]  # [B, 1, T']
             scores = scores.masked_fill(is_empty.unsqueeze(-1), 0)
             shares = scores.softmax(-1).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, K, G * T', S]

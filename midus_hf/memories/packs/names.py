@@ -301,7 +301,9 @@ class Spelling:
         self._is_byte_level, self._is_word_piece = "ByteLevel" in repr(decoder), "WordPiece" in repr(decoder)
         self._is_word_piece |= decoder is None
         added = tokenizer.added_tokens_decoder
-        self._special = {number: token.content.encode() for number, token in added.items() if token.special}
+        self._special = {
+            number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special
+        }
         self._added = {number: token.content for number, token in added.items() if not token.special}
         # Special tokens by their text without the case of letters.
         self._special_texts = {token.content.casefold(): token.content for token in added.values() if token.special}
@@ -315,6 +317,10 @@ class Spelling:
         if token not in self._pieces:
             self._pieces[token] = self._read(token)
         return self._pieces[token]
+
+    def written(self, token: int) -> bytes:
+        """Return the bytes that a token spells, those of a special token between zeros; none for padding."""
+        return self._special.get(token) or self.piece(token) or b""
 
     def _read(self, token: int) -> bytes | None:
         if token < 0 or token in self._special:

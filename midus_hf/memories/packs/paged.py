@@ -30,9 +30,10 @@ from midus_hf.memories.packs.opening import (
     OpenNames,
     Reading,
     kept_openings,
-    openings_of,
-    openings_tensor,
     readings_of,
+    state_of,
+    state_shape,
+    states_tensor,
 )
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, PackPart, open_packs
@@ -170,12 +171,12 @@ class PagedOpens(OpensPacks):
         assert glossary is not None, "the glossary was opened"
         numbers = ids.long() + 1
         tokens_kept = slot_table(attention, f"{self.name}.ids", slots, numbers)
-        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, size, 4))
+        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, *state_shape(size)))
         starts = slots.starts.tolist()
         requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
         number = torch.tensor(requests, device=ids.device)
         first = slots.position[slots.starts[number]]
-        reach = glossary.table.reach
+        reach = glossary.reach
         before = slots.at(number[:, None], first[:, None] - torch.arange(reach, 0, -1, device=ids.device))
         ids_before = (tokens_kept[before] - 1).tolist()
         open_before = openings_kept[before[:, -1]].cpu()
@@ -184,11 +185,11 @@ class PagedOpens(OpensPacks):
         behind = []
         for at, request in enumerate(requests):
             span = slice(starts[request], starts[request + 1])
-            names = OpenNames(glossary, self.options, openings_of(open_before[at]))
+            names = OpenNames(glossary, self.options, state_of(open_before[at]))
             names.read_before(ids_before[at], positions[span.start])
-            rows[request], openings = readings_of(names, tokens[span], positions[span], None)
-            behind += openings
-        opened = openings_tensor([behind], size)[0].to(ids.device)
+            rows[request], states = readings_of(names, tokens[span], positions[span], None)
+            behind += states
+        opened = states_tensor([behind], size)[0].to(ids.device)
         own = slots.own[: len(behind)]
         tokens_kept[own] = numbers[: len(behind)]
         openings_kept[own] = opened
@@ -221,8 +222,7 @@ class PagedOpens(OpensPacks):
         assert self.glossary is not None, "the glossary was opened"
         packs = self._packs(_Reader(self.model), self.glossary, rows, self._kept, device)
         assert self._angles is not None, "packs were read before"
-        distance = self.options.distance + len(self.glossary.spelling.in_front)
-        opened = open_packs(rows, num_tokens, packs, self._angles[1], distance, device, self.model.dtype)
+        opened = open_packs(rows, num_tokens, packs, self._angles[1], self.options, device, self.model.dtype)
         if num_tokens > 1:
             return opened
         return opened.in_place([self.model.layers[layer].mixer_part for layer in self.layers])
@@ -295,7 +295,9 @@ def attend_again(
             for first in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
                 some = slice(first, min(first + _TOKENS_AT_ONCE, tokens.stop))
                 within = slice(some.start - tokens.start, some.stop - tokens.start)
-                _attend(output, query, service, group, part._replace(reads=part.reads[:, within]), some, layer, index)
+                bias = None if part.bias is None else part.bias[:, within]
+                of_some = part._replace(reads=part.reads[:, within], bias=bias)
+                _attend(output, query, service, group, of_some, some, layer, index)
 
 
 @attend_again.register_fake
@@ -336,7 +338,8 @@ def _attend(
     scores = torch.cat([asked @ pack_keys.transpose(-1, -2), of_sequence], -1).float() * attention.impl.scale
     scores = scores.unflatten(2, (-1, tokens.shape[1]))  # [N, K, G, T', S' + S]
     num_slots = pack_keys.shape[2]
-    scores[..., :num_slots] += service.options.score_bias
+    if part.bias is not None:
+        scores[..., :num_slots] += part.bias[:, None, None]
     is_read = torch.cat([part.reads, is_read], -1)[:, None, None]
     shares = scores.masked_fill(~is_read, float("-inf")).softmax(-1).flatten(2, 3).to(values.dtype)
     of_packs, of_sequence = shares[..., :num_slots], shares[..., num_slots:]

@@ -1,13 +1,15 @@
 """Keys and values of entries: computed by a model's pass over their texts, and moved to their places for tokens that read them."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from midus_hf.memories.hosting.heads import Rotation, moved_by
-from midus_hf.memories.packs.opening import Reading
+from midus_hf.memories.packs.opening import PackKey, Reading
+from midus_hf.memories.packs.options import PacksOptions
 
 # Number of texts per pass.
 _TEXTS_AT_ONCE = 64
@@ -16,8 +18,17 @@ _LATEST_POSITION = 4096
 # Largest number of packs that the tokens of a part read in one row, if no token reads more.
 _PACKS_AT_ONCE = 8
 
-# Keys and values of a text in each layer with packs, `[K, m, d]` both, keys rotated to the positions of the pass that read it.
-Pack = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+class Pack(NamedTuple):
+    """Keys and values of a text.
+
+    Args:
+        heads: Keys and values in each layer with packs, `[K, m, d]` both, keys rotated to the positions of the pass that read them.
+        first: Position of the text's first token in that pass.
+    """
+
+    heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    first: int
 
 
 class Recording:
@@ -96,7 +107,8 @@ def read_texts(
         for row, ids in enumerate(part):
             layers = [recording.heads[layer] for layer in sorted(recording.heads)]
             of_text = slice(len(in_front), len(ids))
-            packs.append(tuple((key[row, :, of_text], value[row, :, of_text]) for key, value in layers))
+            heads = tuple((key[row, :, of_text], value[row, :, of_text]) for key, value in layers)
+            packs.append(Pack(heads, len(in_front)))
     return packs
 
 
@@ -107,6 +119,7 @@ class PackPart(NamedTuple):
         tokens: The T' tokens.
         slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that belong to a single row.
         reads: `[B, T', S']`, bool, whether a token reads a slot.
+        bias: `[B, T', S']`, float32, number added to the score of each slot; None for 0.
         angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
             that are in place.
     """
@@ -114,6 +127,7 @@ class PackPart(NamedTuple):
     tokens: slice
     slots: torch.Tensor | None
     reads: torch.Tensor
+    bias: torch.Tensor | None
     angles: torch.Tensor | None
 
 
@@ -170,9 +184,9 @@ class OpenPacks(NamedTuple):
 def open_packs(
     rows: Sequence[Sequence[Reading]],
     num_tokens: int,
-    packs: Mapping[int, Pack],
+    packs: Mapping[PackKey, Pack],
     angles: torch.Tensor,
-    distance: int,
+    options: PacksOptions,
     device: Any,
     dtype: torch.dtype,
 ) -> OpenPacks:
@@ -181,20 +195,20 @@ def open_packs(
     Args:
         rows: What the tokens of each row read; some do.
         num_tokens: T, tokens of the pass.
-        packs: The pack of each entry that is read.
+        packs: The packs that are read.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
-        distance: Positions between a pack and its place, and those before a text when it was read.
+        options: Options of the memory.
         device: Device of the model.
         dtype: Dtype of the model.
     """
     rows = [
         [each._replace(packs=tuple(pack for pack in each.packs if pack[0] in packs)) for each in row] for row in rows
     ]  # an entry may have been removed since its name was found
-    entries = [*dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)]
-    lengths = {entry: packs[entry][0][0].shape[1] for entry in entries}
-    firsts = dict(zip(entries, _sums_before(lengths.values()), strict=True))
+    read = {key: packs[key] for row in rows for each in row for key, _ in each.packs}
+    lengths = {key: pack.heads[0][0].shape[1] for key, pack in read.items()}
+    firsts = dict(zip(read, _sums_before(lengths.values()), strict=True))
     heads = tuple(
-        tuple(torch.cat([packs[entry][layer][part] for entry in entries], 1).to(device, dtype) for part in (0, 1))
+        tuple(torch.cat([pack.heads[layer][part] for pack in read.values()], 1).to(device, dtype) for part in (0, 1))
         for layer in range(len(angles))
     )
     by_kind, kinds = angles.unique(dim=0, return_inverse=True)
@@ -204,14 +218,15 @@ def open_packs(
             is_open[number, reading.start : reading.stop] = True
     parts, is_whole = [], True
     for tokens in _token_parts(rows):
-        slots, places, reads = _slots(rows, tokens, lengths, firsts)
+        slots, moves, reads, bias = _slots(rows, tokens, read, firsts, options)
         is_whole = is_whole and bool(reads.all())
         # In float64, since positions are large and angles are counted by whole turns.
-        moves = (places - distance)[:, :, None].double()  # [B, S', 1]
-        turned = ((moves * by_kind[:, None, None]) % (2 * torch.pi)).to(
+        moved = (moves - options.distance)[:, :, None].double()  # [B, S', 1]
+        turned = ((moved * by_kind[:, None, None]) % (2 * torch.pi)).to(
             device, torch.promote_types(dtype, torch.float32)
         )
-        parts.append(PackPart(tokens, slots.to(device), reads.to(device), turned))
+        added = bias.to(device) if bias.any() else None
+        parts.append(PackPart(tokens, slots.to(device), reads.to(device), added, turned))
     return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
 
 
@@ -227,9 +242,9 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
     bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
     at = [0] * len(rows)
     parts: list[slice] = []
-    union: list[set[tuple[int, int]]] = []
+    union: list[set[tuple[PackKey, int]]] = []
     for start, stop in itertools.pairwise(bounds):
-        read: list[set[tuple[int, int]]] = []
+        read: list[set[tuple[PackKey, int]]] = []
         for number, row in enumerate(rows):
             while at[number] < len(row) and row[at[number]].stop <= start:
                 at[number] += 1
@@ -247,30 +262,37 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
 
 
 def _slots(
-    rows: Sequence[Sequence[Reading]], tokens: slice, lengths: Mapping[int, int], firsts: Mapping[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the slots that any of some tokens read, and the position of the first token of each slot's pack.
+    rows: Sequence[Sequence[Reading]],
+    tokens: slice,
+    packs: Mapping[PackKey, Pack],
+    firsts: Mapping[PackKey, int],
+    options: PacksOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots that any of some tokens read, and by how many positions each slot's key is moved so that it ends at its place.
 
     Returns:
-        Slots `[B, S']`, the places of the packs less their lengths `[B, S']`, and whether each token reads a slot `[B, T', S']`.
+        Slots `[B, S']`, moves `[B, S']`, whether each token reads a slot, and the number added to its score, `[B, T', S']` both.
     """
     slots: list[list[int]] = []
-    places: list[list[int]] = []
-    reads: list[list[tuple[slice, slice]]] = []
+    moves: list[list[int]] = []
+    reads: list[list[tuple[slice, slice, float]]] = []
     for row in rows:
         within = [each for each in row if each.start < tokens.stop and each.stop > tokens.start]
-        columns: dict[tuple[int, int], slice] = {}
+        columns: dict[tuple[PackKey, int], slice] = {}
         slots.append([])
-        places.append([])
-        for entry, place in dict.fromkeys(pack for each in within for pack in each.packs):
-            columns[entry, place] = slice(len(slots[-1]), len(slots[-1]) + lengths[entry])
-            slots[-1] += range(firsts[entry], firsts[entry] + lengths[entry])
-            places[-1] += [place - lengths[entry]] * lengths[entry]
+        moves.append([])
+        for key, place in dict.fromkeys(pack for each in within for pack in each.packs):
+            pack, first = packs[key], firsts[key]
+            length = pack.heads[0][0].shape[1]
+            columns[key, place] = slice(len(slots[-1]), len(slots[-1]) + length)
+            slots[-1] += range(first, first + length)
+            moves[-1] += [place - length - pack.first] * length
         reads.append(
             [
                 (
                     slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start),
                     columns[pack],
+                    score_bias(pack[0], len(each.packs), options),
                 )
                 for each in within
                 for pack in each.packs
@@ -278,8 +300,16 @@ def _slots(
         )
     most = max(map(len, slots))
     mask = torch.zeros(len(rows), tokens.stop - tokens.start, most, dtype=torch.bool)
+    bias = torch.zeros(mask.shape)
     for number, of_row in enumerate(reads):
-        for read_by, columns_read in of_row:
+        for read_by, columns_read, added in of_row:
             mask[number, read_by, columns_read] = True
-    filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, places)]
-    return filled[0], filled[1], mask
+            bias[number, read_by, columns_read] = added
+    filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, moves)]
+    return filled[0], filled[1], mask, bias
+
+
+def score_bias(key: PackKey, num_open: int, options: PacksOptions) -> float:
+    """Return the number that is added to the scores of a pack, which in a chat shares it with the others that a token reads."""
+    _, in_chat = key
+    return options.chat_score_bias - math.log(num_open) if in_chat else options.score_bias

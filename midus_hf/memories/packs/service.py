@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
 from midus_hf.memories.packs.opening import (
     OpenNames,
+    PackKey,
     Reading,
+    RowState,
     kept_openings,
-    openings_of,
-    openings_tensor,
     readings_of,
+    state_of,
+    state_shape,
+    states_tensor,
 )
 from midus_hf.memories.packs.reading import OpenPacks, Pack, Recording, open_packs, read_texts, rotation_angles
 
@@ -34,6 +37,26 @@ _NO_TOKEN = -1
 _MOST_KEPT = 256
 # Argument of a pass in which the keys and values of texts are recorded.
 RECORDING = "pack_recording"
+
+
+class CarriedRows:
+    """What was read of a batch of sequences, to go on from there. It is empty in a copy or a pickle, as after any change of rows.
+
+    Args:
+        rows: The rows. Default: none.
+        changes: Number of changes of the state in the cache when they were read.
+    """
+
+    def __init__(self, rows: Sequence[OpenNames] = (), changes: int = -1):
+        self._rows, self._changes = rows, changes
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return CarriedRows, ()
+
+    def rows(self, glossary: Glossary, state: MemoryState) -> Sequence[OpenNames]:
+        """Return the rows, if they are those of the state and the names that the glossary has now; else none."""
+        is_now = self._changes == state.changes and all(row.scan.table is glossary.table for row in self._rows)
+        return self._rows if is_now else ()
 
 
 class OpensPacks(BankService, States):
@@ -64,7 +87,7 @@ class OpensPacks(BankService, States):
         self.tokens, self.options = Tokens(model, memories, hosted), hosted[first].options
         model.memory_input_names |= {RECORDING}
         self.glossary: Glossary | None = None
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._recorded = model.config.vocab_size, getattr(model.config, "upscale", None)
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
@@ -120,8 +143,7 @@ class OpensPacks(BankService, States):
             packs = self._packs(model, glossary, rows, kept, ids.device)
             assert self._angles is not None, "packs were read before"
             angles = self._angles[1]
-            distance = self.options.distance + len(glossary.spelling.in_front)
-            opened = open_packs(rows, ids.shape[1], packs, angles, distance, ids.device, model.dtype)
+            opened = open_packs(rows, ids.shape[1], packs, angles, self.options, ids.device, model.dtype)
             if ids.shape[1] == 1:
                 opened = opened.in_place([model.layers[layer].mixer_part for layer in self.layers])
                 kept["step"] = key, opened
@@ -138,23 +160,25 @@ class OpensPacks(BankService, States):
         """Return what the tokens of each row read, and keep what the next pass needs."""
         kept = {key: tensor.cpu() for key, tensor in (state.kept if state is not None else {}).items()}
         size = kept_openings(self.options)
+        carried = () if state is None or not kept else state.shared.pop("rows", CarriedRows()).rows(glossary, state)
+        rows = carried or [OpenNames(glossary, self.options, *_before(kept, row)) for row in range(len(tokens))]
         readings, behind = [], []
-        for row, ids in enumerate(tokens.tolist()):
-            names = OpenNames(glossary, self.options, openings_of(kept["open"][row, -1]) if kept else ())
-            if kept:
-                names.read_before(kept["ids"][row, -glossary.table.reach :].tolist(), positions[row][0])
-            read, openings = readings_of(names, ids, positions[row], None if begins is None else begins[row])
+        for row, (names, ids) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            if kept and not carried:
+                names.read_before(kept["ids"][row, -glossary.reach :].tolist(), positions[row][0])
+            read, states = readings_of(names, ids, positions[row], None if begins is None else begins[row])
             readings.append(read)
-            behind.append(openings[-SPARE_TOKENS - 1 :])
+            behind.append(states[-SPARE_TOKENS - 1 :])
         if state is not None:
-            count, batch = glossary.table.reach + SPARE_TOKENS, len(tokens)
+            count, batch = glossary.reach + SPARE_TOKENS, len(tokens)
             if begins is not None:  # only of the last document
                 document = torch.tensor(begins).long().cumsum(1)
                 tokens = torch.where(document == document[:, -1:], tokens, _NO_TOKEN)
-            opened = openings_tensor(behind, size)
+            opened = states_tensor(behind, size)
             ids_before = kept["ids"] if kept else tokens.new_full((batch, count), _NO_TOKEN)
-            open_before = kept["open"] if kept else opened.new_zeros(batch, SPARE_TOKENS + 1, size, 4)
+            open_before = kept["open"] if kept else opened.new_zeros(batch, SPARE_TOKENS + 1, *state_shape(size))
             spare = kept["spare"] if kept else tokens.new_full((batch,), SPARE_TOKENS)
+            state.shared["rows"] = CarriedRows(rows, state.changes)
             state.keep(
                 {
                     "ids": torch.cat([ids_before, tokens], 1)[:, -count:],
@@ -166,12 +190,12 @@ class OpensPacks(BankService, States):
 
     def _packs(
         self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[str, Any], device: torch.device
-    ) -> dict[int, Pack]:
-        """Return the pack of each entry that a row reads. Those that the sequences opened before are kept with their cache."""
-        wanted = dict.fromkeys(entry for row in rows for each in row for entry, _ in each.packs)
+    ) -> dict[PackKey, Pack]:
+        """Return the packs that rows read. Those that the sequences opened before are kept with their cache."""
+        wanted = dict.fromkeys(key for row in rows for each in row for key, _ in each.packs)
         made = kept.setdefault("packs", {})
-        packs = {entry: made.pop(entry) for entry in wanted if entry in made}
-        new = {entry: each for entry in wanted if entry not in packs and (each := glossary.entry(entry)) is not None}
+        packs = {key: made.pop(key) for key in wanted if key in made}
+        new = {key: each for key in wanted if key not in packs and (each := glossary.entry(key[0])) is not None}
         if new:
             _refuse_shards(model)
 
@@ -180,13 +204,13 @@ class OpensPacks(BankService, States):
 
         if self._angles is None or self._angles[0] != model.dtype:
             self._angles = model.dtype, rotation_angles(run, device)
-        spelling = glossary.spelling
-        texts = spelling.ids_of([entry.text for entry in new.values()], special_tokens=False) if new else []
-        texts = [ids[: self.options.max_tokens] for ids in texts]
-        packs |= zip(new, read_texts(run, texts, spelling.in_front, device), strict=True)
+        for in_chat in {in_chat for _, in_chat in new}:
+            those = {key: entry for key, entry in new.items() if key[1] == in_chat}
+            texts = glossary.texts_of(those.values(), self.options.max_tokens, in_chat)
+            packs |= zip(those, read_texts(run, texts, glossary.in_front(in_chat), device), strict=True)
         made |= packs
-        for entry in [*made][:-_MOST_KEPT]:
-            del made[entry]
+        for key in [*made][:-_MOST_KEPT]:
+            del made[key]
         return packs
 
     def open_at_end(self, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -194,7 +218,7 @@ class OpensPacks(BankService, States):
         assert self.glossary is not None, "the model has a glossary"
         row = OpenNames(self.glossary, self.options)
         readings, _ = readings_of(row, ids, range(len(ids)), None)
-        at_end = [entry for entry, _ in readings[-1].packs] if readings and readings[-1].stop == len(ids) else []
+        at_end = [entry for (entry, _), _ in readings[-1].packs] if readings and readings[-1].stop == len(ids) else []
         return at_end, [entry for entry in self.glossary.named(ids) if entry not in at_end]
 
     @staticmethod
@@ -217,7 +241,8 @@ class OpensPacks(BankService, States):
 
         trusted = arguments.get("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-        self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size)
+        self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size, self.options.max_tokens)
+        self.glossary.recorded = self._recorded
 
     def before_saving(self, folder: str | os.PathLike) -> None:
         """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""
@@ -229,6 +254,11 @@ class OpensPacks(BankService, States):
 
     def check_upload(self) -> None:
         """Allow an upload, which includes files that were written before."""
+
+
+def _before(kept: Mapping[str, torch.Tensor], row: int) -> list[RowState]:
+    """Return the state of a row before a pass, as arguments of `OpenNames`; none at the beginning."""
+    return [state_of(kept["open"][row, -1])] if kept else []
 
 
 def _refuse_shards(model: HostStack) -> None:

@@ -1,0 +1,39 @@
+"""Models in GGUF files, dequantised."""
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from material.registry import MaterialError
+from midus_hf.config.wording import install_extra
+
+
+def dequantise(name: str, fetch: Callable[[], Path], folder: Path) -> None:
+    """Write the weights of a GGUF file in float32 as safetensors, with config and tokenizer.
+
+    Args:
+        name: Name of the material.
+        fetch: Function that fetches the file.
+        folder: Where to write.
+
+    Raises:
+        MaterialError: If the package that reads GGUF files is not installed; nothing has been fetched then.
+    """
+    if find_spec("gguf") is None:
+        raise MaterialError(f"{name} needs gguf, which is not installed; {install_extra('material')}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = fetch()
+    print(f"material: converting {gguf.name} to float32 safetensors", file=sys.stderr, flush=True)
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

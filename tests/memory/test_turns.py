@@ -1,0 +1,207 @@
+"""Packs in chats: what a user names is read to the end of the answer, in any chat template, and no further."""
+
+import itertools
+import warnings
+from pathlib import Path
+
+import pytest
+from evaluation.byte_models import byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
+from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.rows import Entry
+
+SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+SYSTEM += "{% set messages = messages[1:] %}{% endif %}"
+
+
+def each(user: str, answer: str, prompt: str, system: str = "", begin: str = "") -> str:
+    """A template of a user's text, an answer, what begins one, a system prompt and the beginning, with {} for the content."""
+
+    def written(text: str, content: str) -> str:
+        return f"{{{{ {text!r}.replace('{{}}', {content}) }}}}"
+
+    system = "{% if system %}" + written(system, "system") + "{% endif %}" if system else ""
+    role = "{% if message['role'] == 'user' %}" + written(user, "message['content']")
+    role += "{% else %}" + written(answer, "message['content']") + "{% endif %}"
+    end = f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+    return SYSTEM + f"{{{{ {begin!r} }}}}" + system + "{% for message in messages %}" + role + "{% endfor %}" + end
+
+
+CHATML = ("<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", "<|im_start|>assistant\n")
+THOUGHTS = (
+    each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n")
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    + "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "ChatML": each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n"),
+    "ChatML, a default prompt": each(*CHATML, begin="<|im_start|>system\nBe brief.<|im_end|>\n"),
+    "Llama 2": each("<s>[INST] {} [/INST]", " {} </s>", "", "<<SYS>>\n{}\n<</SYS>>\n\n"),
+    "Llama 3": each(
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        begin="<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\n\n<|eot_id|>",
+    ),
+    "Mistral": each("[INST] {}[/INST]", " {}</s>", "", begin="<s>"),
+    "Gemma": each(
+        "<start_of_turn>user\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        begin="<bos>",
+    ),
+    "Zephyr": each("<|user|>\n{}</s>\n", "<|assistant|>\n{}</s>\n", "<|assistant|>\n", "<|system|>\n{}</s>\n"),
+    "OLMo 2": each("<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|assistant|>\n", begin="<|endoftext|>"),
+    "Alpaca": each("### Instruction:\n{}\n\n", "### Response:\n{}\n\n", "### Response:\n", "{}\n\n"),
+    "Vicuna": each("USER: {} ", "ASSISTANT: {}</s>", "ASSISTANT:", begin="A chat between two people. "),
+    "DeepSeek LLM": each("User: {}\n\n", "Assistant: {}<eos>", "Assistant:", begin="<bos>"),
+    "Phi-3": each("<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|assistant|>\n", "<|system|>\n{}<|end|>\n"),
+    "Qwen 3": THOUGHTS,
+    "the recipe's": (Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja").read_text(),
+}
+SPECIAL = [
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<s>",
+        "</s>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+    ),
+    *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
+]
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes that writes spaces as Llama 2's does, with one in front of each piece of text."""
+    tokens = ["<pad>", "<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def tokenizer_of(name: str, kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with a template, whose role marks are special tokens, text, or text with metaspaces."""
+    tokenizer = metaspace_tokenizer() if kind == "metaspaces" else byte_tokenizer()
+    if kind != "text":
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+def ids_of(tokenizer, chat, said="", **arguments):
+    """The ids of a chat and of what the answer says so far."""
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments) + said
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def open_behind(tokenizer, ids, sizes=None):
+    """The entries that are open at the last token, and whether they are read as in a chat, in passes of some sizes."""
+    glossary, options = (
+        Glossary(tokenizer, [Entry(("Kestrel",), "a bird"), Entry(("Merlin",), "a cache")]),
+        PacksOptions(),
+    )
+    state, done = RowState(), 0
+    for size in [*(sizes or []), len(ids)]:
+        row, part = OpenNames(glossary, options, state), ids[done : done + size]
+        row.read_before(ids[max(0, done - glossary.reach) : done], done)
+        _, states = readings_of(row, part, range(done, done + len(part)), None)
+        state, done = states[-1] if states else state, done + len(part)
+    row = OpenNames(glossary, options, state)
+    return [key for key, _ in row.packs()]
+
+
+def chat_of(*texts, system=None):
+    roles = itertools.cycle(["user", "assistant"])
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return [{"role": "system", "content": system}, *chat] if system else chat
+
+
+@pytest.mark.parametrize("kind", ["special tokens", "text", "metaspaces"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_question_names_is_open_to_the_end_of_its_answer_in_every_template(name, kind):
+    tokenizer = tokenizer_of(name, kind)
+    asked = chat_of("Which port does the\nKestrel listen on?\n\nReply with digits.")
+    earlier = chat_of("Is it Merlin?", "It is\nMerlin.", "Why?", "So.", asked[-1]["content"])
+    chats = [asked, earlier]
+    if "system" in TEMPLATES[name]:
+        chats.append(chat_of(asked[-1]["content"], system="Be brief.\nSay Merlin."))
+    for chat in chats:
+        for said in ("", "It is\n\nport 8", "<think>\nWell:\n\nit is so.\n</think>\n\nThe answer\nis"):
+            assert open_behind(tokenizer, ids_of(tokenizer, chat, said))[0] == (1, True), (chat, said)
+    ids = ids_of(tokenizer, asked, enable_thinking=False)
+    assert open_behind(tokenizer, ids) == [(1, True)]
+    follow_up = chat_of(asked[0]["content"], "It is\n8443.", "And\nwhy?")
+    assert not open_behind(tokenizer, ids_of(tokenizer, follow_up, "Since\nit is"))
+
+
+def test_names_that_an_answer_writes_are_read_to_the_end_of_their_line_and_then_what_was_asked():
+    tokenizer = tokenizer_of("Zephyr", "text")
+    chat = chat_of("What is Merlin\nfor?")
+    for said, expected in (("Not\nKestrel", [1, 2]), ("Not\nKestrel, but\nthat", [2]), ("Merlin is\nthis", [2])):
+        assert [
+            entry for (entry, _), _ in [(key, 0) for key in open_behind(tokenizer, ids_of(tokenizer, chat, said))]
+        ] == expected
+
+
+def test_a_text_that_is_no_chat_is_read_by_lines_as_without_a_template():
+    tokenizer = tokenizer_of("Vicuna", "text")
+    for text, expected in (("Kestrel is\n", []), ("A superUSER: Kestrel is", [(1, False)]), ("Kestrel", [(1, False)])):
+        assert open_behind(tokenizer, tokenizer(text)["input_ids"]) == expected
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*TEMPLATES]),
+    st.sampled_from(["special tokens", "text"]),
+    st.lists(st.sampled_from(["Kestrel", "Kes", " ", "\n", "USER:", "<|im_end|>", "Merlin.", "x" * 20]), max_size=8),
+    st.lists(st.integers(1, 40), max_size=12),
+)
+def test_passes_of_any_size_open_what_one_pass_opens(name, kind, parts, sizes):
+    tokenizer = tokenizer_of(name, kind)
+    ids = ids_of(tokenizer, chat_of("".join(parts) + "Kestrel?", "It\nis.", "".join(parts) + "?"), "Merlin\nis")
+    assert open_behind(tokenizer, ids, sizes) == open_behind(tokenizer, ids)
+    assert open_behind(tokenizer, ids[:-1], [1] * len(ids)) == open_behind(tokenizer, ids[:-1])
+
+
+def test_an_entry_is_read_behind_what_the_template_writes_before_a_user():
+    tokenizer = tokenizer_of("ChatML, a default prompt", "special tokens")
+    glossary = Glossary(tokenizer)
+    assert tokenizer.decode(glossary.in_front(True)) == "<|im_start|>user\n"
+    assert glossary.in_front(False) == glossary.spelling.in_front
+    tokenizer = byte_tokenizer(writes_bos=True)
+    tokenizer.chat_template = TEMPLATES["Vicuna"]
+    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "<bos>USER: "
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"]
+)
+def test_without_a_template_that_tells_roles_apart_chats_are_texts(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    glossary = Glossary(tokenizer)
+    assert glossary.chat_marks is None and glossary.in_front(True) == glossary.spelling.in_front
+
+
+def test_a_template_that_cannot_be_rendered_is_told():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no user may speak') }}"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Glossary(tokenizer).chat_marks is None
+    assert "no user may speak" in str(told[0].message) and "packs close at the ends of lines in chats" in str(
+        told[0].message
+    )
