@@ -156,6 +156,12 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
             "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| in a chat",
             ("in a chat", "alone"),
         ),
+        (
+            "uneven-2",
+            "right",
+            "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| are right in a chat",
+            ("in a chat", "alone"),
+        ),
     ],
 )
 def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, heading, columns):

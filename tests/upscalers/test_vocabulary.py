@@ -424,10 +424,12 @@ def test_what_was_taken_is_said(spoken, tmp_path, command):
     told = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
     assert "took out 2 tokens. Its weights are the base's, byte for byte." in " ".join(told.out.split())
     assert "tokenizer.json is written anew" not in told.err
-    (tmp_path / "tokens.txt").write_text("Zeta\nof a\nq q\n")
+    (tmp_path / "tokens.txt").write_text("Zeta\nof a\na\nq q\n")
     done = command(*request, "--dry-run", "--json")
+    assert "that the base's tokenizer has, and that are not added: 'a'" in done.err
     assert "the base has 46 tokens, no multiple of 4: in float32 on a CPU" in done.err
     assert done.json()["parameters"]["new"] == 3 * 2 * 32
+    (tmp_path / "tokens.txt").write_text("Zeta\nof a\nq q\n")
     (base / "tokenizer.json").unlink()
     (base / "tokenizer_config.json").unlink()
     for weights in base.glob("*.safetensors"):
@@ -453,7 +455,12 @@ def test_what_was_taken_is_said(spoken, tmp_path, command):
         ("t.json", '["ab", 3]', "t.json has no list of tokens, and no mapping of tokens to texts"),
         ("t.json", "[]", "t.json has no list of tokens, and no mapping of tokens to texts"),
         ("t.json", "{", "t.json', which cannot be read: Expecting property name"),
-        ("t.txt", "a\nab\n<bos>\n", "t.txt has tokens that the base's tokenizer has: 'a', '<bos>'; expected new ones"),
+        (
+            "t.txt",
+            "a\n<bos>\n",
+            "t.txt has no token that the base's tokenizer lacks; tokens of .*t.txt that the base's tokenizer has, and that are "
+            "not added: 'a', '<bos>'; expected",
+        ),
         ("t.json", '{"ab": ""}', "the token 'ab' would start from '', of which the base's tokenizer makes the ids"),
         ("nowhere", None, "tokens is '.*nowhere', whose tokenizer cannot be loaded"),
     ],

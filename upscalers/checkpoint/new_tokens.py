@@ -77,11 +77,11 @@ def new_tokens(
     path = Path(source).expanduser()
     if path.is_file():
         texts, remarks = read_tokens(path)
-        added = {token: _as_added(token, special, inside_words) for token in texts}
-        if held := [repr(token) for token in _held(tokenizer, list(texts))]:
-            raise ValueError(
-                f"{source} has tokens that the base's tokenizer has: {first_few(held)}; expected new ones. Take them out."
-            )
+        if held := _held(tokenizer, list(texts)):
+            named = first_few([*map(repr, held)])
+            remarks.append(f"tokens of {source} that the base's tokenizer has, and that are not added: {named}")
+        added = {token: _as_added(token, special, inside_words) for token in texts if token not in held}
+        texts = {token: texts[token] for token in added}
     else:
         added, remarks = _lacking(source, tokenizer, inside_words)
         texts = {token: token for token in added}
