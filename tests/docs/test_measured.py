@@ -157,6 +157,12 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
             ("in a chat", "alone"),
         ),
         (
+            "../gemma-3-270m-facts/elements",
+            "right",
+            "| of 20 | base | text in front | packs | packs, name in front |",
+            ("name last", "place", "element number", "protons", "behind a paragraph", "symbol", "weight"),
+        ),
+        (
             "uneven-2",
             "right",
             "| | base | text in front | packs | packs, name in front |\n|---|---|---|---|---|\n| are right in a chat",
