@@ -125,9 +125,8 @@ class HostMixin:
         """Load a model as its family does, and what its memories have beside the weights.
 
         Raises:
-            ValueError: If a quantisation config has quantised a tensor that a memory reads itself, or if tensor or pipeline
-                parallelism is asked for.
-            ValueError: If a bank is absent, or belongs to another model.
+            ValueError: If a quantisation config has quantised a tensor that a memory reads itself, if tensor or pipeline
+                parallelism is asked for, or if a bank is absent or belongs to another model.
         """
         _refuse_splitting(kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

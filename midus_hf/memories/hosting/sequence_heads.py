@@ -115,9 +115,9 @@ class SequenceHeads:
         mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None]  # [B, 1, 1, S' + S]
         if self.implementation == "sdpa" and self.query.is_cpu:
             # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
-            output = F.scaled_dot_product_attention(
-                self.query, key, value, mask, scale=self.scaling, enable_gqa=self.query.shape[1] != key.shape[1]
-            )
+            arguments = {"dropout_p": self.arguments.get("dropout", 0.0), "scale": self.scaling}
+            has_groups = self.query.shape[1] != key.shape[1]
+            output = F.scaled_dot_product_attention(self.query, key, value, mask, **arguments, enable_gqa=has_groups)
             return output.transpose(1, 2), None
         return self.own(self.module, self.query, key, value, mask, **self.arguments)
 
