@@ -29,7 +29,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.measuring import MACHINE, RESULTS, Row, append, command_line, commit
-from midus_hf.config.backbone import PROVEN
+from midus_hf.anatomy.types import MAIN_TYPES
 from upscalers.methods.contract import METHODS, get_method
 
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
@@ -174,14 +174,14 @@ def bench(
 
 def planned_requests(folder: Path) -> dict[str, list[str]]:
     """Write a config of each family to a folder, and return the words of requests that plan or are refused, by name."""
-    for family in PROVEN:
+    for family in MAIN_TYPES:
         (folder / family).mkdir()
         (folder / family / "config.json").write_text(json.dumps({"model_type": family, **PLANNED}))
     get_method("solar")  # fills the table
     cases = [
         (method, "llama") for method in METHODS if method not in ("packs", "vocabulary")
     ]  # which read a tokenizer
-    cases += [("midus-hml", family) for family in PROVEN if family != "llama"]
+    cases += [("midus-hml", family) for family in MAIN_TYPES if family != "llama"]
     requests = {
         f"{method}, {family}": [
             "--base",

@@ -1,6 +1,5 @@
-"""Write the modules of families, and the tables of docs/families.md: methods that work for each type of Transformers, and refusals.
+"""Write the tables of docs/families.md: methods that work for each type of Transformers, and refusals.
 
-    python scripts/families.py --modules    write midus_hf/models/families/ and upscalers/architecture/written.json
     python scripts/families.py              check the page against the installed Transformers
     python scripts/families.py --write      write the page's table
 
@@ -10,30 +9,21 @@ all takes about fifteen minutes on one core. The page names the version of Trans
 """
 
 import argparse
-import json
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from midus_hf.config.backbone import PROVEN
-from midus_hf.models import families
-from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.modules import family_source, is_composite
-from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
-from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of, tiny_composite_model, tiny_model
-from upscalers.architecture.layout import layout_read
-from upscalers.architecture.written import FILE as WRITTEN
+from midus_hf.anatomy.types import MAIN_TYPES, UnknownType, model_type_of
+from scripts.anatomy.__main__ import causal_types, composite_types
+from scripts.anatomy.proof import with_more_heads
+from scripts.anatomy.tiny import tiny_composite_model, tiny_model
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
@@ -138,25 +128,6 @@ def counted(rows: list[Row]) -> list[str]:
     return ["| refused | why |", "|---|---|", *(f"| {count} | {reason} |" for reason, count in counts.most_common())]
 
 
-def causal_types() -> list[str]:
-    """Return the causal types of the installed Transformers that contain no other language model, in alphabetical order."""
-    larger = composite_types()
-    return sorted(
-        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_") and name not in larger
-    )
-
-
-def composite_types() -> list[str]:
-    """Return the types of composite models that contain a language model, in alphabetical order."""
-    types = []
-    for name in CONFIG_MAPPING:
-        if not name.startswith("midus_") and is_composite(name):
-            with suppress(UnknownArchitecture):
-                composite_class_of(CONFIG_MAPPING[name])
-                types.append(name)
-    return sorted(types)
-
-
 def composite_row_of(model_type: str) -> Row:
     """Return the row of a type that contains a language model, after trying some methods."""
     methods, refusal = [], ""
@@ -203,30 +174,15 @@ def methods_on_the_page(model_type: str) -> list[str]:
     return [method for name in cell.split(", ") for method in SETS.get(name, (name.rstrip("†‡"),)) if method]
 
 
-def refusal_of(model_type: str) -> str:
-    """Return why the layers of a type cannot host memory, without the type's name at the beginning; empty if they can."""
-    try:
-        architecture_of(model_type)
-    except ValueError as error:
-        return _plain(error).removeprefix(f"{model_type!r} ")
-    return ""
-
-
 def row_of(model_type: str) -> Row:
-    """Return the row of a type, after proofs of all wirings and a try of each method."""
-    refusal = refusal_of(model_type)
-    if refusal:
-        return Row(model_type, (), refusal)
-    is_proven = False
-    for wiring in WIRINGS:
-        try:
-            prove(model_type, wiring)
-            is_proven = True
-        except ValueError as error:
-            refusal = refusal or _plain(error).removeprefix(f"{model_type}: ")
-    if is_proven:
-        refusal = ""  # a proven type that no method takes is refused because of its checkpoints
-    if model_type in PROVEN:
+    """Return the row of a type, after a try of each method on types with a row in the table of types."""
+    try:
+        row = model_type_of(model_type)
+    except UnknownType as error:
+        return Row(model_type, (), _plain(error).removeprefix(f"{model_type!r} "))
+    # A proven type that no method takes is refused because of its checkpoints.
+    refusal = "" if row.wirings else next(iter(row.refused.values()))
+    if model_type in MAIN_TYPES:
         return Row(model_type, tuple(METHODS))
     methods = []
     with tempfile.TemporaryDirectory() as folder:
@@ -267,73 +223,6 @@ def composite_table_of(rows: list[Row]) -> str:
     return "\n".join([*head, *lines, "", *counted(refused), ""])
 
 
-#: A model all of whose sizes differ, so that a size identifies its name.
-_SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 44,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 18,
-}
-_DIMENSIONS = {_SIZES[name]: name for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
-_DIMENSIONS |= {4 * 18: "queries", 2 * 18: "keys"}
-
-
-def written_layouts() -> str:
-    """Return the content of `upscalers/architecture/written.json`: config keys and tensors of the proven families."""
-    families = []
-    for model_type in PROVEN:
-        keys = [
-            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in _written(model_type).items() if key != "layer"
-        ]
-        layer = [f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in _written(model_type)["layer"].items()]
-        lines = [*keys, '"layer": {\n   ' + ",\n   ".join(layer) + "\n  }"]
-        families.append(f"{json.dumps(model_type)}: {{\n  " + ",\n  ".join(lines) + "\n }")
-    return "{\n " + ",\n ".join(families) + "\n}\n"
-
-
-def _written(model_type: str) -> dict[str, Any]:
-    config_class = CONFIG_MAPPING[model_type]
-    own = [field for field in fields(config_class) if field.name in vars(config_class)["__annotations__"]]
-    flags = [field.name for field in own if field.name.endswith("_bias")]
-
-    def read(**changes: bool) -> Any:
-        off = dict.fromkeys((*flags, "tie_word_embeddings"), False)
-        return layout_read({"model_type": model_type, **_SIZES, **off, **changes})
-
-    def dimensions(shape: tuple[int, ...]) -> list[str]:
-        return [_DIMENSIONS[size] for size in shape]
-
-    whole, without = (
-        read(**dict.fromkeys(flags, True)),
-        {flag: read(**dict.fromkeys(flags, True) | {flag: False}) for flag in flags},
-    )
-    assert (
-        whole.layers[0] == whole.layers[1] and not whole.buffers and not whole.expert_layers and not whole.is_converted
-    )
-    layer = {}
-    for name, tensor in whole.layers[0].items():
-        assert tensor.parts is None
-        condition = next((flag for flag in flags if name not in without[flag].layers[0]), None)
-        layer[name] = [tensor.role, dimensions(tensor.shape), tensor.offset, condition]
-    architecture = architecture_of(model_type)
-    return {
-        "class_name": architecture.class_name,
-        "norms_all_heads": architecture.norms_all_heads,
-        "keys": {field.name: [field.default, *_names_of(field.type)] for field in own},
-        "outer": {name: dimensions(shape) for name, shape in whole.outer.items()},
-        "tied": sorted(read(tie_word_embeddings=True).tied),
-        "layer": layer,
-    }
-
-
-def _names_of(hint: Any) -> list[str]:
-    """Return the names of the types that a key of a config takes."""
-    return sorted((get_origin(kind) or kind).__name__ for kind in get_args(hint) or (hint,))
-
-
 def _plain(error: Exception) -> str:
     """Return an exception's message in one line, in which no character ends a cell of a table."""
     return " ".join(str(error).split()).replace("|", "/")
@@ -343,17 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the table, or compare the page with the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the page's table")
-    parser.add_argument(
-        "--modules", action="store_true", help="write the modules and layouts of families, and nothing else"
-    )
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if options.modules:
-        for model_type in PROVEN:
-            Path(families.__path__[0], f"{model_type}.py").write_text(family_source(model_type), encoding="utf-8")
-        WRITTEN.write_text(written_layouts(), encoding="utf-8")
-        return 0
     text = PAGE.read_text(encoding="utf-8")
     above = text.partition(f"{HEADING}\n")[0]
     table = table_of([row_of(model_type) for model_type in tqdm(causal_types(), unit="type")])

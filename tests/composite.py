@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from midus_hf.models.inference.tiny import composite_class_of, tiny_config
+from scripts.anatomy.tiny import composite_class_of, tiny_config
 
 _PICTURE, _BEGIN, _END, _VIDEO = 90, 91, 92, 93
 _TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

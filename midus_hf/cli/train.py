@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_line, is_main_process, run_command
 from midus_hf.cli.options import argument
 from midus_hf.cli.training_keys import KEYS, are_all_known
@@ -282,7 +283,7 @@ def _as_yaml(key: str, value: Any) -> Any:
 
 def _short_run(command: str, keys: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
     """Return keys for a short run, and print those that are used because the command line does not set them."""
-    recorded = saved_config(str(keys.get("model_name_or_path"))).get("upscale", {}).get("trainable")
+    recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
     chosen = {_LENGTH[command]: 256, **_SHORT_RUN, **_RATES["new" if trains_new_parts(keys, recorded) else "all"]}
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]

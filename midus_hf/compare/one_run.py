@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import code, machine
 from midus_hf.compare.runs import Point, Result, Run, write_result
@@ -85,10 +86,12 @@ def _trained(run: Run, comparison: Comparison) -> Result:
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
         difference = report.identity.max_abs_diff
         config = json.loads((folder / "upscaled" / CONFIG_FILE).read_text(encoding="utf-8"))
+        record = record_of(config)
+        assert record is not None, "upscale wrote it"
         made = {
             "new_parameters": report.parameters.new,
             "starts_at_base": None if difference is None else difference == 0.0,
-            "is_causal": config["upscale"].get("causal", True),
+            "is_causal": record.causal,
             "controls": {} if variant.control is not None else available_controls(config),
         }
     keys = run.training_keys(comparison, model, trained)

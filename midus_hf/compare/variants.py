@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
 from midus_hf.config.refusals import refusals_about
 from midus_hf.config.wording import one_of
@@ -158,15 +159,13 @@ Controls = Mapping[str, Mapping[str, Any]]
 
 def available_controls(config: Mapping[str, Any]) -> Controls:
     """Return the null controls of the memory that an upscaling added, the first of several; none if the upscaling added no memory."""
-    record = config.get("upscale", {})
+    record = record_of(config) or UpscaleRecord()
     from upscalers.architecture.layout import layout_of
 
     memories = layout_of(dict(config)).memories
-    new = set(record.get("new_layers") or ())
+    new = {*record.new_layers}
     for entry in memories.entries:
-        if entry.name in (record.get("new_memories") or ()) or (
-            not entry.is_attached and new.issuperset(entry.layers)
-        ):
+        if entry.name in record.new_memories or (not entry.is_attached and new.issuperset(entry.layers)):
             return {
                 name: {"options": dict(change.options), "trainable": list(change.trainable)}
                 for name, change in controls_of(entry.options, memories.sizes, entry.layers).items()

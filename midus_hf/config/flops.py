@@ -9,8 +9,9 @@ for all layers, such as rotary angles, is not counted.
 """
 
 import math
+from dataclasses import dataclass
 
-from midus_hf.config.backbone import Backbone
+from midus_hf.config.model_sizes import ModelSizes
 
 # FLOPs of a softmax per number, and of cross entropy.
 SOFTMAX = 5
@@ -26,6 +27,37 @@ SOFT_CAP = TANH + 2
 
 # FLOPs of activations per number, by their name in configs.
 ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """A decoder without its memories, for counting operations.
+
+    Args:
+        sizes: Sizes that memories are built for.
+        vocabulary: V, the number of tokens in the vocabulary.
+        attention_bias: Whether queries, keys and values have biases.
+        output_bias: Whether the output projection of attention has a bias.
+        mlp_bias: Whether the feed-forward network has biases.
+        query_key_norm: Width of the vectors that a norm of queries and keys is over, `(query, key)`; None if there is no norm.
+        input_norms: Whether a norm precedes attention and the feed-forward network.
+        output_norms: Whether a norm follows attention and the feed-forward network.
+        scales_embedding: Whether embeddings are multiplied by a number.
+        caps_scores: Whether a tanh caps attention scores softly.
+        caps_logits: Whether a tanh caps logits softly.
+    """
+
+    sizes: ModelSizes
+    vocabulary: int
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    query_key_norm: tuple[int, int] | None
+    input_norms: bool
+    output_norms: bool
+    scales_embedding: bool
+    caps_scores: bool
+    caps_logits: bool
 
 
 def linear(rows: int, inputs: int, outputs: int, bias: bool = False) -> int:

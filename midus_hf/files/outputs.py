@@ -8,10 +8,11 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import RECORD_KEY, has_record
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     CONFIG_FILE,
@@ -25,12 +26,8 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
 
-# Entry of a config that describes how the model was made, and of a record that says that the new parts were removed.
-CONFIG_KEY, STRIPPED_KEY = "upscale", "stripped"
-# Key of the entry: the first id of new tokens, and the one behind the last.
-NEW_ROWS = "new_rows"
-# Key of the language model's config within the config of a composite model.
-LANGUAGE_KEY = "text_config"
+# Entry of a record that says that the new parts were removed.
+STRIPPED_KEY = "stripped"
 
 
 def unfinished_path(path: Path, state: str = "partial") -> Path:
@@ -132,10 +129,10 @@ class OutputFolder:
             raise ValueError(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
         config, record = _read_object(self.path / CONFIG_FILE), _read_object(self.path / RECORD_FILE)
         is_recorded = "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
-        if any(self.path.iterdir()) and not has_config_entry(config) and not is_recorded:
+        if any(self.path.iterdir()) and not has_record(config) and not is_recorded:
             raise ValueError(
                 f"{output} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
-                f"{CONFIG_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
+                f"{RECORD_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
             )
         foreign = foreign_files(self.path, self.own_files())
         if foreign:
@@ -187,18 +184,6 @@ def foreign_files(folder: Path, kind: Kind) -> list[str]:
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     foreign = [name for name in names if not is_of(name, kind) and Path(".cache/huggingface") not in name.parents]
     return sorted({*map(str, foreign)} - own)
-
-
-def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a raw config that describes the language model: the config itself, unless the model is a larger one."""
-    inner = config.get(LANGUAGE_KEY)
-    return inner if isinstance(inner, Mapping) else config
-
-
-def has_config_entry(config: Mapping[str, Any]) -> bool:
-    """Return whether a config, or that of the language model within it, has the entry that `upscale` writes."""
-    entry = language_entry(config).get(CONFIG_KEY)
-    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.evaluation.text_rows import TextRows, evaluating
 from midus_hf.look.effects import Effect, mean_with_error
 from midus_hf.look.page import TextTable, table_of
-from midus_hf.models.added_parts import added_parts, has_whole_base, switched_off
+from midus_hf.models.added_parts import added_parts, switched_off
 
 # A function that takes a batch of rows that fetch nothing, and returns the base's logits, `[B, T, V]`.
 LogitsOfBase = Callable[[TextRows], torch.Tensor]
@@ -57,7 +58,7 @@ def base_within(model: PreTrainedModel) -> LogitsOfBase:
         ValueError: If nothing was added to the model, or if layers of the base are missing.
     """
     parts = added_parts(model)
-    if not has_whole_base(model):
+    if not (record_of(model.config) or UpscaleRecord()).has_whole_base:
         raise ValueError(
             "base is 'self', but the model does not have all layers of its base; expected the base itself. Give its folder."
         )

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, curves, grid
 from midus_hf.memories.hosting.parts import decoder_of
@@ -113,8 +114,8 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
-    plan = (getattr(model.config, "upscale", None) or {}).get("plan") or []
-    base_indices = {index: entry["base"] for index, entry in enumerate(plan) if "base" in entry}
+    record = record_of(model.config)
+    base_indices = record.base_layers if record is not None else {}
     return [base_indices.get(layer, layer) if base_indices else layer for layer in layers]
 
 

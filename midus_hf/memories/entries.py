@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midus_hf.anatomy.record import base_digest
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
@@ -12,7 +13,6 @@ from midus_hf.memories.options import MemoryOptions, SharedTables, SiteName, is_
 from midus_hf.memories.registry import memory_type
 
 # Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from.
-BASE_DIGEST = "base_sha256"
 
 # First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
 # Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share.
@@ -116,18 +116,17 @@ def memories_of(config: Any) -> Memories:
         ValueError: If `read_memories` refuses the list.
     """
     config = config.get_text_config()
-    return read_memories(config.memory, ModelSizes.from_config(config), getattr(config, "upscale", None))
+    return read_memories(config.memory, ModelSizes.from_config(config), base_digest(config))
 
 
-def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) -> Memories:
+def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:
     """Read the `memory` list of a config.
 
     Args:
         entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave
             out `site` (default: the first site of the type), `name` (default: the type) and any option.
         sizes: Sizes of the model.
-        upscale_entry: Value of the key `upscale` of the config, which may hold the SHA-256 of the weights that the model was upscaled
-            from. Default: None; as with any value without it, the SHA-256 is unknown.
+        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 
     Raises:
         ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
@@ -136,8 +135,6 @@ def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) ->
     """
     if not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
-    digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
-    base = digest if isinstance(digest, str) else None
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
     check_memories(memories)
     return memories

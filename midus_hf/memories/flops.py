@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midus_hf.config.backbone import Backbone
-from midus_hf.config.flops import attention_of, layer_of_base, outside_of_layers
+from midus_hf.config.flops import Backbone, attention_of, layer_of_base, outside_of_layers
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.memories.entries import NO_MEMORIES, Memories
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
@@ -43,9 +44,9 @@ def added_parts(model: Any) -> list[Part]:
     """
     config = model.config.get_text_config()
     memories: Memories = config.memories() if hasattr(config, "memories") else NO_MEMORIES
-    record = getattr(config, "upscale", None) or {}
-    inserted = set(record.get("new_layers", memories.inserted))
-    names = set(record.get("new_memories", () if record else memories.attached))
+    record = record_of(config)
+    inserted = {*(memories.inserted if record is None else record.new_layers)}
+    names = {*(memories.attached if record is None else record.new_memories)}
     parts: list[Part] = []
     for layer, block in enumerate(decoder_of(model).layers):
         if layer in inserted:
@@ -67,16 +68,6 @@ def added_parts(model: Any) -> list[Part]:
                 label = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
                 parts.append(Part(label, "bank", tables.layers, name))
     return parts
-
-
-def has_whole_base(model: Any) -> bool:
-    """Return whether a model has all layers of its base, in their order.
-
-    If so, and if the base's weights are unchanged, the model without all added parts computes the same as the base.
-    """
-    record = getattr(model.config.get_text_config(), "upscale", None) or {}
-    kept = [entry["base"] for entry in record.get("plan") or () if "base" in entry]
-    return not kept or kept == list(range((record.get("base_config") or {}).get("num_hidden_layers", len(kept))))
 
 
 @contextlib.contextmanager

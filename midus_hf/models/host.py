@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from midus_hf.anatomy.record import base_layers
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.memories.entries import Memories, memories_of
@@ -417,11 +418,9 @@ def _check_adapter_layers(
     Warn where its targets are in some layers alone, so that nothing but the name of the model that it was trained on can tell.
     """
     text_config = config.get_text_config()
-    record = getattr(text_config, "upscale", None)
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
-    for number, layer in enumerate(record.get("plan", []) if isinstance(record, Mapping) else []):
-        if "base" in layer:
-            numbers.setdefault(layer["base"], number)
+    for number, layer in base_layers(config).items():
+        numbers.setdefault(layer, number)
     has, lacks = _layers(loaded), _layers(set(names) - set(loaded))
     moved = [layer for layer in has if numbers.get(layer, layer) != layer]
     if not moved or has[-1] >= len(numbers):

@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.models.added_parts import added_parts, has_whole_base, switched_off
+from midus_hf.models.added_parts import added_parts, switched_off
 from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows
 from midus_hf.training.parallel import shares_parameters
 
@@ -91,7 +92,7 @@ def _refusal(trainer: Any) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in added:
             return f"{name}, which is the base's, trains; expected added parameters alone. Set trainable: new, or adapters."
-    if not has_whole_base(model):
+    if not (record_of(model.config) or UpscaleRecord()).has_whole_base:
         return "the model lacks layers of its base, or repeats them; expected each once, in their order. Leave base_kl out."
     return None
 

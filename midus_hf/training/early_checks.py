@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.config.wording import first_few
 from midus_hf.model_names import check_column, check_sources, saved_config, small_columns
 
@@ -56,8 +57,7 @@ def _check_is_upscaled(name: str) -> None:
     except ValueError:
         return
     if isinstance(config, dict) and config:
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-        if not any("upscale" in part for part in parts):
+        if record_of(config) is None:
             raise nothing_new(config.get("text_config", config).get("model_type"))
 
 

@@ -16,7 +16,7 @@ from tiny import prompt, save_tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from midus_hf.cli import upscale as cli
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import file_digests
 from tests.upscalers.methods import KINDS as REQUESTS
 from tests.upscalers.test_any_type import PRESENT, methods_on_the_page, options_of

@@ -10,7 +10,7 @@ from pairs import in_turn
 from tiny import NATIVE_FAMILIES, save_tiny_model, save_tiny_tokenizer
 from transformers import CONFIG_MAPPING
 
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from upscalers.runs.upscale import upscale
 
 TREE = {"sizes": [3, 0, 2], "branching": 3}

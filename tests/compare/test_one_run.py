@@ -15,7 +15,7 @@ from midus_hf.compare.variants import Variant, allowed_controls, available_contr
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
-from midus_hf.models.inference.tiny import tiny_model as any_type
+from scripts.anatomy.tiny import tiny_model as any_type
 from upscalers import upscale
 from upscalers.edits.shuffling import shuffle
 

@@ -6,8 +6,9 @@ import pytest
 import transformers
 from pairs import by_default
 
-from midus_hf.models.inference.tiny import UnknownArchitecture, composite_class_of
+from midus_hf.anatomy.types import UnknownType, model_type_of
 from scripts import families
+from scripts.anatomy.tiny import composite_class_of
 
 TEXT = families.PAGE.read_text(encoding="utf-8")
 ALONE, COMPOSITE = TEXT.partition(families.HEADING)[2].split(families.COMPOSITE_HEADING)
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was made w
 
 @pytest.mark.parametrize("model_type", FIRST_OF_ROWS)
 def test_a_type_of_each_row_can_host_memory(model_type):
-    assert not families.refusal_of(model_type)
+    assert model_type_of(model_type).layers
 
 
 @pytest.mark.parametrize("model_type", TRIED)
@@ -40,7 +41,7 @@ def test_a_row_says_what_methods_give(model_type):
 
 def test_a_type_without_larger_models_is_refused():
     message = "'llama' has no class of models for text and images or sounds in this"
-    with pytest.raises(UnknownArchitecture, match=message):
+    with pytest.raises(UnknownType, match=message):
         composite_class_of(transformers.LlamaConfig)
 
 

@@ -25,8 +25,8 @@ from training.tiny_run import document, write_corpus
 from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.models.inference.tiny import tiny_model
 from midus_hf.training.arguments import TrainArguments
+from scripts.anatomy.tiny import tiny_model
 from tests.docs.shell import Program, run_shell
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, Block, take
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config

@@ -10,12 +10,13 @@ from tiny import prompt, save_tiny_model, tiny_model
 from torch.nn import functional as F
 from training.tiny_run import refused
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.drift import base_within, drift, drift_rows, drift_table, other_base
 from midus_hf.look.effects import Effect, effect_between
 from midus_hf.look.pictures import draw_panels
-from midus_hf.models.added_parts import Part, added_parts, has_whole_base, switched_off
+from midus_hf.models.added_parts import Part, added_parts, switched_off
 from upscalers.runs.base_confirmation import keeps_base
 from upscalers.runs.upscale import upscale
 
@@ -50,7 +51,7 @@ def test_without_all_parts_a_model_is_its_base_and_then_itself_again_also_if_the
         with switched_off(model, [part]):
             one = logits(model)
         assert not torch.equal(one, usual) and (part.kind == "bank") == torch.equal(one, without)
-    assert torch.equal(logits(model), usual) and state_of(model) == state and has_whole_base(model)
+    assert torch.equal(logits(model), usual) and state_of(model) == state and record_of(model.config).has_whole_base
 
 
 def test_parts_are_named_by_what_they_are():

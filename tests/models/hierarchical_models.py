@@ -11,7 +11,7 @@ from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
 from midus_hf.memories.hierarchical.options import block_layouts
-from midus_hf.models.inference.statement import state
+from scripts.anatomy.statement import state
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
 # Paths of two rows in the tree of these models, three children a node; the second reads the generic memory.

@@ -1,8 +1,9 @@
 """Every causal type of the installed Transformers hosts memory, or is refused with a reason that a reader understands."""
 
+import dataclasses
 import itertools
+import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from midus_hf.config.backbone import PROJECTION_NAMES, PROVEN
+from midus_hf.anatomy import types
+from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, UnknownType, listed_types, model_type_of
 from midus_hf.memories.depth_attention import site as depth_site
 from midus_hf.memories.depth_attention.site import DepthHeads
 from midus_hf.memories.hierarchical import layer as hierarchical
@@ -22,16 +24,17 @@ from midus_hf.memories.hierarchical.layer import HierKV
 from midus_hf.memories.hosting import heads, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.memories.hosting.parts import MissingPart
+from midus_hf.memories.hosting.parts import PROJECTIONS, MissingPart
 from midus_hf.memories.hosting.sites import ChangesProjections
-from midus_hf.models import families
-from midus_hf.models.families import FAMILIES
-from midus_hf.models.inference import tiny
-from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.modules import host_type
-from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
+from midus_hf.models.families import FAMILIES, template
+from midus_hf.models.families.template import host_type
+from scripts.anatomy import tiny
+from scripts.anatomy.__main__ import composite_types, main, proven_row
+from scripts.anatomy.architecture import architecture_of
+from scripts.anatomy.proof import UnprovenArchitecture, prove
+from scripts.anatomy.tiny import tiny_config, tiny_model
 
+COMPOSITE_TYPES = composite_types()
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 
 # Why types are refused, each with a type that is. A failure to build or to run a tiny model is none of the reasons: the type needs
@@ -96,7 +99,7 @@ def refusal_of(model_type: str) -> str | None:
     """Return why a type is refused; None if the type hosts memory."""
     try:
         architecture_of(model_type)
-    except UnknownArchitecture as error:
+    except UnknownType as error:
         return str(error)
     return None
 
@@ -128,7 +131,7 @@ def test_the_reason_is_the_one_that_holds(model_type):
 def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, wiring):
     refusal = refusal_of(model_type)
     if refusal is not None:
-        with pytest.raises(UnknownArchitecture) as refused:
+        with pytest.raises(UnknownType) as refused:
             prove(model_type, wiring)
         assert str(refused.value) == refusal
         return
@@ -245,7 +248,7 @@ def without_the_last_projection(hook_projections):
     def fewer(self, part):
         hook_projections(self, part)
         *_, last = self.layer.classes[next(iter(self.layer.sites))].projections
-        del self._hooks[f"{part}.{PROJECTION_NAMES[last]}"]
+        del self._hooks[f"{part}.{PROJECTIONS[last]}"]
 
     return fewer
 
@@ -271,9 +274,9 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-qk", PROJECTION_NAMES, "key", lambda _: "v_proj"),
-    ("qwen3", "hier-lora-vo", PROJECTION_NAMES, "value", lambda _: "k_proj"),
-    ("qwen3", "hier-lora-ffn", PROJECTION_NAMES, "up", lambda _: "gate_proj"),
+    ("qwen3", "hier-lora-qk", PROJECTIONS, "key", lambda _: "v_proj"),
+    ("qwen3", "hier-lora-vo", PROJECTIONS, "value", lambda _: "k_proj"),
+    ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: "gate_proj"),
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
@@ -317,27 +320,75 @@ def test_a_block_without_gradient_fails_the_proof(monkeypatch):
 
 
 def test_a_type_of_memory_without_a_proof_of_its_own_needs_all_proofs_of_its_site():
-    assert wirings_of("skip", "ultramem") == ("skip",)
-    assert wirings_of("inside-attention", "hier-kv") == ("hier-kv",)
-    assert wirings_of("inside-attention", "toy") == ("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention")
-    assert wirings_of("inside-ffn", "toy") == ("hier-lora-ffn",)
+    row = dataclasses.replace(
+        model_type_of("llama"), wirings=("skip", "hier-kv"), refused=dict.fromkeys(WIRINGS, "no part")
+    )
+    assert row.refusal("skip", "ultramem") is None and row.refusal("inside-attention", "hier-kv") is None
+    assert row.refusal("behind-layer", "chapters") == "no part"
+    assert row.refusal("inside-attention", "toy") == row.refusal("inside-ffn", "toy") == "no part"
+    assert model_type_of("llama").refusal("inside-attention", "toy") is None
 
 
 # Each wiring on a type with and on one without norms behind its parts, and the others in turn.
-PROVEN_HERE = {*itertools.product(WIRINGS, ("llama", "gemma3_text")), *in_turn(WIRINGS, PROVEN)}
-ALL_PROVEN = list(itertools.product(WIRINGS, PROVEN))
+PROVEN_HERE = {*itertools.product(WIRINGS, ("llama", "gemma3_text")), *in_turn(WIRINGS, MAIN_TYPES)}
+ALL_PROVEN = list(itertools.product(WIRINGS, MAIN_TYPES))
 
 
 @pytest.mark.parametrize(
-    ("wiring", "model_type"), by_default(PROVEN_HERE, ALL_PROVEN, fewest=in_turn(WIRINGS, PROVEN))
+    ("wiring", "model_type"), by_default(PROVEN_HERE, ALL_PROVEN, fewest=in_turn(WIRINGS, MAIN_TYPES))
 )
 def test_a_type_that_no_run_proves_is_proven_here(wiring, model_type):
     prove(model_type, wiring)
 
 
-def test_types_that_no_run_proves_have_a_module_and_a_row_of_families():
-    assert {*PROVEN} == {family.config_class.model_type for family in NATIVE_FAMILIES.values()}
-    assert {*PROVEN} == {file.stem for file in Path(families.__path__[0]).glob("*.py")} - {"__init__"}
+def test_types_that_no_run_proves_have_a_layout_and_a_row_of_families():
+    assert {*MAIN_TYPES} == {family.config_class.model_type for family in NATIVE_FAMILIES.values()}
+    assert [name for name in listed_types() if model_type_of(name).layout] == sorted(MAIN_TYPES)
+
+
+@pytest.mark.parametrize("model_type", by_default(["cohere", "gpt2", "phi3", "llava"], [*TYPES, *COMPOSITE_TYPES]))
+def test_the_row_of_a_type_is_what_the_command_writes(model_type):
+    """What a proof says of a wiring that is refused may have other numbers on another machine."""
+    row, written = proven_row(model_type), json.loads(FILE.read_text(encoding="utf-8"))[model_type]
+    if isinstance(row, str):
+        assert row == written
+        return
+    assert row["transformers"].items() <= written["transformers"].items() if "layers" in row else row["transformers"]
+    others = (row.keys() | written.keys()) - {"transformers", "refused"}
+    assert {key: row.get(key) for key in others} == {key: written.get(key) for key in others}
+    assert row.get("refused", {}).keys() == written.get("refused", {}).keys()
+
+
+def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(types, "FILE", tmp_path / "types.json")
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    (tmp_path / "types.json").write_text(json.dumps({name: row for name, row in rows.items() if name != "cohere"}))
+    fresh = (types._rows.cache_clear, types.type_of.cache_clear)
+    try:
+        [clear() for clear in fresh]
+        with pytest.raises(
+            UnknownType, match=r"'cohere' is not among the \d+ types .*python -m scripts\.anatomy cohere$"
+        ):
+            model_type_of("midus_cohere")
+        assert main(["cohere"]) == 0 and main(["gpt2"]) == 1
+        [clear() for clear in fresh]
+        assert model_type_of("cohere").wirings == tuple(rows["cohere"]["wirings"])
+    finally:
+        [clear() for clear in fresh]
+
+
+def test_another_version_of_transformers_has_the_same_tensors_or_is_refused(monkeypatch):
+    monkeypatch.setattr(template.transformers, "__version__", "9.1.0")
+    row = model_type_of("llama")
+    template._check_version(row)
+    other = dataclasses.replace(row, config={**row.config, "attention_bias": True})
+    with pytest.raises(
+        UnknownType, match=r"'llama' was proven with transformers [\d., ]+, and has other tensors in 9\.1\.0; .*"
+    ):
+        template._check_version(other)
+    with pytest.raises(UnknownType, match="has other tensors"):
+        template._check_version(dataclasses.replace(row, config={"hidden_size": "wide"}))
 
 
 def test_a_layer_without_the_part_is_named():
@@ -368,21 +419,21 @@ def test_an_inserted_layer_without_heads_is_refused(model_type):
 def test_sizes_that_a_config_class_refuses_are_named(monkeypatch):
     monkeypatch.setitem(tiny._SMALL_OF_TYPE, "llama", {"num_attention_heads": "four"})
     with pytest.raises(
-        UnknownArchitecture,
-        match=r"(?s)^'llama' has no tiny config \(.*\)\. Add the sizes that it needs to _SMALL_OF_TYPE in midus",
+        UnknownType,
+        match=r"(?s)^'llama' has no tiny config \(.*\)\. Add the sizes that it needs to _SMALL_OF_TYPE in scripts",
     ):
         tiny_config("llama")
 
 
 def test_a_model_that_cannot_be_built_is_named(monkeypatch):
     with pytest.raises(
-        UnknownArchitecture,
+        UnknownType,
         match=r"^a tiny model of 'llama' cannot be built \(.*'gelo'.*\)\. Add the sizes that it needs",
     ):
         tiny_model("llama", hidden_act="gelo")
     monkeypatch.setattr(tiny, "_MOST_PARAMETERS", 1000)
     with pytest.raises(
-        UnknownArchitecture,
+        UnknownType,
         match=r"^a tiny model of 'llama' cannot be built \(ValueError: it has [\d,]+ parameters\)\.",
     ):
         tiny_model("llama")
@@ -429,5 +480,5 @@ def refusing_an_argument(forward):
 )
 def test_a_stack_that_takes_no_arguments_for_its_layers_is_refused(change, message, monkeypatch):
     monkeypatch.setattr(LlamaModel, "forward", change(LlamaModel.forward))
-    with pytest.raises(UnknownArchitecture, match=f"^{message}"):
+    with pytest.raises(UnknownType, match=f"^{message}"):
         architecture_of.__wrapped__("llama")

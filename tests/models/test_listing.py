@@ -15,8 +15,8 @@ from tiny import prompt
 from transformers.models.auto import modeling_auto
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.inference.modules import host_type
-from midus_hf.models.inference.tiny import tiny_model as type_model
+from midus_hf.models.families.template import host_type
+from scripts.anatomy.tiny import tiny_model as type_model
 from upscalers.runs.upscale import upscale
 
 _SMOOTHED = """

@@ -11,7 +11,7 @@ from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
 
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.options import block_layouts
-from midus_hf.models.inference.statement import state
+from scripts.anatomy.statement import state
 
 # What no proof of a type wires (test_every_type.py): tables that layers share, and layers to which a memory adds across others.
 EVERY = (0, 1, 2, 3)

@@ -15,7 +15,7 @@ from huggingface_hub.utils._http import default_client_factory
 from tiny import NATIVE_FAMILIES
 
 from midus_hf.cli import upscale as cli
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import TOKEN, Hub
 

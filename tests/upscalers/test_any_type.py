@@ -11,10 +11,10 @@ from models.test_every_type import TYPES
 from pairs import by_default, taking_turns
 from torch import nn
 
-from midus_hf.config.backbone import PROVEN
-from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.proof import with_more_heads
-from midus_hf.models.inference.tiny import tiny_model
+from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
+from scripts.anatomy.proof import with_more_heads
+from scripts.anatomy.reading import gate_and_up
+from scripts.anatomy.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     SMALL,
@@ -29,7 +29,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.checkpoints import layer as layer_of
 from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
-from upscalers.architecture.layer_roles import gain_offset, gate_and_up
+from upscalers.architecture.layer_roles import gain_offset
 from upscalers.architecture.layout import change_of_settings, settings_of
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.plan.plan import Base, New, Plan
@@ -67,7 +67,7 @@ SAMPLE = ["qwen3_5_text", "gemma4_text", "gpt_oss", "mixtral", "cohere", "phi3",
 DENSE_SAMPLE = [
     "nemotron", "exaone4", "phi3", "starcoder2", "qwen3_5_text", "deepseek_v3", "granite_swa", "falcon_h1", "apertus", "gemma",
 ]  # fmt: skip
-INFERRED = [model_type for model_type in TYPES if model_type not in PROVEN]
+INFERRED = [model_type for model_type in TYPES if model_type not in MAIN_TYPES]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
 
@@ -88,7 +88,7 @@ def plan_of(made: Made) -> Plan:
 
 def options_of(model_type: str, method: str) -> dict[str, Any]:
     """Return small options of a method, with a site that the type has."""
-    adds = method != "moc" or all(parts.adds_mixer for parts in architecture_of(model_type).layers.values())
+    adds = method != "moc" or all(parts.adds_mixer for parts in model_type_of(model_type).layers.values())
     return {**OPTIONS[method], **({} if adds else {"site": "behind-layer"})}
 
 
@@ -317,7 +317,7 @@ def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(
 
 
 @pytest.mark.parametrize(("first", "expected"), [("gate", ("gate", "up")), ("up", ("up", "gate")), ("neither", ())])
-def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, monkeypatch):
+def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected):
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -328,8 +328,8 @@ def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, mo
             gate, up = halves if first == "gate" else halves[::-1]
             return self.down(nn.functional.silu(gate) * (up.tanh() if first == "neither" else up))
 
-    monkeypatch.setattr("upscalers.architecture.layer_roles.tiny_model", lambda model_type: nn.Sequential(Network()))
-    assert gate_and_up(first, "Network", "stacked", "down") == expected
+    network = Network()
+    assert gate_and_up(network, network.stacked, network.down) == expected
 
 
 def test_stacked_projections_are_fused_as_those_that_stand_apart(shared_base, tmp_path):

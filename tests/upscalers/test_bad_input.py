@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import NATIVE_FAMILIES
 
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import edit_config, read_tensors, save_base, tensor_files, write_tensors
 
 Mutation = Callable[[Path], Any]

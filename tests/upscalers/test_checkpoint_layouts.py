@@ -10,7 +10,7 @@ import torch
 from composite import composite_model
 from safetensors.torch import save_file
 
-from midus_hf.models.inference.tiny import tiny_model as tiny_type
+from scripts.anatomy.tiny import tiny_model as tiny_type
 from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
     edit_config,

@@ -13,6 +13,7 @@ from models.fresh_process import run_python
 from pairs import by_default, taking_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from midus_hf.anatomy.types import UnknownType
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.families import COMPOSITE_FAMILIES
 from midus_hf.saved_models import load_model
@@ -192,7 +193,11 @@ def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(ba
 def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
     composite_model("llava").save_pretrained(tmp_path / "base")
     monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
-    monkeypatch.setattr("midus_hf.models.inference.modules.passes_on", lambda *call: False)
+
+    def refuse(model_type):
+        raise UnknownType(f"{model_type!r} does not pass all keyword arguments on to its language model.")
+
+    monkeypatch.setattr("midus_hf.models.families.template.type_of", refuse)
     with pytest.raises(
         ValueError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
     ):

@@ -12,7 +12,7 @@ from pairs import by_default, in_turn
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
 
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import (
     load,
     logits,

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,

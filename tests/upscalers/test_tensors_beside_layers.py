@@ -10,7 +10,7 @@ import torch
 from pairs import in_turn
 from tiny import NATIVE_FAMILIES
 
-from midus_hf.models.inference.tiny import tiny_model
+from scripts.anatomy.tiny import tiny_model
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,

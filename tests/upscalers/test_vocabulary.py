@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny_run import tiny_config
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from midus_hf.config.backbone import PROVEN, PROVEN_TABLES
-from midus_hf.models.inference.tiny import tiny_model
-from midus_hf.models.inference.token_tables import tables_read, token_tables
+from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
 from midus_hf.training import parameter_groups, set_trainable
 from midus_hf.training.adapters import add_adapters, lora_config
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.parallel import prepare_sharing
 from midus_hf.training.run import run_training
+from scripts.anatomy.tiny import tiny_model
+from scripts.anatomy.token_tables import tables_read
 from tests.upscalers.checkpoints import config_of, file_digests, load, read_tensors, same_tensors, save_base
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -361,8 +361,12 @@ def test_tables_with_rows_for_other_things_are_refused(spoken, tmp_path):
 
 
 def test_what_a_proven_type_reads_by_ids_is_what_is_written_down():
-    for model_type in PROVEN:
-        assert tables_read(model_type) == token_tables(model_type) == PROVEN_TABLES
+    for model_type in MAIN_TYPES:
+        assert (
+            tables_read(model_type)
+            == model_type_of(model_type).tables
+            == (("vocab_size",), ("model.embed_tokens.weight",))
+        )
 
 
 def test_what_does_not_learn_is_said(spoken, tmp_path, capfd):

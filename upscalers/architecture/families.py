@@ -2,47 +2,27 @@
 
 from typing import Literal
 
-from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
-from upscalers.architecture.family import Config, Family
-from upscalers.architecture.written import written_family
-from upscalers.request.errors import one_line
+from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
+from upscalers.architecture.family import Config
 
 # Block size in FP8 that transformers assumes if a config has none.
 _FP8_BLOCK = (128, 128)
 
 
-def family_of(config: Config) -> Family:
-    """Return the family of the model that a config describes, whether or not the model already hosts memory.
+def family_of(config: Config) -> ModelType:
+    """Return the type of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
-        ValueError: If transformers does not know the config's model type, or the type cannot host memory, or the model is
-            quantised or has custom code.
+        ValueError: If the type cannot host memory or was not proven, or the model is quantised or has custom code.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(
-            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(PROVEN)}. Restore the config.json that "
+            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}. Restore the config.json that "
             "the base was published with."
         )
     check_readable(config)
-    native_type = model_type.removeprefix(MEMORY_PREFIX)
-    if native_type in PROVEN:
-        return written_family(native_type)
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
-
-    from midus_hf.models.inference.architecture import architecture_of  # brings other packages' types too
-
-    if native_type not in CONFIG_MAPPING or CONFIG_MAPPING[native_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"model_type {native_type!r} is not a causal language model of transformers {__version__}; expected one. Install a newer "
-            "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
-            "model."
-        )
-    try:
-        read = architecture_of(native_type)
-    except ValueError as error:
-        raise ValueError(f"model_type {native_type!r} is not supported: {one_line(error)}") from None
-    return Family(read.model_type, read.class_name, read.norms_all_heads)
+    return model_type_of(model_type)
 
 
 def check_readable(config: Config) -> None:
@@ -57,11 +37,11 @@ def check_readable(config: Config) -> None:
         form = quantised_form(config)
         if form == "fp8":
             fp8_block(config)
-        if not (form == "mxfp4" or (form == "fp8" and native_type in PROVEN)):
+        if not (form == "mxfp4" or (form == "fp8" and native_type in MAIN_TYPES)):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
             raise ValueError(
                 f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
-                f"FP8 with a scale per block or weight in one of: {', '.join(PROVEN)}; or MXFP4 in gpt_oss. Start from the "
+                f"FP8 with a scale per block or weight in one of: {', '.join(MAIN_TYPES)}; or MXFP4 in gpt_oss. Start from the "
                 "unquantised checkpoint."
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):

@@ -24,21 +24,6 @@ NOT_OF_BACKBONE = (*OF_UPSCALING, "quantization_config")
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model type.
-
-    Args:
-        model_type: `model_type` of the config.
-        class_name: Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`.
-        norms_all_heads: Whether norms of queries and keys are over all heads together.
-    """
-
-    model_type: str
-    class_name: str
-    norms_all_heads: bool
-
-
-@dataclass(frozen=True)
 class LayerTensor:
     """One tensor of a layer.
 

@@ -3,10 +3,14 @@
 import math
 from typing import Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN, SCALE_EMBEDDINGS, Backbone
+from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
+from midus_hf.config.flops import Backbone
 from midus_hf.memories.flops import ModelFlops, estimate_flops, values_read
 from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
+
+# Types that multiply embeddings by a number, which is not visible in their tensors.
+_SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")
 
 
 def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
@@ -22,9 +26,9 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlo
     """
     model_type = config.get("model_type")
     native = model_type.removeprefix(MEMORY_PREFIX) if isinstance(model_type, str) else None
-    if native not in PROVEN:
+    if native not in MAIN_TYPES:
         raise ValueError(
-            f"config has model_type = {model_type!r}; expected one of: {', '.join(PROVEN)}, or {MEMORY_PREFIX} and one of them."
+            f"config has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}, or {MEMORY_PREFIX} and one of them."
         )
     layout = layout_of(config)
     tensors = layout.backbone_layers[0].values()
@@ -39,7 +43,7 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlo
         query_key_norm=(norms["query_norm"], norms["key_norm"]) if norms else None,
         input_norms="mlp_norm" in biases,
         output_norms="mlp_output_norm" in biases,
-        scales_embedding=native in SCALE_EMBEDDINGS,
+        scales_embedding=native in _SCALE_EMBEDDINGS,
         caps_scores=bool(layout.values.get("attn_logit_softcapping")),
         caps_logits=bool(layout.values.get("final_logit_softcapping")),
     )

@@ -1,37 +1,35 @@
 """Roles of a decoder layer's tensors, read from the layer that transformers builds on the meta device.
 
-Projections are identified by their names and shapes, and norms around them from the recorded pass of the type. Whether a norm
+Projections are identified by their names and shapes, and norms around them by the row of the type. Whether a norm
 multiplies by its weight or by 1 + weight is determined from its outputs.
 """
 
 import copy
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from midus_hf.config.backbone import PROJECTION_NAMES
-from midus_hf.models.inference.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
-from midus_hf.models.inference.tiny import tiny_model
+from midus_hf.anatomy.types import ModelType
+from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS, PROJECTIONS, has_heads
 
-_PROJECTIONS = {PROJECTION_NAMES[role]: role for role in ("query", "key", "value")}
+_PROJECTIONS = {PROJECTIONS[role]: role for role in ("query", "key", "value")}
 _HEAD_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "query_norm"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "key_norm"),
 }
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 # Names of the projections by which mixers and feed-forward networks write to the residual stream.
-_OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo")
-_DOWNS = frozenset({"down_proj", "down_proj_bias", "c_proj", "fc2", "w2", "output_linear", "dense_4h_to_h", "Wo"})
+OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo")
+DOWNS = frozenset({"down_proj", "down_proj_bias", "c_proj", "fc2", "w2", "output_linear", "dense_4h_to_h", "Wo"})
 # Names of the other projections of a dense feed-forward network; a stacked projection is identified by its shape.
-_GATES = ("gate_proj", "w1")
-_UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi")
+GATES = ("gate_proj", "w1")
+UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi")
 # Names of feed-forward networks in stored checkpoints.
 _NETWORKS = frozenset(FEED_FORWARDS)
 # Names of projections that hold rows of queries, keys and values.
-_STACKED = ("qkv_proj", "query_key_value")
+STACKED = ("qkv_proj", "query_key_value")
 # Roles by name: the modules that write per-layer embeddings to the residual stream, and the number that a layer's output is
 # multiplied by.
 _OF_LAYERS = {
@@ -39,8 +37,8 @@ _OF_LAYERS = {
     "post_per_layer_input_norm": "per_layer_output_norm",
     "layer_scalar": "layer_scalar",
 }
-# Seed of test inputs: rows for a norm, and tokens for stacked projections.
-_SEED, _ROWS, _LENGTH = 0, 4, 7
+# Seed and number of the rows that a norm is tested with.
+_SEED, _ROWS = 0, 4
 
 
 @dataclass
@@ -65,20 +63,21 @@ class LayerRoles:
     def role(self, name: str) -> str:
         """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""
         parts = name.split(".")
-        if parts[0] in _NETWORKS and not _DOWNS.isdisjoint(parts):
+        if parts[0] in _NETWORKS and not DOWNS.isdisjoint(parts):
             return "down"
         prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), "base")
 
 
-def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRoles:
-    """Return what the modules of a layer on the meta device do, of a model type and with the parts of layers of its class."""
+def read_roles(row: ModelType, layer: nn.Module) -> LayerRoles:
+    """Return what the modules of a layer on the meta device do, of a model type."""
+    parts = row.layers[type(layer).__name__]
     roles = LayerRoles({**_OF_LAYERS, **{norm: role for role in _NORMS if (norm := getattr(parts, role))}})
     for names, read in ((MIXERS, _read_mixer), (FEED_FORWARDS, _read_network)):
         for name in names:
             module = getattr(layer, name, None)
             if isinstance(module, nn.Module):
-                read(model_type, roles, name, module)
+                read(row, roles, name, module)
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1:
@@ -106,15 +105,15 @@ def gain_offset(norm: nn.Module) -> float | None:
     return None
 
 
-def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
+def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
     """Add the roles within a module that mixes tokens: its output projection, and the projections and norms of heads."""
-    outputs = [child for child in _OUTPUTS if isinstance(getattr(mixer, child, None), nn.Module)]
+    outputs = [child for child in OUTPUTS if isinstance(getattr(mixer, child, None), nn.Module)]
     roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
-    for child in _STACKED:
+    for child in STACKED:
         stacked, behind = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
         if isinstance(stacked, nn.Linear) and isinstance(behind, nn.Linear):
             queries, rest = behind.in_features, stacked.out_features - behind.in_features
-            known = rest > 0 and not rest % 2 and values_are_last(model_type, type(mixer).__name__, child, outputs[0])
+            known = rest > 0 and not rest % 2 and row.stacked.get(f"{type(mixer).__name__}.{child}")
             row_counts = (("query", queries), ("key", rest // 2), ("value", rest // 2))
             roles.parts[f"{name}.{child}"] = row_counts if known else ()
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
@@ -136,84 +135,23 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
         roles.parts[f"{name}.q_proj"] = ()
 
 
-def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Module) -> None:
+def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Module) -> None:
     """Add the roles of a feed-forward network's projections but the last (see `LayerRoles.role`), or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):
         roles.has_experts = True
         return
-    down = next((child for child, _ in network.named_children() if child in _DOWNS), "")
+    down = next((child for child, _ in network.named_children() if child in DOWNS), "")
     width = getattr(getattr(network, down, None), "in_features", None)
-    for role, names in (("gate", _GATES), ("up", _UPS)):
+    for role, names in (("gate", GATES), ("up", UPS)):
         for child in names:
             module = getattr(network, child, None)
             if not isinstance(module, nn.Linear):
                 continue
             roles.modules[f"{name}.{child}"] = role
             if width is not None and module.out_features == 2 * width:
-                halves = gate_and_up(model_type, type(network).__name__, child, down)
+                halves = row.stacked.get(f"{type(network).__name__}.{child}", ())
                 roles.parts[f"{name}.{child}"] = tuple((half, width) for half in halves)
             elif module.out_features != width:
                 roles.parts[f"{name}.{child}"] = ()
-
-
-@cache
-def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, ...]:
-    """Return the roles of the halves of a feed-forward network's stacked projection, `gate` and `up`; empty if they have others.
-
-    The output of a tiny random model grows with the up projection's output, and not with the gate's input to the
-    activation. `kind` names the class of the network, `name` and `down` the stacked projection and the one after it.
-    """
-    network: Any = _first(tiny_model(model_type), kind)
-    if network is None:
-        return ()
-    stacked, behind = getattr(network, name), getattr(network, down)
-    hidden = torch.randn((1, _LENGTH, stacked.in_features), generator=torch.Generator().manual_seed(_SEED))
-    half = stacked.out_features // 2
-    with torch.no_grad():
-        for linear in (stacked, behind):
-            if linear.bias is not None:
-                linear.bias.zero_()
-        expected = 2 * network(hidden)
-        linear_halves: list[bool] = []
-        for rows in (slice(0, half), slice(half, None)):
-            stacked.weight[rows] *= 2
-            linear_halves.append(torch.allclose(network(hidden), expected, rtol=1e-4, atol=1e-6))
-            stacked.weight[rows] /= 2
-    first_is_linear, second_is_linear = linear_halves
-    if first_is_linear == second_is_linear:
-        return ()
-    return ("up", "gate") if first_is_linear else ("gate", "up")
-
-
-@cache
-def values_are_last(model_type: str, kind: str, name: str, output: str) -> bool:
-    """Return whether an attention's stacked projection ends with the rows of all values: without them, the attention gives zero.
-
-    Queries are the first rows of the projection `name`, and `output` is the projection after it; see `gate_and_up`.
-    """
-    model: Any = tiny_model(model_type)
-    attention: Any = _first(model, kind)
-    if attention is None:
-        return False
-    stacked, behind = getattr(attention, name), getattr(attention, output)
-    queries = behind.in_features
-    outputs: list[Any] = []
-    attention.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    with torch.no_grad():
-        for linear in (stacked, behind):
-            if linear.bias is not None:
-                linear.bias.zero_()
-        for rows in (slice(0, queries), slice((queries + stacked.out_features) // 2, None)):
-            kept = stacked.weight[rows].clone()
-            stacked.weight[rows] = 0
-            model(input_ids=torch.arange(3, 3 + _LENGTH)[None], use_cache=False)
-            stacked.weight[rows] = kept
-    without_queries, without_values = (each if isinstance(each, torch.Tensor) else each[0] for each in outputs)
-    return bool(without_queries.any()) and not without_values.any()
-
-
-def _first(model: nn.Module, kind: str) -> nn.Module | None:
-    """Return the first module of a model whose class has a name; None if there is none."""
-    return next((module for module in model.modules() if type(module).__name__ == kind), None)

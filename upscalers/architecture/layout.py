@@ -1,4 +1,4 @@
-"""The layout of a model, which editing its tensors needs; for the proven families it is stored in a file (`written.py`).
+"""The layout of a model, which editing its tensors needs; for the main types it is written down (`written.py`).
 
 Other layouts are read from the model that transformers builds from the config on the meta device, which imports torch and
 transformers: this takes seconds, but no memory.
@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
+from midus_hf.anatomy.record import language_entry, record_of
+from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.files.outputs import language_entry
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
 from upscalers.architecture.family import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
@@ -44,7 +44,8 @@ def layout_of(config: Config) -> Layout:
     backbone = _backbone(json.dumps(native, sort_keys=True))
     if config.get("memory") in (None, []):
         return backbone
-    memories = read_memories(config["memory"], backbone.sizes, config.get("upscale"))
+    record = record_of(config)
+    memories = read_memories(config["memory"], backbone.sizes, None if record is None else record.base_sha256)
     declared = {
         f"model.{TABLES}.{memory}.{number}.{name}": tensor
         for memory in memories.attached
@@ -116,15 +117,16 @@ def _backbone(content: str) -> Layout:
     native = json.loads(content)
     _check_values(native)
     written = written_model(native)
-    return layout_read(native) if written is None else _described(native, **written)
+    return (
+        layout_read(native, model_type_of(native["model_type"])) if written is None else _described(native, **written)
+    )
 
 
-def layout_read(native: Config) -> Layout:
-    """Return the layout of a model without memories, read from the model that transformers builds from a config."""
+def layout_read(native: Config, row: ModelType) -> Layout:
+    """Return the layout of a model without memories, read from the model of a type that transformers builds from a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
-    from midus_hf.models.inference.architecture import architecture_of
     from upscalers.architecture.layer_roles import read_roles
 
     model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -138,8 +140,7 @@ def layout_read(native: Config) -> Layout:
         model, {name: held[name] for name, _ in model.named_parameters() if name not in tied}
     )
     buffers = frozenset(stored.keys() - parameters.keys())
-    parts = architecture_of(config.model_type).layers
-    roles = [read_roles(config.model_type, layer, parts[type(layer)]) for layer in modules]
+    roles = [read_roles(row, layer) for layer in modules]
     layers: list[dict[str, LayerTensor]] = [{} for _ in modules]
     for name, tensor in stored.items():
         if name.startswith(_LAYERS):
@@ -221,7 +222,7 @@ def _check_values(native: Config) -> None:
         )
     known = ("full_attention", "sliding_attention")
     unknown = next((each for each in types if each not in known), None)
-    if native["model_type"] in PROVEN and unknown is not None:
+    if native["model_type"] in MAIN_TYPES and unknown is not None:
         raise ValueError(
             f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {native['model_type']} model. "
             "Repair the base checkpoint."

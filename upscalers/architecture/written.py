@@ -1,17 +1,14 @@
-"""Models of the proven families, which `scripts/families.py --modules` stored in `written.json`: torch is not imported.
+"""Layouts of models of the main types, from their rows in the table of types: torch is not imported.
 
-The file has keys of a config with their types and defaults, and the tensors of a layer with their roles. A config with other keys,
+A row has keys of a config with their types and defaults, and the tensors of a layer with their roles. A config with other keys,
 or with a value that transformers may read differently or refuse, is left to transformers.
 """
 
-import json
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from midus_hf.config.backbone import PROVEN
-from upscalers.architecture.family import Config, Family, LayerTensor, Shape
+from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
+from upscalers.architecture.family import Config, LayerTensor, Shape
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     NOT_PER_LAYER_KEYS,
@@ -20,10 +17,8 @@ from upscalers.architecture.per_layer import (
     SHARED_LAYERS_KEY,
 )
 
-FILE = Path(__file__).with_name("written.json")
-
 _TYPES = "layer_types"
-# Keys that change layers in ways that the file does not cover.
+# Keys that change layers in ways that the row does not cover.
 _UNUSUAL = (PER_LAYER_KEYS - {_TYPES}) | LAYER_INDEX_KEYS | PER_LAYER_MAPPING_KEYS | {SHARED_LAYERS_KEY}
 # Number of layers from one with full attention to the next in families that alternate; a config of Gemma 3 may say another.
 _PERIOD_KEY, _PERIODS = "sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}
@@ -40,22 +35,11 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 _DTYPES = (None, "float32", "float16", "bfloat16")
 
 
-@cache
-def _written() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
-
-
-def written_family(model_type: str) -> Family:
-    """Return a proven family."""
-    of_type = _written()[model_type]
-    return Family(model_type, of_type["class_name"], of_type["norms_all_heads"])
-
-
 def written_model(native: Config) -> dict[str, Any] | None:
     """Return the arguments that describe a model (`layout.py`), by its config; None if transformers has to read it."""
-    if native["model_type"] not in PROVEN:
+    if native["model_type"] not in MAIN_TYPES:
         return None
-    written = _written()[native["model_type"]]
+    written = model_type_of(native["model_type"]).layout
     kinds = {key: types for key, (_, *types) in written["keys"].items()}
     values: Config = {**{key: default for key, (default, *_) in written["keys"].items()}, **native}
     if not _is_usual(native, values, kinds):
@@ -102,7 +86,7 @@ def written_model(native: Config) -> dict[str, Any] | None:
 
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
-    """Return whether a config has no value that the file does not cover, or that transformers might refuse."""
+    """Return whether a config has no value that the row does not cover, or that transformers might refuse."""
     num_layers, pad = values["num_hidden_layers"], values.get("pad_token_id")
     period = native.get(_PERIOD_KEY, 1)
     activations = [values[key] for key in ("hidden_act", "hidden_activation") if key in kinds]

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from midus_hf.anatomy.record import LANGUAGE_KEY, has_record
+from midus_hf.anatomy.types import ModelType
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
-from midus_hf.files.outputs import LANGUAGE_KEY, has_config_entry
 from midus_hf.model_names import gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Family, Layout, Shape
+from upscalers.architecture.family import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
@@ -45,7 +46,7 @@ class BaseCheckpoint:
 
     folder: Path
     config: Config
-    family: Family
+    family: ModelType
     layout: Layout
     tensors: dict[str, StoredTensor]  # by the names that they have in a separate language model
     unexpected: tuple[str, ...] = ()  # stored, but not part of the architecture; copied to the result
@@ -318,7 +319,7 @@ def _merged(
     adapter: Adapter, stored: dict[str, StoredTensor], prefix: str, layout: Layout, config: Config
 ) -> dict[str, StoredTensor]:
     """Return a base's tensors with an adapter's changes."""
-    if has_config_entry(config):
+    if has_record(config):
         raise ValueError(
             f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
             "expected the base that the adapter was made for. Merge the adapter when you upscale that base."

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.files.outputs import LANGUAGE_KEY, language_entry
+from midus_hf.anatomy.record import LANGUAGE_KEY, language_entry
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from upscalers.architecture.family import OF_UPSCALING, Config, Shape
 from upscalers.architecture.layout import model_on_meta
 from upscalers.request.errors import one_line
@@ -73,7 +73,7 @@ class CompositeModel:
     def check_hosts(self) -> None:
         """Make the classes with which the language model hosts memory within the composite model, or raise `ValueError`."""
         from midus_hf.models.families import COMPOSITE_FAMILIES
-        from midus_hf.models.inference.modules import host_type
+        from midus_hf.models.families.template import host_type
 
         model_type = str(self.config["model_type"]).removeprefix(MEMORY_PREFIX)
         if model_type in COMPOSITE_FAMILIES:

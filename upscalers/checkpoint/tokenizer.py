@@ -27,8 +27,6 @@ _PROCESSOR, _PREPROCESSOR, _VIDEO = (
 CHANGED_KEY, REWRITTEN_KEY = "changed_files", "rewritten_tokenizer"
 #: Key of a record: the digest of the tokenizer to which tokens were added, None if it was of another format.
 DIGEST_KEY = "tokenizer_sha256"
-#: Key of a config's entry: the first id that the base's tokenizer lacks, if new tokens begin behind it, since the config uses it.
-FIRST_TOKEN_KEY = "first_token"
 CHANGED_FILES = (TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
 # For each kind of processor: the module of its Auto class, the keys that it finds a class by, the first of which is written, and the
 # files that can have it.

@@ -1,6 +1,7 @@
 """Edits of a checkpoint's memories: each writes another checkpoint, in which all other tensors and files stay the same."""
 
 import copy
+import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import RECORD_KEY, has_record, record_of
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
-from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
-from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, write_record
+from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy
@@ -64,8 +65,8 @@ def edit_checkpoint(
     with resolve_source(str(request.model)) as source:
         opened = open_base(source.folder)
         decided = decide(opened)
-        if has_config_entry(opened.config):
-            plan = read_plan(opened.config[CONFIG_KEY], opened)
+        if has_record(opened.config):
+            plan = read_plan(read_upscaled(opened.config, source.folder), opened)
             if not all(plan.owns(name) for name in decided.tensors):
                 progress.warn(
                     "some of the edited tensors belong to the base of this upscaling: the base that strip restores has the edit too."
@@ -146,10 +147,11 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
     of_base = [name for name in edit["memories"] if name in dict(memories)]
     for name, entry in memories:
         entry.update(options.get(name, {}))
-    if of_base and has_config_entry(config):
-        entry = config[CONFIG_KEY]
-        entry[EDITS_KEY] = [*(entry.get(EDITS_KEY) or []), {**edit, "memories": of_base}]
-        entry["base_config"] = _edited_config(entry["base_config"], edit, options)
+    record = record_of(config) if of_base and has_record(config) else None
+    if record is not None:
+        edits = (*record.edits, {**edit, "memories": of_base})
+        base_config = _edited_config(dict(record.base_config), edit, options)
+        config[RECORD_KEY] = dataclasses.replace(record, edits=edits, base_config=base_config).to_dict()
     return config
 
 

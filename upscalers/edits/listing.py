@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from midus_hf.files.outputs import CONFIG_KEY, has_config_entry
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.chapters import Bank, ChapterMemory, find_memories, written
 from upscalers.edits.checkpoint_edit import described
-from upscalers.record.provenance import EDITS_KEY
 from upscalers.request.progress import Progress, shown
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
                 }
                 for one in memories
             ]
-        entry = opened.config[CONFIG_KEY] if has_config_entry(opened.config) else {}
-        return {"model": str(model), "memories": listed, "edits": entry.get(EDITS_KEY) or []}
+        edits = (record_of(opened.config) or UpscaleRecord()).edits
+        return {"model": str(model), "memories": listed, "edits": list(edits)}
 
 
 def _listed_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> dict[str, Any]:

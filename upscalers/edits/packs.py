@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.anatomy.record import RECORD_KEY, language_entry, recorded_options
 from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, RECORD, is_of
-from midus_hf.files.outputs import CONFIG_KEY, language_entry
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
@@ -111,7 +111,6 @@ def _edit(
         from midus_hf.memories.packs.glossary import (
             UNPROTECTED,
             Glossary,
-            options_recorded,
             read_glossary,
             write_glossary,
         )
@@ -121,7 +120,7 @@ def _edit(
         glossary = Glossary(tokenizer_of(opened), read_glossary(source.folder), vocabulary_of(opened), most)
         changed = change(glossary)
         remarks = [*changed.remarks]
-        recorded = [each.get("protect") for each in options_recorded(opened.config.get(CONFIG_KEY))]
+        recorded = [each.get("protect") for each in recorded_options(opened.config.get(RECORD_KEY), "packs")]
         was_protected = [name for name in recorded if name is not None and changed.new_names]
         if protect is not None:
             remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
@@ -152,14 +151,13 @@ def _edit(
 
 def _record_protected(folder: Path, protect: str | None) -> None:
     """Record in config, record and card which texts contain no name; None: none is known to."""
-    from midus_hf.memories.packs.glossary import options_recorded
 
     def record(entry: Any) -> None:
-        for options in options_recorded(entry):
+        for options in recorded_options(entry, "packs"):
             options["protect"] = None if protect is None else recorded_name(protect)
 
     config = read_config(folder)
-    record(language_entry(config).get(CONFIG_KEY))
+    record(language_entry(config).get(RECORD_KEY))
     write_config(folder, config)
     if (made := read_record(folder)) is not None:
         record(made)

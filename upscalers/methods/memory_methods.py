@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
-from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN
+from midus_hf.anatomy.types import MEMORY_PREFIX, ModelType
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
@@ -16,7 +16,6 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.request.errors import one_line
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1
@@ -40,34 +39,24 @@ class HostedMemoryMethod(Method):
     def positions(cls) -> list[tuple[SiteName, str]]:
         """Return the sites where the method can add its memory, the default first, each with the memory's type."""
 
-    def check_proven(self, model_type: str, site: SiteName) -> None:
+    def check_proven(self, row: ModelType, site: SiteName) -> None:
         """Refuse a model type that is not proven with the memory at a site, and list the methods that support the type.
 
         Raises:
-            ValueError: If the proof fails.
+            ValueError: If the type was not proven so.
         """
         memory_type = dict(self.positions())[site]
-        failure = _failed_proof(model_type, site, memory_type)
+        failure = row.refusal(site, memory_type)
         if failure is None:
             return
-        others = [
-            each for each, _ in self.positions() if each != site and not _failed_proof(model_type, each, memory_type)
-        ]
+        others = [each for each, _ in self.positions() if each != site and row.refusal(each, memory_type) is None]
         remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
-        taking = [name for name, method in hosting.items() if not _failed_proof(model_type, *method.positions()[0])]
+        taking = [name for name, method in hosting.items() if row.refusal(*method.positions()[0]) is None]
         raise ValueError(
-            f"model_type {model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny model: "
-            f"{failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
+            f"model_type {row.model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny "
+            f"model: {failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
-
-    def remarks(self, base: BaseCheckpoint) -> list[str]:
-        if base.family.model_type in PROVEN:
-            return []
-        return [
-            f"{base.family.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal "
-            "bits at initialisation, bits equal to a base that computes the same as the memory, gradients, cached steps."
-        ]
 
     @abstractmethod
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
@@ -79,20 +68,6 @@ class HostedMemoryMethod(Method):
         config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
         config["memory"] = [*(config.get("memory") or []), self.entry(base, plan).to_dict()]
         return config
-
-
-def _failed_proof(model_type: str, site: SiteName, memory_type: str) -> str | None:
-    """Return why a type of memory does not work at a site of a family's layers; None if it does."""
-    if model_type in PROVEN:
-        return None
-    from midus_hf.models.inference.proof import prove, wirings_of
-
-    try:
-        for wiring in wirings_of(site, memory_type):
-            prove(model_type, wiring)
-    except ValueError as error:
-        return one_line(error)
-    return None
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
@@ -154,7 +129,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
-        self.check_proven(base.family.model_type, self.options.site)
+        self.check_proven(base.family, self.options.site)
 
     @classmethod
     def positions(cls) -> list[tuple[SiteName, str]]:
@@ -285,7 +260,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         self.options.check_fit(base.layout.sizes)
-        self.check_proven(base.family.model_type, "inserted")
+        self.check_proven(base.family, "inserted")
 
     @classmethod
     def positions(cls) -> list[tuple[SiteName, str]]:

@@ -11,12 +11,12 @@ from midus_hf.memories.packs.options import PacksOptions
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, read_config
 from upscalers.checkpoint.new_tokens import NewTokens, ids_in_use, new_tokens, read_tokens
-from upscalers.checkpoint.tokenizer import FIRST_TOKEN_KEY, add_tokens, has_tokenizer
+from upscalers.checkpoint.tokenizer import add_tokens, has_tokenizer
 from upscalers.methods.contract import Method, register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.plan.plan import Base, Plan
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.vocabulary_rows import REPLACED_KEY, new_rows_of, replaced_rows, rows_by_token, token_sizes
+from upscalers.tensors.vocabulary_rows import new_rows_of, replaced_rows, rows_by_token, token_sizes
 
 # Memories that read what the base's tokenizer makes of texts, by the name of their method.
 _READING_TOKENS: dict[type, str] = {NgramOptions: "engram", PacksOptions: "packs"}
@@ -113,8 +113,7 @@ class Vocabulary(Method):
 
     def recorded(self, base: BaseCheckpoint, plan: Plan) -> dict[str, Any]:
         replaced, reserved = replaced_rows(base, plan, rows_by_token(base)), self._new(base).reserved
-        first = {FIRST_TOKEN_KEY: reserved.start} if reserved else {}
-        return {**({REPLACED_KEY: replaced} if replaced else {}), **first}
+        return {"replaced_rows": replaced, "first_token": reserved.start if reserved else None}
 
     def outer_recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, new = super().outer_recipes(base, plan, seed), self._new(base)

@@ -4,60 +4,45 @@ import json
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, language_entry, record_of
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.outputs import CONFIG_KEY, LANGUAGE_KEY, NEW_ROWS, has_config_entry, language_entry
 from midus_hf.files.secrets import for_record
-from midus_hf.memories.entries import BASE_DIGEST
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
-from upscalers.checkpoint.tokenizer import FIRST_TOKEN_KEY
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 
-DIGEST_KEY = BASE_DIGEST
-# Entry with the `config.json` of the composite model that contains the base; `base_config` then is that of the base itself.
-COMPOSITE_KEY = "larger_base_config"
 EDITS_KEY = "edits"
 
 
-def config_entry(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> Config:
-    """Return the config entry of an upscaled model, from which training knows what to train and `strip` restores the base."""
-    return {
-        "method": method.name,
-        "new_layers": plan.new_indices,
-        **({"new_memories": list(plan.new_memories)} if plan.new_memories else {}),
-        **({NEW_ROWS: [plan.new_rows.start, plan.new_rows.stop]} if plan.new_rows else {}),
+def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> UpscaleRecord:
+    """Return the record for an upscaled config, from which training knows what to train and `strip` restores the base."""
+    return UpscaleRecord(
+        method=method.name,
+        new_layers=tuple(plan.new_indices),
+        new_memories=tuple(plan.new_memories),
+        new_rows=plan.new_rows,
+        trainable=method.trainable,
+        causal=not reads_ahead,
+        plan=tuple(plan.to_list()),
+        options=for_record(method.recorded_options),
+        seed=seed,
+        base_dtype=TORCH_NAMES[base.dtype],
+        base_config=base.config,
+        larger_base_config=base.composite.config if base.composite else None,
         **method.recorded(base, plan),
-        "trainable": method.trainable,
-        **({"causal": False} if reads_ahead else {}),
-        "plan": plan.to_list(),
-        "options": for_record(method.recorded_options),
-        "seed": seed,
-        "base_dtype": TORCH_NAMES[base.dtype],
-        "base_config": base.config,
-        **({COMPOSITE_KEY: base.composite.config} if base.composite else {}),
-    }
-
-
-def whole_base_config(entry: Config) -> Config:
-    """Return the content of the base's `config.json`, from the entry that `upscale` wrote into the config of the result."""
-    base, composite = entry["base_config"], entry.get(COMPOSITE_KEY)
-    if composite is None:
-        return dict(base)
-    upscaling_keys = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
-    return {**composite, LANGUAGE_KEY: {**composite[LANGUAGE_KEY], **upscaling_keys}}
+    )
 
 
 def resized_vocabulary(config: Config) -> tuple[int, int] | None:
-    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not."""
-    language = language_entry(config)
-    base = language[CONFIG_KEY].get("base_config")  # `read_plan` refuses one that is malformed
-    before, size = base.get("vocab_size") if isinstance(base, dict) else None, language.get("vocab_size")
-    if language[CONFIG_KEY].get(NEW_ROWS):
-        return None  # behind the base's rows, which are told apart
+    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not, or without a record."""
+    record = record_of(config) if has_record(config) else None
+    if record is None or record.new_rows:  # new rows are behind the base's, which are told apart
+        return None
+    before, size = record.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
     return None if before is None or size is None or before == size else (before, size)
 
 
@@ -102,30 +87,29 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def read_config_entry(config: Config, folder: Path) -> Config:
-    """Return the entry that `upscale` wrote into a config, or raise `ValueError`."""
-    if not has_config_entry(config):
+def read_upscaled(config: Config, folder: Path) -> UpscaleRecord:
+    """Return the record that `upscale` wrote into a config, or raise `ValueError`."""
+    record = record_of(config) if has_record(config) else None
+    if record is None:
         raise ValueError(
-            f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
+            f"{folder} was not made by upscale: its config.json has no {RECORD_KEY!r} entry. Give an upscaled model."
         )
-    entry: Config = language_entry(config)[CONFIG_KEY]
-    return entry
+    return record
 
 
-def read_plan(entry: Config, model: BaseCheckpoint) -> Plan:
-    """Return the plan in a config's entry; one that is malformed or belongs to another model is refused."""
+def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
+    """Return the plan in a config's record; one that is malformed or belongs to another model is refused."""
+    rows, base_config = record.new_rows, record.base_config
+    first = rows.start if record.first_token is None else record.first_token
     try:
-        memories = tuple(entry.get("new_memories", ()))
-        rows = range(*entry.get(NEW_ROWS, (0,)))
-        first = entry.get(FIRST_TOKEN_KEY, rows.start)
-        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories, rows)
+        plan = Plan.from_list([*record.plan], base_config["num_hidden_layers"], record.new_memories, rows)
         is_sound = (
             0 < plan.num_base_layers <= MOST_LAYERS
             and plan.num_layers == model.num_layers
             and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
             and all(layer in range(plan.num_base_layers) for layer in plan.sources)
-            and model.layout.memories.attached.keys() >= {*memories}
-            and (not rows or (0 < first <= min(rows.start, entry["base_config"]["vocab_size"]) and rows.step == 1))
+            and model.layout.memories.attached.keys() >= {*record.new_memories}
+            and (not rows or (0 < first <= min(rows.start, base_config["vocab_size"]) and rows.step == 1))
         )
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False

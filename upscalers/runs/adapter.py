@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.safetensors_format import read_header
 from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import read_config_entry, read_plan
+from upscalers.record.provenance import read_plan, read_upscaled
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder
 
@@ -49,7 +49,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
     config = _read_adapter_config(source)
     with resolve_source(str(onto), config_only=True) as upscaled:
         model = open_base(upscaled.folder, needs_weights=False)
-        plan = read_plan(read_config_entry(model.config, upscaled.folder), model)
+        plan = read_plan(read_upscaled(model.config, upscaled.folder), model)
     names = _read_names(source)
     renamed = {name: _renumbered(name, plan, source, config) for name in names}
     if str(model.config["model_type"]).startswith(MEMORY_PREFIX):

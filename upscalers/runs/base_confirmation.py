@@ -3,28 +3,28 @@
 from pathlib import Path
 from typing import Any
 
-from upscalers.architecture.family import Config
+from midus_hf.anatomy.record import UpscaleRecord
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record
+from upscalers.record.provenance import read_plan, read_record, read_upscaled
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
-def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:
+def compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record: dict[str, Any]) -> dict[str, Any]:
     """Return `{"base_confirmed", "differing_tensors"}` of digests by name: None if unknown."""
     if not digests:
         return {"base_confirmed": None, "differing_tensors": None}
-    if content_sha256(digests) == entry[DIGEST_KEY]:
+    if content_sha256(digests) == upscaled.base_sha256:
         return {"base_confirmed": True, "differing_tensors": 0}
     base = record.get("base")
     recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
     differing = None
-    if isinstance(recorded, dict) and content_sha256(recorded) == entry[DIGEST_KEY]:
+    if isinstance(recorded, dict) and content_sha256(recorded) == upscaled.base_sha256:
         differing = sum(recorded.get(name) != digest for name, digest in digests.items())
     return {"base_confirmed": False, "differing_tensors": differing}
 
@@ -61,12 +61,12 @@ def base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
 def keeps_base(model: str | Path) -> bool | None:
     """Return whether a checkpoint has all layers of its base with unchanged weights; None if its config has no digest."""
     with resolve_source(str(model)) as source:
-        entry = read_config_entry(read_config(source.folder), source.folder)
+        upscaled = read_upscaled(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
-        plan = read_plan(entry, opened)
-        if DIGEST_KEY not in entry:
+        plan = read_plan(upscaled, opened)
+        if upscaled.base_sha256 is None:
             return None
-        opened = with_rows_of_base(with_blocks_of_base(opened, plan), plan, entry)
+        opened = with_rows_of_base(with_blocks_of_base(opened, plan, upscaled), plan, upscaled)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
-            return compare_with_base(digests.finish(), entry, read_record(source.folder) or {})["base_confirmed"]
+            return compare_with_base(digests.finish(), upscaled, read_record(source.folder) or {})["base_confirmed"]

@@ -1,17 +1,17 @@
 """Extraction of the language model of a composite model, as a separate checkpoint."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.anatomy.record import RECORD_KEY, record_of
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import keep_tokenizer
-from upscalers.record.provenance import COMPOSITE_KEY, DIGEST_KEY
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.recipes import Copy
@@ -58,7 +58,7 @@ def _config(opened: BaseCheckpoint) -> Config:
     config = dict(opened.config)
     has_memory = config["model_type"].startswith(MEMORY_PREFIX)
     config["architectures"] = [f"{'Midus' if has_memory else ''}{opened.family.class_name}ForCausalLM"]
-    if CONFIG_KEY in config:
-        unknown = (DIGEST_KEY, COMPOSITE_KEY)
-        config[CONFIG_KEY] = {key: value for key, value in config[CONFIG_KEY].items() if key not in unknown}
+    record = record_of(config)
+    if record is not None:
+        config[RECORD_KEY] = dataclasses.replace(record, base_sha256=None, larger_base_config=None).to_dict()
     return config

@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import UpscaleRecord, has_record
 from midus_hf.files.checkpoint_files import CODE
-from midus_hf.files.outputs import STRIPPED_KEY, has_config_entry
+from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan, read_record
+from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled
 from upscalers.tensors.vocabulary_rows import rows_by_token
 
 
@@ -36,8 +37,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         config = read_config(source.folder)
         record = read_record(source.folder) or {}
         stripped = {STRIPPED_KEY: record[STRIPPED_KEY]} if isinstance(record.get(STRIPPED_KEY), dict) else {}
-        is_plain = bool(stripped) and not has_config_entry(config)
-        entry = {} if is_plain else read_config_entry(config, source.folder)
+        is_plain = bool(stripped) and not has_record(config)
+        upscaled = UpscaleRecord() if is_plain else read_upscaled(config, source.folder)
         opened = open_base(source.folder, needs_weights=False)
         counted = {name: tensor for name, tensor in opened.tensors.items() if name not in opened.uncounted_names}
         counts = {name: math.prod(tensor.shape) for name, tensor in counted.items()}
@@ -45,7 +46,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         if is_plain:
             total = {"total": sum(counts.values())}
             return {**described, "num_layers": opened.num_layers, "parameters": total, **stripped}
-        plan = read_plan(entry, opened)
+        plan = read_plan(upscaled, opened)
         layers = [
             {
                 "index": index,
@@ -61,12 +62,12 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
         return {
             "model": str(model),
-            "method": entry["method"],
+            "method": upscaled.method,
             "base": base.get("name") if isinstance(base, dict) else unknown,
-            "options": entry.get("options") or {},
-            "seed": entry.get("seed"),
-            "trainable": entry.get("trainable"),
-            "causal": entry.get("causal", True),
+            "options": dict(upscaled.options),
+            "seed": upscaled.seed,
+            "trainable": upscaled.trainable,
+            "causal": upscaled.causal,
             "model_type": opened.config["model_type"],
             "memory": opened.config.get("memory") or [],
             "parameters": {
@@ -77,7 +78,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "layers": layers,
             "measurements": record.get("measurements") or [],
             "code": inspect_code(source.folder),
-            **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
+            **({EDITS_KEY: list(upscaled.edits)} if upscaled.edits else {}),
             **stripped,
         }
 

@@ -2,7 +2,7 @@
 
 import math
 
-from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -44,7 +44,7 @@ class Job:
                 "base, or strip could not give it back."
             )
         self.config = method.config(base, plan)
-        self.config.pop(CONFIG_KEY, None)  # of an earlier upscaling
+        self.config.pop(RECORD_KEY, None)  # of an earlier upscaling
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
         self.layout = layout_of(self.config)
         if base.parts:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from midus_hf.config.backbone import MEMORY_PREFIX
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import Bank, bank_patterns, banks_of

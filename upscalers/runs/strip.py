@@ -6,22 +6,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.files.outputs import LANGUAGE_KEY, STRIPPED_KEY
+from midus_hf.anatomy.record import LANGUAGE_KEY, UpscaleRecord
+from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, FIRST_TOKEN_KEY, REWRITTEN_KEY, remove_tokens
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, remove_tokens
 from upscalers.record.provenance import (
-    COMPOSITE_KEY,
-    DIGEST_KEY,
-    read_config_entry,
     read_plan,
     read_record,
+    read_upscaled,
     resized_vocabulary,
-    whole_base_config,
     write_record,
 )
 from upscalers.request.progress import Progress
@@ -59,23 +57,25 @@ def strip(
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
         config = read_config(source.folder)
-        entry = read_config_entry(config, source.folder)
+        upscaled = read_upscaled(config, source.folder)
         resized = resized_vocabulary(config)
         opened = open_base(source.folder)
-        plan = read_plan(entry, opened)
-        opened = with_rows_of_base(with_blocks_of_base(opened, plan), plan, entry)
+        plan = read_plan(upscaled, opened)
+        opened = with_rows_of_base(with_blocks_of_base(opened, plan, upscaled), plan, upscaled)
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
         kept = {name: bank for name, bank in banks_of(opened.layout.memories).items() if name not in plan.new_memories}
-        digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
+        digested = TensorDigests(
+            opened.tensors, digested_names(opened, tensors) if upscaled.base_sha256 is not None else {}
+        )
         with (
             digested as digests,
             written_from(opened, folder, shards, kept, progress, digests.add, opened.stored_name) as written,
         ):
             progress.stage("checking what was written", 1)
-            write_part(source.folder, folder.partial, _base_config(entry, tensors, resized, progress), progress)
+            write_part(source.folder, folder.partial, _base_config(upscaled, tensors, resized, progress), progress)
             changed: Any = record.get(CHANGED_KEY)
             for name in CHANGED_FILES if isinstance(changed, dict) else ():
                 if isinstance(changed.get(name), str):
@@ -86,13 +86,14 @@ def strip(
                 progress.note(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
-            tokens = range(entry.get(FIRST_TOKEN_KEY, plan.new_rows.start), plan.new_rows.stop)
+            first = upscaled.first_token
+            tokens = range(plan.new_rows.start if first is None else first, plan.new_rows.stop)
             if tokens and not remove_tokens(folder.partial, tokens, record):
                 progress.note(
                     "tokenizer.json is written anew without the new tokens: it reads text as the base's, whose bytes may differ."
                 )
             hashes = digests.finish()
-            comparison = compare_with_base(hashes, entry, record)
+            comparison = compare_with_base(hashes, upscaled, record)
             if comparison["base_confirmed"] is False:
                 differing = comparison["differing_tensors"]
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
@@ -101,7 +102,11 @@ def strip(
                     f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. If you need the base "
                     "itself, use the base's checkpoint."
                 )
-            removal = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
+            removal: dict[str, Any] = {
+                "model": source.label,
+                "method": upscaled.method,
+                "removed_layers": plan.new_indices,
+            }
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             removal |= {"removed_tokens": len(plan.new_rows)} if plan.new_rows else {}
             version = importlib.metadata.version("midus-hf")
@@ -110,7 +115,7 @@ def strip(
     return {
         "model": str(model),
         "output": str(output),
-        "model_type": whole_base_config(entry).get("model_type"),
+        "model_type": upscaled.whole_base_config.get("model_type"),
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
         "removed_memories": list(plan.new_memories),
@@ -122,18 +127,18 @@ def strip(
 
 
 def _base_config(
-    entry: Config, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
+    upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
     """Return the base's config, with the dtype of the tensors if these were cast, and the vocabulary's size if it was resized."""
-    config, dtype = whole_base_config(entry), TORCH_NAMES[dtype_of_most(tensors)]
+    config, dtype = upscaled.whole_base_config, TORCH_NAMES[dtype_of_most(tensors)]
     if resized:
         before, size = resized
         config = copy.deepcopy(config)
-        (config[LANGUAGE_KEY] if COMPOSITE_KEY in entry else config)["vocab_size"] = size
+        (config[LANGUAGE_KEY] if upscaled.larger_base_config else config)["vocab_size"] = size
         progress.warn(
             f"the vocabulary was resized from {before:,} to {size:,} tokens since it was upscaled; it stays so."
         )
-    base_dtype = entry.get("base_dtype", dtype)
+    base_dtype = upscaled.base_dtype or dtype
     if dtype == base_dtype:
         return config
     progress.warn(f"the base was {base_dtype}, and its tensors are {dtype} since it was upscaled; they stay so.")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.config.backbone import PROVEN
+from midus_hf.anatomy.types import MAIN_TYPES
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
@@ -38,7 +38,7 @@ def compare_models(
 ) -> tuple[Identity, float | None]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits."""
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
-    replays = [] if identity or base.family.model_type in PROVEN else _replays(plan)
+    replays = [] if identity or base.family.model_type in MAIN_TYPES else _replays(plan)
     steps = base.num_layers * (1 + len(replays)) + plan.num_layers + 2
     progress.stage("comparing with the base", steps, "layers and heads")
     tokens, base_logits, hidden_states = _run_base(base, plan, torch_dtype, identity, progress)

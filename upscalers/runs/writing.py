@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.backbone import MEMORY_PREFIX
+from midus_hf.anatomy.record import RECORD_KEY
+from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.files.outputs import CONFIG_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
 from upscalers.architecture.layout import layout_of
@@ -18,7 +18,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
-from upscalers.record.provenance import DIGEST_KEY, base_record, config_entry, paper_entry, write_record
+from upscalers.record.provenance import base_record, paper_entry, upscale_record, write_record
 from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import one_line
 from upscalers.request.progress import Progress
@@ -44,8 +44,8 @@ class Writing:
         shards = split_shards(job.written, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
         with self.folder.writing() as partial, digested as digests:
-            entry = config_entry(job.method, job.base, job.plan, job.seed, job.layout.memories.reads_ahead)
-            config = {**job.config, CONFIG_KEY: entry}
+            upscaled = upscale_record(job.method, job.base, job.plan, job.seed, job.layout.memories.reads_ahead)
+            config = {**job.config, RECORD_KEY: upscaled.to_dict()}
             write_config(partial, job.base.whole_config(config))
             writer = CheckpointWriter(job.base.tensors, self.verify, progress, digests.add, job.base.stored_name)
             written = writer.write(partial, shards)
@@ -114,8 +114,8 @@ class Writing:
     ) -> None:
         from midus_hf.version import __version__
 
-        job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
-        entry[DIGEST_KEY] = content_sha256(digests)
+        job, counts, entry = self.job, self.job.counts(), config[RECORD_KEY]
+        entry["base_sha256"] = content_sha256(digests)
         write_config(partial, job.base.whole_config(config))
         tie_banks(partial, banks_of(layout_of(config).memories))
         # A recipe names only bases on the hub: the path of a local base is private.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from midus_hf.files.outputs import CONFIG_KEY
+from midus_hf.anatomy.record import UpscaleRecord
 from upscalers.architecture.family import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -74,7 +74,7 @@ def _with_blocks(model: BaseCheckpoint, other: Layout) -> Iterator[tuple[str, in
             yield model.prefix + name.removeprefix("model."), dim, resized
 
 
-def with_blocks_of_base(model: BaseCheckpoint, plan: Plan) -> BaseCheckpoint:
+def with_blocks_of_base(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> BaseCheckpoint:
     """Return a model, made by a plan that keeps all layers of its base, with only the base's blocks in tensors per layer."""
     if not plan.new_indices:
         return model
@@ -89,7 +89,7 @@ def with_blocks_of_base(model: BaseCheckpoint, plan: Plan) -> BaseCheckpoint:
             num_blocks=model.num_layers,
             blocks=blocks,
         )
-        for name, dim, shape in _with_blocks(model, layout_of(model.config[CONFIG_KEY]["base_config"]))
+        for name, dim, shape in _with_blocks(model, layout_of(dict(upscaled.base_config)))
         for stored in (model.tensors[name],)
     }
     return replace(model, tensors={**model.tensors, **chosen})

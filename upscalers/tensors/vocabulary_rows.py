@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from midus_hf.config.backbone import PROVEN, PROVEN_TABLES, TokenTables
-from upscalers.architecture.family import Config, Layout, Shape
+from midus_hf.anatomy.record import UpscaleRecord
+from upscalers.architecture.family import Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from upscalers.tensors.recipes import ReadTensor
 
     ReadRows = Callable[[list[int]], torch.Tensor]
-
-# Key of a config's entry: rows of the base that new tokens replaced, by the name of their tensor, with their dtype.
-REPLACED_KEY = "replaced_rows"
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def new_rows_of(shape: Shape, name: str, ids: range, pieces: tuple[tuple[int, ..
 
 def token_sizes(model: BaseCheckpoint) -> dict[str, int]:
     """Return the keys of a config by which tables have a row for each token, with their values."""
-    values = {key: model.config.get(key, model.layout.values.get(key)) for key in _tables(model).keys}
+    values = {key: model.config.get(key, model.layout.values.get(key)) for key in model.family.tables.keys}
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -89,7 +86,7 @@ def rows_by_token(model: BaseCheckpoint) -> list[str]:
                 f"{name} is {list(shape)} in the base, with {listed}; expected a row of weights for each token, and no other, not "
                 "quantised. Choose another base."
             )
-    for name in (_own_name(model, full) for full in _tables(model).inputs):
+    for name in (_own_name(model, full) for full in model.family.tables.inputs):
         if name not in found:
             raise ValueError(
                 f"models of the type {model.family.model_type!r} read {name} by the ids of tokens, and no key of the config says how "
@@ -112,14 +109,6 @@ def _predicting_tables(model: BaseCheckpoint, found: list[str]) -> list[str]:
             "quantised. Choose another base."
         )
     return names
-
-
-def _tables(model: BaseCheckpoint) -> TokenTables:
-    if model.family.model_type in PROVEN:
-        return PROVEN_TABLES
-    from midus_hf.models.inference.token_tables import token_tables
-
-    return token_tables(model.family.model_type)
 
 
 def _outer_shapes(model: BaseCheckpoint, layout: Layout) -> dict[str, Shape]:
@@ -162,16 +151,16 @@ class _RowsOfBase(ComputedTensor):
         return rows
 
 
-def with_rows_of_base(model: BaseCheckpoint, plan: Plan, entry: Config) -> BaseCheckpoint:
-    """Return a model, whose last upscaling added the tokens that the config's `entry` names, with the base's rows alone."""
+def with_rows_of_base(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> BaseCheckpoint:
+    """Return a model, whose last upscaling added the tokens that the record names, with the base's rows alone."""
     if not plan.new_rows:
         return model
-    replaced = entry.get(REPLACED_KEY) or {}
-    of_base = _outer_shapes(model, layout_of(entry["base_config"]))
+    replaced = upscaled.replaced_rows
+    of_base = _outer_shapes(model, layout_of(dict(upscaled.base_config)))
     tensors: dict[str, StoredTensor] = dict(model.tensors)
     for name in rows_by_token(model):
         stored = tensors[name]
-        size = of_base[name][0] if name in of_base else entry["base_config"]["vocab_size"]
+        size = of_base[name][0] if name in of_base else upscaled.base_config["vocab_size"]
         if stored.shape[0] < size:
             raise ValueError(
                 f"the vocabulary was resized to {stored.shape[0]:,} tokens since it was upscaled, fewer than the base's {size:,}; "

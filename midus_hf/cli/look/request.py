@@ -113,7 +113,6 @@ def check_base(base: str, model: str) -> None:
     if base != "self":
         check_model_name("base", base)
         return
-    from midus_hf.files.outputs import has_config_entry
     from upscalers.checkpoint.base_checkpoint import read_config
     from upscalers.checkpoint.source import resolve_source
     from upscalers.record.provenance import resized_vocabulary
@@ -121,7 +120,7 @@ def check_base(base: str, model: str) -> None:
 
     with resolve_source(model) as source:
         config = read_config(source.folder)
-    resized = resized_vocabulary(config) if has_config_entry(config) else None
+    resized = resized_vocabulary(config)
     if resized is not None:
         before, size = resized
         raise ValueError(

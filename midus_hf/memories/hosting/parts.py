@@ -33,6 +33,32 @@ def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
     return {CACHE: past_key_values, "cache": cache}
 
 
+#: Names of the children that mix tokens, in any type's layers. The first name that a layer has is its mixer.
+MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "temporal_block")
+
+#: Names of the children that are, or route to, the feed-forward network. The first name that a layer has is taken.
+FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "mlp_block", "ffn")
+
+#: Names of a layer's projections, by role.
+PROJECTIONS = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output_projection": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+def has_heads(mixer: Any) -> bool:
+    """Return whether a mixer is an attention whose projections stand alone, so that memories can read and adapt its heads."""
+    roles = ("query", "key", "value", "output_projection")
+    return hasattr(mixer, "config") and all(
+        isinstance(getattr(mixer, PROJECTIONS[role], None), nn.Module) for role in roles
+    )
+
+
 class MissingPart(ValueError):
     """A layer without the part at which a memory is to be.
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.parts import CACHE, Keywords
+from midus_hf.memories.hosting.parts import CACHE, PROJECTIONS, Keywords
 from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.hosting.state import MemoryState, not_croppable, refuse_one_row, states_in
 from midus_hf.memories.hosting.token_places import TokenPlaces, token_places
@@ -171,7 +170,7 @@ class ScaledInitialisation(Service):
     def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         for layer in model.layers:
             for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
-                projection: Any = getattr(getattr(layer, part or "", None), PROJECTION_NAMES[role], None)
+                projection: Any = getattr(getattr(layer, part or "", None), PROJECTIONS[role], None)
                 # A layer that was inserted for a memory has no projection of this name, and some families wrap theirs.
                 if isinstance(getattr(projection, "weight", None), nn.Parameter):
                     # Transformers initialises the projection later, and the stack then scales it.

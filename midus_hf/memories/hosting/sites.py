@@ -6,12 +6,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from midus_hf.config.backbone import PROJECTION_NAMES
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
 from midus_hf.memories.hosting.layer import HostLayer, Site, first_of, read_by, with_first
-from midus_hf.memories.hosting.parts import Arguments, Keywords, PartOutput
+from midus_hf.memories.hosting.parts import PROJECTIONS, Arguments, Keywords, PartOutput
 
 
 class ChangesProjections(Site):
@@ -23,7 +22,7 @@ class ChangesProjections(Site):
         own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
         for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
             hook: Any = _ProjectionHook(self, role)
-            self.hook(f"{part}.{PROJECTION_NAMES[role]}", hook)
+            self.hook(f"{part}.{PROJECTIONS[role]}", hook)
 
     def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection with the changes of the memories, made one after another."""

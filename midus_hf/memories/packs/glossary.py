@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midus_hf.anatomy.record import recorded_options
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
@@ -247,7 +248,7 @@ class Glossary:
         """Warn of what a change leaves out, and end what is recorded about protected texts if there are new names."""
         for line in change.remarks:
             warnings.warn(line, stacklevel=3)
-        for options in options_recorded(self.recorded) if change.new_names else ():
+        for options in recorded_options(self.recorded, "packs") if change.new_names else ():
             if options.get("protect") is not None:
                 warnings.warn(
                     f"{UNPROTECTED.format(options['protect'])} Check them with midus edit add.", stacklevel=3
@@ -384,14 +385,6 @@ class Glossary:
         """
         does = names_in(self.table, map(self.spelling.piece, ids))
         return [(at, found.entry) for at, token in enumerate(does) for found in token.opens]
-
-
-def options_recorded(recorded: Any) -> Iterator[dict[str, Any]]:
-    """Yield the options of packs that `upscale` recorded, in its entry of a config and in those of the bases within."""
-    while isinstance(recorded, dict):
-        if recorded.get("method") == "packs" and isinstance(recorded.get("options"), dict):
-            yield recorded["options"]
-        recorded = (recorded.get("base_config") or {}).get("upscale")
 
 
 def found_in(table: NameTable, text: str) -> list[Found]:

@@ -1,13 +1,10 @@
 """Families whose layers host memory, and their registration with the Auto classes of Transformers.
 
-Each of the seven modules here has the classes of one family: thin subclasses of the family's own. They are written by
-`python scripts/families.py --modules`, from a tiny model of the family that Transformers builds. Modules of more types are made at
-run time, by `midus_hf.models.inference.modules`.
+A module of this package has the classes of one family: thin subclasses of the family's own. `template.py` makes it from the row of
+the type, for the main types when `midus_hf.models` is imported, and for others when a config names them.
 """
 
-import importlib
 import sys
-import warnings
 from typing import Any
 
 import transformers
@@ -20,7 +17,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from midus_hf.config.backbone import PROVEN
 from midus_hf.models.listing import show_in_transformers
 
 #: Ends of the names of task heads' classes, as of the Auto classes that load them.
@@ -63,14 +59,3 @@ def register_composite_family(composite_class: Any) -> Any:
         auto_class.register(config_class, composite_class, exist_ok=True)
     show_in_transformers(composite_class.__name__, composite_class)
     return composite_class
-
-
-for _model_type in PROVEN:  # each module registers its classes
-    try:
-        importlib.import_module(f"{__name__}.{_model_type}")
-    except Exception as error:  # an import of transformers by the user comes here too
-        warnings.warn(
-            f"checkpoints of midus_{_model_type} cannot be loaded with transformers {transformers.__version__} "
-            f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
-            stacklevel=1,
-        )

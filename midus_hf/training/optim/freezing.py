@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.files.outputs import NEW_ROWS
 from midus_hf.memories.entries import ATTACHED, TABLES
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
@@ -68,8 +68,8 @@ class TrainableReport:
 
 def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolved:
     """Replace `"auto"` by the config's choice, and refuse invalid choices, or those that are not in the model."""
-    record, kind = _record(config), config.model_type
-    resolved: Any = record.get("trainable") if trainable == "auto" else trainable
+    record, kind = record_of(config) or UpscaleRecord(), config.model_type
+    resolved: Any = record.trainable if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
         raise nothing_new(kind)
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
@@ -80,13 +80,13 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
         rows_alone = bool(new_rows(config)) and resolved == "new"
-        if not new_layers(config) and not record.get("new_memories") and not rows_alone:
+        if not new_layers(config) and not record.new_memories and not rows_alone:
             raise ValueError(
                 f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
         types = {entry.get("name", entry["type"]): entry["type"] for entry in _memory_entries(config)}
-        if not new_layers(config) and {types.get(name) for name in record.get("new_memories", ())} == {"packs"}:
+        if not new_layers(config) and {types.get(name) for name in record.new_memories} == {"packs"}:
             raise ValueError(
                 "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "
                 "adapters, such as adapters: {r: 16}."
@@ -109,7 +109,7 @@ def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> list[int]:
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them; empty if there are none."""
-    layers = sorted(_record(config).get("new_layers") or [])
+    layers = sorted((record_of(config) or UpscaleRecord()).new_layers)
     if outside := _outside(config, layers):
         raise ValueError(
             f"upscale.new_layers of the config names {outside}, which the model does not have. Upscale the base again."
@@ -119,7 +119,7 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
 
 def new_rows(config: PreTrainedConfig) -> range:
     """Return the ids of the tokens that the last upscaling added, as `upscale` recorded them; empty if it added none."""
-    return range(*_record(config).get(NEW_ROWS, (0,)))
+    return (record_of(config) or UpscaleRecord()).new_rows
 
 
 def new_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -128,7 +128,7 @@ def new_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     name_of_stack = next(name for name, module in modules.items() if module is stack)
     new = {f"{name_of_stack}.{layer}": stack[layer] for layer in new_layers(model.config)}
-    for memory in _record(model.config).get("new_memories") or []:
+    for memory in (record_of(model.config) or UpscaleRecord()).new_memories:
         attached = {
             name: module
             for name, module in modules.items()
@@ -259,12 +259,6 @@ def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.P
 
 def _num_training(module: nn.Module) -> int:
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
-
-
-def _record(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the record of `upscale` in the config; empty if `upscale` did not make the model."""
-    record = getattr(config.get_text_config(), "upscale", None)
-    return record if isinstance(record, dict) else {}
 
 
 def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from midus_hf.anatomy.types import model_type_of
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.inference.token_tables import token_tables
 
 _MARK = "trained_rows"
 # Hooks by the parameter whose gradient they cut. A copy of a parameter has none of its hooks.
@@ -19,7 +19,7 @@ _HOOKS = WeakIdKeyDictionary()
 def modules_with_rows(model: Any) -> list[nn.Module]:
     """Return the modules of a model that have a row for each token: the head, and those that it reads by ids, each once."""
     stack = decoder_of(model)
-    names = token_tables(model.config.get_text_config().model_type).inputs
+    names = model_type_of(model.config.get_text_config().model_type).tables.inputs
     tables = [stack.get_submodule(name.removeprefix("model.").rpartition(".")[0]) for name in names]
     head = model.get_output_embeddings()
     return [*tables, *([] if head is None else [head])]

@@ -1,31 +1,23 @@
 """Tables with a row for each token, read from what a tiny model of a type does with the ids of tokens."""
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from midus_hf.config.backbone import MEMORY_PREFIX, PROVEN, PROVEN_TABLES, TokenTables
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_model
+from midus_hf.anatomy.types import TokenTables, UnknownType
+from scripts.anatomy.tiny import tiny_model
 
 _LENGTH, _CHANGE = 8, 4
 
 
-@cache
-def token_tables(model_type: str) -> TokenTables:
-    """Return the tables of a type that ids index, and the config's keys for their sizes; the proven families have one of each.
+def tables_read(model_type: str) -> TokenTables:
+    """Return the tables of a type that ids index, and the config's keys for their sizes.
 
     Raises:
-        UnknownArchitecture: If no tiny model of the type can be built or run.
+        UnknownType: If no tiny model of the type can be built or run.
     """
-    model_type = model_type.removeprefix(MEMORY_PREFIX)
-    return PROVEN_TABLES if model_type in PROVEN else tables_read(model_type)
-
-
-def tables_read(model_type: str) -> TokenTables:
-    """Return what `token_tables` does, read from tiny models of any type."""
     model = tiny_model(model_type)
     sizes, tokens = _sizes(model), model.config.vocab_size
     keys = [
@@ -45,7 +37,7 @@ def _sizes(model: Any) -> dict[str, int]:
         with torch.no_grad(), _TablesRead(model, tokens) as read:
             logits = model(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # models raise whatever their parts raise
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"a pass through a tiny model of {model.config.model_type!r} fails ({type(error).__name__}: {error})."
         ) from None
     return {**read.rows, "": logits.shape[-1]}

@@ -21,7 +21,7 @@ from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch, FetchedLayer
 from midus_hf.memories.hosting.layer import first_of, with_first
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.models.inference.architecture import (
+from scripts.anatomy.architecture import (
     PROJECTIONS,
     LayerParts,
     architecture_of,

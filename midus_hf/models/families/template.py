@@ -1,51 +1,54 @@
-"""Modules of the classes that host memory in a type, made from what Transformers builds.
+"""Modules of the classes that host memory in a type, made from its row in the table of types.
 
-The classes are thin subclasses of the type's own. Their source is a template, filled with names read from a tiny random model: one
-template for language models, one for composite models that hold a language model. A module behaves as if it came from a file: its
-classes are pickled by name, and code that checkpoints carry is written from its source.
+The classes are thin subclasses of the type's own. Their source is a template: one for language models, one for composite models that
+hold a language model. A module behaves as if it came from a file: its classes are pickled by name, and code that checkpoints carry
+is written from its source.
 """
 
+import copy
+import hashlib
 import importlib.abc
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
+import torch
 import transformers
-from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, modeling_layers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    modeling_layers,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
-from midus_hf.memories.hosting.heads import rotates
+from midus_hf.anatomy.types import CompositeType, LayerParts, ModelType, UnknownType, type_of
 from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
-from midus_hf.models.inference.architecture import (
-    MIXERS,
-    PROJECTIONS,
-    LayerParts,
-    architecture_of,
-    feed_forward_of,
-    has_heads,
-    mixer_of,
-    part_name,
-    passes_on,
-)
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_composite_model, tiny_model
+
+#: Tables of Transformers with the classes of composite models, by the class of their config.
+COMPOSITE_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
 
 
-def host_type(model_type: str) -> None:
+def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> None:
     """Make the module of the classes that host memory in a type, `midus_hf.models.families.MODEL_TYPE`, which registers them.
 
     Args:
         model_type: The `model_type` of a causal language model of transformers, or of a composite model that holds one.
+        row: What is known of the type. Default: its row in the table of types.
 
     Raises:
-        UnknownArchitecture: If the type cannot host memory. The message says why.
+        UnknownType: If the type cannot host memory, or has other layers in the installed version of transformers.
     """
-    source = composite_source(model_type) if is_composite(model_type) else family_source(model_type)
+    if row is None:
+        row = type_of(model_type)
+        _check_version(row)
+    source = composite_source(row) if isinstance(row, CompositeType) else family_source(row)
     name = f"{families.__name__}.{model_type}"
     loader = _SourceLoader(f"{families.__path__[0]}/{model_type}.py", source)
     spec: Any = importlib.util.spec_from_file_location(name, loader=loader)
@@ -53,6 +56,34 @@ def host_type(model_type: str) -> None:
     sys.modules[name] = module
     loader.exec_module(module)
     setattr(families, model_type, module)
+
+
+def _check_version(row: ModelType | CompositeType) -> None:
+    """Refuse a type that was not proven with the installed version of transformers, unless its layers are the same."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    if version in row.transformers or (isinstance(row, ModelType) and shapes_digest(row) in row.transformers.values()):
+        return
+    raise UnknownType(
+        f"{row.model_type!r} was proven with transformers {', '.join(row.transformers)}, and has other tensors in "
+        f"{transformers.__version__}; expected one of these versions. Or prove it anew, with a checkout of the repository: "
+        f"python -m scripts.anatomy {row.model_type}"
+    )
+
+
+def shapes_digest(row: ModelType) -> str:
+    """Return a digest of the names and shapes of the tensors of a type's tiny model, as the installed transformers builds it."""
+    try:
+        config: Any = CONFIG_MAPPING[row.model_type](**copy.deepcopy(dict(row.config)))
+        with torch.device("meta"):
+            native: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model = native(config)
+    except Exception as error:  # config classes and models raise whatever their checks raise
+        return type(error).__name__
+    shapes = [
+        [name, type(model.get_submodule(name.rpartition(".")[0])).__name__, *each.shape]
+        for name, each in model.state_dict().items()
+    ]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
 class _SourceLoader(importlib.abc.SourceLoader):
@@ -68,55 +99,35 @@ class _SourceLoader(importlib.abc.SourceLoader):
         return self._source.encode()
 
 
-def is_composite(model_type: str) -> bool:
-    """Return whether a type of transformers holds a language model within a composite model."""
-    return "text_config" in CONFIG_MAPPING[model_type].sub_configs
-
-
-def family_source(model_type: str) -> str:
-    """Return the source of the classes that host memory in a family.
-
-    Args:
-        model_type: The `model_type` of a causal language model of transformers.
-
-    Raises:
-        ValueError: If the type's layers cannot host memory. The message says why.
-    """
-    architecture, model = architecture_of(model_type), cast(Any, tiny_model(model_type))
-    family, causal_lm, config = architecture.class_name, architecture.causal_lm.__name__, type(model.config)
-    layers, heads = model.model.layers, _heads(config)
-    attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
-    networks = [network for network in map(feed_forward_of, layers) if _has_gate(network)]
-    hosts: dict[str, Any] = {
-        name: classes.pop()
-        for name, modules in (("attention_class", attentions), ("mlp_class", networks))
-        if len(classes := {type(module).__name__ for module in modules}) == 1
-    }
-    own = {each.__name__ for each in (*architecture.layers, type(model.model), type(model), *heads.values())}
-    own |= {*hosts.values()}
-    if not all(map(_rotates, attentions)):
+def family_source(row: ModelType) -> str:
+    """Return the source of the classes that host memory in a family."""
+    family, config = row.class_name, CONFIG_MAPPING[row.model_type]
+    native: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    modeling, causal_lm, heads = sys.modules[native.__module__], native.__name__, _heads(config)
+    hosts: dict[str, Any] = {"attention_class": row.attention_class, "mlp_class": row.mlp_class}
+    hosts = {name: value for name, value in hosts.items() if value is not None}
+    own = {*row.layers, row.stack, causal_lm, *(head.__name__ for head in heads.values()), *hosts.values()}
+    if row.some_do_not_rotate:
         hosts["some_do_not_rotate"] = True
-    mixers = tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS))))
-    conversions = _conversions(f"Midus{family}ForCausalLM", model_type, causal_lm)
-    kinds = {layer: layer.__name__.removeprefix(family).removesuffix("DecoderLayer") for layer in architecture.layers}
+    conversions = _conversions(f"Midus{family}ForCausalLM", row.model_type, causal_lm)
+    kinds = {layer: layer.removeprefix(family).removesuffix("DecoderLayer") for layer in row.layers}
     kinds = dict.fromkeys(kinds, "") if len(kinds) == 1 else kinds  # what tells classes of layers apart
     return _SOURCE.format(
         family=family,
-        model_type=model_type,
+        model_type=row.model_type,
         config_module=config.__module__,
         config=config.__name__,
-        modeling=architecture.causal_lm.__module__,
+        modeling=native.__module__,
         names="\n".join(f"    {name}," for name in sorted(own)),
         layers="\n".join(
-            _layer_source(family, kind, layer.__name__, architecture.layers[layer], mixers, hosts)
-            for layer, kind in kinds.items()
+            _layer_source(family, kind, layer, row.layers[layer], row.mixers, hosts) for layer, kind in kinds.items()
         ),
         layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
-        model=type(model.model).__name__,
-        model_experts=_experts(type(model.model)),
+        model=row.stack,
+        model_experts=_experts(getattr(modeling, row.stack)),
         causal_lm=causal_lm,
-        experts=_experts(type(model)),
+        experts=_experts(native),
         head_kinds=f"    head_kinds = {tuple(heads)}\n".replace("'", '"') if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
         heads="".join(
@@ -124,21 +135,9 @@ def family_source(model_type: str) -> str:
             for kind, head in heads.items()
         ),
         shared=_SHARED if conversions else "",
-        logit_scale=_LOGIT_SCALE if model_type == "hyperclovax" else "",
+        logit_scale=_LOGIT_SCALE if row.model_type == "hyperclovax" else "",
         conversions=conversions,
     )
-
-
-def _has_gate(network: Any) -> bool:
-    """Return whether a feed-forward network has the three projections of a gated one."""
-    return all(isinstance(getattr(network, PROJECTIONS[role], None), nn.Linear) for role in ("gate", "up", "down"))
-
-
-def _rotates(attention: nn.Module) -> bool:
-    """Return whether an attention rotates queries and keys, or cannot be tried."""
-    with suppress(Exception):  # models raise whatever their parts raise
-        return rotates(attention)
-    return True
 
 
 def _heads(config: Any) -> dict[str, type]:
@@ -187,33 +186,14 @@ def _attributes(values: Mapping[str, Any]) -> str:
     return f"\n{lines}" if lines else ""
 
 
-def composite_source(model_type: str) -> str:
-    """Return the source of the classes of a composite model whose language model hosts memory.
-
-    Args:
-        model_type: The `model_type` of a composite model of transformers.
-
-    Raises:
-        UnknownArchitecture: If the composite model cannot host memory. The message says why.
-    """
-    model: Any = tiny_composite_model(model_type)
-    language_config = model.config.get_text_config(decoder=True)
-    language_type = language_config.model_type
-    if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnknownArchitecture(
-            f"{model_type!r} holds a language model, {language_type!r}, that transformers loads only within a composite model; "
-            "expected a language model that transformers loads alone too."
-        )
-    if language_type not in FAMILIES:
-        host_type(language_type)
-    language: Any = FAMILIES[language_type]
-    path = _path_of_stack(model, language)
-    if not passes_on(model, [model.get_submodule(path)], "language model"):
-        raise UnknownArchitecture(
-            f"{model_type!r} does not pass all keyword arguments on to its language model; expected a model that does."
-        )
-    composite, config = type(model), type(model.config)
-    conversions = _conversions(f"Midus{composite.__name__}", model_type, composite.__name__)
+def composite_source(row: CompositeType) -> str:
+    """Return the source of the classes of a composite model whose language model hosts memory."""
+    config = CONFIG_MAPPING[row.model_type]
+    composite: Any = next(each[config] for each in COMPOSITE_MAPPINGS if config in each)
+    if row.language_type not in FAMILIES:
+        host_type(row.language_type)
+    language: Any = FAMILIES[row.language_type]
+    conversions = _conversions(f"Midus{composite.__name__}", row.model_type, composite.__name__)
     arguments: dict[str, Any] = {
         parameter.name: parameter.default
         for parameter in inspect.signature(composite.forward).parameters.values()
@@ -221,7 +201,7 @@ def composite_source(model_type: str) -> str:
     }
     arguments |= {name: None for name in _ARGUMENTS_OF_MEMORIES if name not in arguments}
     return _COMPOSITE_SOURCE.format(
-        model_type=model_type,
+        model_type=row.model_type,
         config_module=config.__module__,
         config=config.__name__,
         # Not `Midus{config}`: the language model's config may have that name.
@@ -231,25 +211,13 @@ def composite_source(model_type: str) -> str:
         language_module=language.__module__,
         language_config=language.config_class.__name__,
         language_model=language.model_class.__name__,
-        path=path,
+        path=row.path,
         experts=_experts(composite),
         shared=_SHARED if conversions else "",
         signature="".join(f"        {name}={default!r},\n" for name, default in arguments.items()),
         arguments="".join(f"            {name}={name},\n" for name in arguments),
         conversions=conversions,
     )
-
-
-def _path_of_stack(model: Any, language: Any) -> str:
-    """Return where a composite model holds the stack of layers of a language model."""
-    stack_class = language.model_class.__bases__[-1]
-    paths = [name for name, module in model.named_modules() if type(module) is stack_class]
-    if len(paths) != 1:
-        raise UnknownArchitecture(
-            f"{model.config.model_type!r} holds {len(paths)} stacks of class {stack_class.__name__}; expected that of its language "
-            "model alone."
-        )
-    return paths[0]
 
 
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")

@@ -1,4 +1,4 @@
-"""Prove on a tiny random model of a type that a memory at a site is wired right, before any checkpoint of the type is written.
+"""Prove on a tiny random model of a type that a memory at a site is wired right, before the type is listed.
 
 What was read of an architecture is believed only after this proof. A memory that adds nothing must change no bit. A memory with
 values must compute what is stated by changes of the base, take gradients, and follow a cache as the base does.
@@ -18,13 +18,14 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.bank.mapped_bank import initial_block
 from midus_hf.memories.hierarchical.options import block_layouts
-from midus_hf.memories.hosting.parts import CACHE, MissingPart
+from midus_hf.memories.hosting.parts import CACHE, MissingPart, has_heads
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
-from midus_hf.models.inference.architecture import PROJECTIONS, architecture_of, feed_forward_of, has_heads, mixer_of
-from midus_hf.models.inference.modules import host_type
-from midus_hf.models.inference.statement import SUMS_IN_ANOTHER_ORDER, state
-from midus_hf.models.inference.tiny import tiny_config, tiny_model
+from midus_hf.models.families.template import host_type
+from scripts.anatomy.architecture import PROJECTIONS, feed_forward_of, mixer_of
+from scripts.anatomy.reading import read_type
+from scripts.anatomy.statement import SUMS_IN_ANOTHER_ORDER, state
+from scripts.anatomy.tiny import tiny_config, tiny_model
 
 
 class UnprovenArchitecture(ValueError):
@@ -48,23 +49,6 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "hier-kv": {"type": "hier-kv", **_TREE, "site": "inside-attention"},
     "depth-attention": {"type": "depth-attention", "site": "inside-attention"},
 }
-
-#: What `prove` can prove: sites at which all memories are wired alike, and types of memory inside a part of a layer.
-WIRINGS = tuple(_ENTRIES)
-
-
-def wirings_of(site: str, memory_type: str) -> tuple[str, ...]:
-    """Return the wirings that a memory needs: its site's, its type's inside a part, or all of the part's for a type with none.
-
-    Args:
-        site: The memory's site.
-        memory_type: The memory's type.
-    """
-    if site in WIRINGS:
-        return (site,)
-    inside = tuple(wiring for wiring, entry in _ENTRIES.items() if entry["site"] == site)
-    return (memory_type,) if memory_type in inside else inside
-
 
 _LENGTH, _PADDED, _NEW_TOKENS = 12, 4, 3
 # Largest difference of logits of a pass in one piece and in steps, if the base itself has none.
@@ -95,16 +79,16 @@ def prove(model_type: str, wiring: str) -> None:
 
     Args:
         model_type: The `model_type` of a causal language model of transformers.
-        wiring: One of `WIRINGS`.
+        wiring: One of `midus_hf.anatomy.types.WIRINGS`.
 
     Raises:
-        UnknownArchitecture: If the type cannot host memory.
+        UnknownType: If the type cannot host memory.
         MissingPart: If its layers have no part for the site.
         UnprovenArchitecture: If the proof fails.
     """
-    architecture_of(model_type)
+    row = read_type(model_type)
     if model_type not in FAMILIES:
-        host_type(model_type)
+        host_type(model_type, row)
     entry = _ENTRIES[wiring]
     memory = f"a memory at {wiring}" if wiring == entry["site"] else f"a memory {wiring} at {entry['site']}"
     deeper = with_more_heads(model_type) if MEMORY_TYPES[entry["type"]].attends else {}

@@ -1,6 +1,6 @@
 """Read the architecture of a model type from a tiny random model that transformers builds: where the layers are, and their parts.
 
-Nothing is written down per type but the sizes of its tiny model (`midus_hf/models/inference/tiny.py`): parts are read from the built
+Nothing is written down per type but the sizes of its tiny model (`tiny.py`): parts are read from the built
 model, and what the parts do with the residual stream is read from a recorded forward pass.
 """
 
@@ -13,13 +13,9 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
-
-#: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.
-MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "temporal_block")
-
-#: Names of the children that are, or route to, the feed-forward network. The first name that a layer has is taken.
-FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "mlp_block", "ffn")
+from midus_hf.anatomy.types import LayerParts, UnknownType
+from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS
+from scripts.anatomy.tiny import tiny_config, tiny_model
 
 #: Names of the projections of attention and of gated feed-forward networks, by role. Proofs read this table, and host layers
 #: another, so that an error in one of them shows.
@@ -32,30 +28,6 @@ PROJECTIONS = {
     "up": "up_proj",
     "down": "down_proj",
 }
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """Names of the parts of a type's decoder layers, and what is known of the residual stream between them.
-
-    Args:
-        feed_forward: Name of the feed-forward network, dense or of experts; None if there is none.
-        attention_norm: Name of the norm before the mixer; None if the mixer reads the residual stream itself.
-        attention_output_norm: Name of the norm behind the mixer; None if there is none.
-        mlp_norm: Name of the norm before the feed-forward network; None if there is none, or if it is `attention_norm`.
-        mlp_output_norm: Name of the norm behind the feed-forward network; None if there is none.
-        adds_mixer: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for
-            bit. False for parallel layers and for scaled residual streams.
-        reads_norm: Whether the mixer reads the layer's input or the output of `attention_norm`, and nothing else.
-    """
-
-    feed_forward: str | None
-    attention_norm: str | None
-    attention_output_norm: str | None
-    mlp_norm: str | None
-    mlp_output_norm: str | None
-    adds_mixer: bool
-    reads_norm: bool
 
 
 @dataclass(frozen=True)
@@ -80,6 +52,11 @@ class Architecture:
         return self.causal_lm.__name__.removesuffix("ForCausalLM")
 
 
+def is_composite(model_type: str) -> bool:
+    """Return whether a type of transformers holds a language model within a composite model."""
+    return "text_config" in CONFIG_MAPPING[model_type].sub_configs
+
+
 def part_name(layer: nn.Module, names: Sequence[str]) -> str | None:
     """Return the first of some names that a child of a decoder layer has; None if no child has any."""
     return next((name for name in names if isinstance(getattr(layer, name, None), nn.Module)), None)
@@ -95,11 +72,6 @@ def feed_forward_of(layer: nn.Module) -> Any:
     return getattr(layer, part_name(layer, FEED_FORWARDS) or "", None)
 
 
-def has_heads(mixer: Any) -> bool:
-    """Return whether a mixer is an attention whose projections stand alone, so that memories can read and adapt its heads."""
-    return hasattr(mixer, "config") and all(isinstance(getattr(mixer, name, None), nn.Module) for name in _ATTENTION)
-
-
 @cache
 def architecture_of(model_type: str) -> Architecture:
     """Read the architecture of a type from a tiny random model and one recorded pass.
@@ -108,28 +80,28 @@ def architecture_of(model_type: str) -> Architecture:
         model_type: The `model_type` of a causal language model of transformers.
 
     Raises:
-        UnknownArchitecture: If the type cannot host memory. The message says why.
+        UnknownType: If the type cannot host memory. The message says why.
     """
     config_class = CONFIG_MAPPING[model_type]
     if "text_config" in config_class.sub_configs:
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"{model_type!r} holds a language model within a composite model; expected the language model alone. If transformers "
             "loads it alone, save it as a checkpoint of its own."
         )
     if "decoder" in config_class.sub_configs or getattr(tiny_config(model_type), "is_encoder_decoder", False):
-        raise UnknownArchitecture(f"{model_type!r} is an encoder with a decoder; expected a decoder alone.")
+        raise UnknownType(f"{model_type!r} is an encoder with a decoder; expected a decoder alone.")
     model: Any = tiny_model(model_type)
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise UnknownArchitecture(f"{model_type!r} {_where_layers_are(model)}")
+        raise UnknownType(f"{model_type!r} {_where_layers_are(model)}")
     counted = model.config.num_hidden_layers
     if len(layers) != counted:
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"{model_type!r} has {len(layers)} layers at model.layers where num_hidden_layers is {counted}; expected equal numbers."
         )
     saved = model.config.to_dict().get("num_hidden_layers")
     if saved != counted:
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"{model_type!r} has {counted} layers where num_hidden_layers of its saved config is {saved}; expected equal numbers."
         )
     parts: dict[type[nn.Module], list[LayerParts]] = {}
@@ -183,13 +155,13 @@ def _recorded_pass(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
             module.register_forward_hook(partial(note, calls, name), with_kwargs=True)
     model_type = model.config.model_type
     if not passes_on(model, layers, "layers"):
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"{model_type!r} does not pass all keyword arguments on to its decoder layers; expected a stack that does."
         )
     shape = (1, _LENGTH, model.config.get_text_config().hidden_size)
     for calls in passes:
         if not calls or calls[-1].name or calls[-1].read.shape != shape or calls[-1].output.shape != shape:
-            raise UnknownArchitecture(
+            raise UnknownType(
                 f"the residual stream of {model_type!r} is not one tensor [B, T, D]; expected layers that read and return one."
             )
     return passes
@@ -204,7 +176,7 @@ def passes_on(model: Any, receivers: Iterable[nn.Module], receivers_name: str) -
         receivers_name: What the modules are to the model, for the message.
 
     Raises:
-        UnknownArchitecture: If a pass with the argument fails.
+        UnknownType: If a pass with the argument fails.
     """
     waiting = set(receivers)
 
@@ -219,7 +191,7 @@ def passes_on(model: Any, receivers: Iterable[nn.Module], receivers_name: str) -
         with torch.no_grad():
             model(input_ids=torch.arange(3, 3 + _LENGTH)[None], use_cache=False, memory_inputs=object())
     except Exception as error:  # models raise whatever their parts raise
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"a pass through a tiny model of {model.config.model_type!r} fails with an argument for its {receivers_name} "
             f"({type(error).__name__}: {error})."
         ) from None
@@ -277,4 +249,3 @@ def _first_tensor(values: Any) -> torch.Tensor | None:
 
 
 _LENGTH = 7
-_ATTENTION = tuple(PROJECTIONS.values())[:4]

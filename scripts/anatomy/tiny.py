@@ -7,11 +7,12 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
 )
+
+from midus_hf.anatomy.types import UnknownType
+from midus_hf.models.families.template import COMPOSITE_MAPPINGS
 
 # Names that config classes have for the sizes of a tiny model. A type ignores the names that its config lacks, and
 # of two names for one value the later counts.
@@ -79,10 +80,6 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class UnknownArchitecture(ValueError):
-    """A model type whose architecture cannot be read; the message says what is missing."""
-
-
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a config of a model type with small sizes.
 
@@ -91,17 +88,20 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         changes: Values of the config that replace the small ones.
 
     Raises:
-        UnknownArchitecture: If the config class refuses the small sizes.
+        UnknownType: If the config class refuses the small sizes.
     """
-    config_class = CONFIG_MAPPING[model_type]
     try:
-        small = _small(config_class())
-        return config_class(**{**small, **_SMALL_OF_TYPE.get(model_type, {}), **changes})
+        return CONFIG_MAPPING[model_type](**{**small_sizes(model_type), **changes})
     except Exception as error:  # config classes raise whatever their checks raise
-        raise UnknownArchitecture(
+        raise UnknownType(
             f"{model_type!r} has no tiny config ({type(error).__name__}: {error}). Add the sizes that it needs to _SMALL_OF_TYPE in "
-            "midus_hf/models/inference/tiny.py."
+            "scripts/anatomy/tiny.py."
         ) from None
+
+
+def small_sizes(model_type: str) -> dict[str, Any]:
+    """Return the values of a type's tiny config, by key."""
+    return {**_small(CONFIG_MAPPING[model_type]()), **_SMALL_OF_TYPE.get(model_type, {})}
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -113,7 +113,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedMode
         changes: Values of the config that replace the small ones.
 
     Raises:
-        UnknownArchitecture: If transformers cannot build the model.
+        UnknownType: If transformers cannot build the model.
     """
     config = tiny_config(model_type, **changes)
     return _drawn(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
@@ -127,7 +127,7 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         seed: Seed of the weights. Default: 0.
 
     Raises:
-        UnknownArchitecture: If transformers has no class for the type, or cannot build the model.
+        UnknownType: If transformers has no class for the type, or cannot build the model.
     """
     config_class = CONFIG_MAPPING[model_type]
     composite = composite_class_of(config_class)
@@ -140,7 +140,7 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         small[name] |= {**_SMALL_OF_TYPE.get(language_type, {}), "model_type": language_type}
         config = config_class(**small)
     except Exception as error:  # config classes raise whatever their checks raise
-        raise UnknownArchitecture(f"{model_type!r} has no tiny config ({type(error).__name__}: {error}).") from None
+        raise UnknownType(f"{model_type!r} has no tiny config ({type(error).__name__}: {error}).") from None
     return _drawn(composite, config, seed)
 
 
@@ -148,12 +148,12 @@ def composite_class_of(config_class: Any) -> Any:
     """Return the class of the models that hold a language model within a composite one, for a class of configs.
 
     Raises:
-        UnknownArchitecture: If transformers has none.
+        UnknownType: If transformers has none.
     """
-    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+    for mapping in COMPOSITE_MAPPINGS:
         if config_class in mapping:
             return mapping[config_class]
-    raise UnknownArchitecture(
+    raise UnknownType(
         f"{config_class.model_type!r} has no class of models for text and images or sounds in this version of transformers."
     )
 
@@ -170,9 +170,9 @@ def _drawn(model_class: Any, config: Any, seed: int) -> PreTrainedModel:
                 raise ValueError(f"it has {size:,} parameters")
             model = model_class._from_config(config, dtype=torch.float32).eval()
         except Exception as error:  # models raise whatever their parts raise
-            raise UnknownArchitecture(
+            raise UnknownType(
                 f"a tiny model of {model_type!r} cannot be built ({type(error).__name__}: {error}). Add the sizes that it needs to "
-                "_SMALL_OF_TYPE in midus_hf/models/inference/tiny.py."
+                "_SMALL_OF_TYPE in scripts/anatomy/tiny.py."
             ) from None
         with torch.no_grad():
             for parameter in model.parameters():

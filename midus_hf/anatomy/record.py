@@ -1,0 +1,161 @@
+"""The record of an upscaling in a model's config: what was added to the base, and what the base's config was. No torch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+#: Key of the record in a config.
+RECORD_KEY = "upscale"
+#: Key of the language model's config within the config of a composite model.
+LANGUAGE_KEY = "text_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpscaleRecord:
+    """What `upscale` did to a base; the keys of the record are the names here.
+
+    Args:
+        method: Name of the method.
+        new_layers: Indices of the layers that were added, ascending.
+        new_memories: Names of the memories that were attached. Default: none.
+        new_rows: Ids of the tokens that were added. Default: none.
+        replaced_rows: Rows of the base that new tokens replaced, by the name of their tensor, with their dtype. Default: none.
+        first_token: First id behind the base's tokens, where some before the new ones are reserved. Default: None.
+        trainable: What training trains by default, `"new"` or `"all"`; None if a method has no choice.
+        causal: Whether no token depends on later ones. Default: true.
+        plan: For each layer, `{"base": i}` or what a new layer was made from, as `Plan.to_list` writes it.
+        options: The method's options, without local folders.
+        seed: Seed of the new tensors.
+        base_dtype: Dtype of the base's weights, as torch names it.
+        base_config: The base's config; within a composite model, that of its language model.
+        larger_base_config: The composite base's config. Default: None.
+        base_sha256: Digest of the base's weights; None if it is unknown. Default: None.
+        edits: Edits of the base's memories since. Default: none.
+        others: Keys that this version does not know, which are kept. Default: none.
+    """
+
+    method: str = ""
+    new_layers: tuple[int, ...] = ()
+    new_memories: tuple[str, ...] = ()
+    new_rows: range = range(0)
+    replaced_rows: Mapping[str, Any] = field(default_factory=dict)
+    first_token: int | None = None
+    trainable: str | None = None
+    causal: bool = True
+    plan: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    base_dtype: str | None = None
+    base_config: Mapping[str, Any] = field(default_factory=dict)
+    larger_base_config: Mapping[str, Any] | None = None
+    base_sha256: str | None = None
+    edits: tuple[Mapping[str, Any], ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base_layers(self) -> dict[int, int]:
+        """Index of the base's layer, by the index of each layer that is one."""
+        return {index: layer["base"] for index, layer in enumerate(self.plan) if "base" in layer}
+
+    @property
+    def has_whole_base(self) -> bool:
+        """Whether the model has all layers of the base, in their order."""
+        kept = list(self.base_layers.values())
+        return not kept or kept == list(range(self.base_config.get("num_hidden_layers", len(kept))))
+
+    @property
+    def whole_base_config(self) -> dict[str, Any]:
+        """Content of the base's `config.json`."""
+        if self.larger_base_config is None:
+            return dict(self.base_config)
+        # Edits change these.
+        changed = {key: self.base_config[key] for key in ("memory", RECORD_KEY) if key in self.base_config}
+        language = {**self.larger_base_config[LANGUAGE_KEY], **changed}
+        return {**self.larger_base_config, LANGUAGE_KEY: language}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as a config holds it, without values that are the default and not always written."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        always = {"method", "new_layers", "trainable", "plan", "options", "seed", "base_dtype", "base_config"}
+        rows, others = values.pop("new_rows"), values.pop("others")
+        written: dict[str, Any] = {}
+        for name, value in values.items():
+            if name == "replaced_rows" and rows:
+                written["new_rows"] = [rows.start, rows.stop]
+            is_default = value in (None, (), {}, True) if name == "causal" else value in (None, (), {})
+            if name in always or not is_default:
+                written[name] = list(value) if isinstance(value, tuple) else value
+        return {**written, **others}
+
+
+def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a raw config that describes the language model: the config itself, unless the model is composite."""
+    inner = config.get(LANGUAGE_KEY)
+    return inner if isinstance(inner, Mapping) else config
+
+
+def has_record(config: Mapping[str, Any]) -> bool:
+    """Return whether the content of a `config.json` has a record with what `strip` needs."""
+    entry = language_entry(config).get(RECORD_KEY)
+    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
+
+
+def record_of(config: Any) -> UpscaleRecord | None:
+    """Return the record in a config; None if `upscale` did not make the model.
+
+    Args:
+        config: Content of a `config.json`, or a config of transformers, each also of a composite model.
+
+    Raises:
+        ValueError: If a value is not what `upscale` writes.
+    """
+    entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else _entry(config)
+    if not isinstance(entry, Mapping) or not entry:
+        return None
+    names = {each.name for each in fields(UpscaleRecord)} - {"others"}
+    values = {name: value for name, value in entry.items() if name in names}
+    for name, read in _READERS.items():
+        try:
+            values[name] = read(values.get(name) or ())
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"the config's {RECORD_KEY}.{name} is {values[name]!r}; expected what upscale wrote. Restore that config."
+            ) from None
+    return UpscaleRecord(**values, others={key: value for key, value in entry.items() if key not in names})
+
+
+# What is made of values in JSON, by name.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("new_layers", "new_memories"), tuple),
+    **dict.fromkeys(("plan", "edits"), lambda entries: tuple(map(dict, entries))),
+    **dict.fromkeys(("options", "base_config", "replaced_rows"), dict),
+    "new_rows": lambda bounds: range(*bounds) if bounds else range(0),
+}
+
+
+# What follows is alone part of the code that checkpoints carry.
+
+
+def _entry(config: Any) -> Any:
+    entry = getattr(config.get_text_config(), RECORD_KEY, None)
+    return entry if isinstance(entry, Mapping) else {}
+
+
+def base_digest(config: Any) -> str | None:
+    """Return the digest of the base's weights that a config of transformers has; None if there is none."""
+    digest = _entry(config).get("base_sha256")
+    return digest if isinstance(digest, str) else None
+
+
+def base_layers(config: Any) -> dict[int, int]:
+    """Return `UpscaleRecord.base_layers` of a config of transformers; empty without a record."""
+    plan = _entry(config).get("plan") or ()
+    return {index: layer["base"] for index, layer in enumerate(plan) if "base" in layer}
+
+
+def recorded_options(entry: Any, method: str) -> Iterator[dict[str, Any]]:
+    """Yield the options of a method in the entry of a config, and in those of its bases, to be changed in place."""
+    while isinstance(entry, dict):
+        if entry.get("method") == method and isinstance(entry.get("options"), dict):
+            yield entry["options"]
+        entry = (entry.get("base_config") or {}).get(RECORD_KEY)

@@ -1,0 +1,230 @@
+"""Model types of Transformers that were proven to host memory: the parts of their layers, and what memories they take. No torch.
+
+`types.json` has a row for each type, which `python -m scripts.anatomy` reads from a tiny random model and proves. A type that is not
+listed is refused: the equality with the base at the start shows nothing of what a trained memory computes.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MEMORY_PREFIX = "midus_"
+
+#: Types with all methods, whose layouts are written down too, so that their checkpoints are planned without torch.
+MAIN_TYPES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2")
+
+#: Types of memory that are proven one by one, by their site inside a part of a layer. At other sites all are wired alike.
+INSIDE = {
+    "inside-attention": ("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention"),
+    "inside-ffn": ("hier-lora-ffn",),
+}
+#: What is proven of a type: sites, and types of memory inside a part.
+WIRINGS = (
+    "beside-ffn",
+    "skip",
+    "behind-attention",
+    "behind-layer",
+    "inserted",
+    *INSIDE["inside-attention"],
+    *INSIDE["inside-ffn"],
+)
+
+FILE = Path(__file__).with_name("types.json")
+
+
+class UnknownType(ValueError):
+    """A model type that cannot host memory, or that was not proven; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Names of the parts of a class of decoder layers, and what is known of the residual stream between them.
+
+    Args:
+        feed_forward: Name of the feed-forward network, dense or of experts; None if there is none.
+        attention_norm: Name of the norm before the mixer; None if the mixer reads the residual stream itself.
+        attention_output_norm: Name of the norm behind the mixer; None if there is none.
+        mlp_norm: Name of the norm before the feed-forward network; None if there is none, or if it is `attention_norm`.
+        mlp_output_norm: Name of the norm behind the feed-forward network; None if there is none.
+        adds_mixer: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for
+            bit. False for parallel layers and for scaled residual streams.
+        reads_norm: Whether the mixer reads the layer's input or the output of `attention_norm`, and nothing else.
+    """
+
+    feed_forward: str | None
+    attention_norm: str | None
+    attention_output_norm: str | None
+    mlp_norm: str | None
+    mlp_output_norm: str | None
+    adds_mixer: bool
+    reads_norm: bool
+
+
+class TokenTables(NamedTuple):
+    """What of a type has a size for each token.
+
+    Args:
+        keys: Keys of the config by which these tables or the logits get their size.
+        inputs: Full names of the parameters of which a pass reads the rows that ids number.
+    """
+
+    keys: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """A causal language model of Transformers that hosts memory.
+
+    Args:
+        model_type: `model_type` of the config.
+        class_name: Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`.
+        stack: Name of the class of the stack of layers.
+        layers: The parts of layers, by the name of their class, in the order in which the classes first occur.
+        mixers: Names of the children of layers that mix tokens.
+        attention_class: Name of the class of all attentions whose heads memories read; None if there are several, or none.
+        mlp_class: Name of the class of all gated feed-forward networks; None if there are several, or none.
+        some_do_not_rotate: Whether some attentions do not rotate queries and keys.
+        norms_all_heads: Whether norms of queries and keys are over all heads together.
+        tables: Tables with a row for each token.
+        stacked: Roles of the projections whose rows a linear module stacks, in order, by the class of the part and the name of
+            the module, `"LlamaMLP.gate_up_proj"`; none if they are stacked in an unknown order.
+        wirings: What was proven, of `WIRINGS`.
+        refused: Why the others are refused, by wiring.
+        config: Sizes of the tiny model that was proven, by key of the config.
+        transformers: Digest of the names and shapes of the tiny model's tensors, by version of Transformers, `"5.24"`, with which
+            the type was proven.
+        layout: For `MAIN_TYPES`, keys of the config and tensors of a model. Default: none.
+    """
+
+    model_type: str
+    class_name: str
+    stack: str
+    layers: Mapping[str, LayerParts]
+    mixers: tuple[str, ...]
+    attention_class: str | None
+    mlp_class: str | None
+    some_do_not_rotate: bool
+    norms_all_heads: bool
+    tables: TokenTables
+    stacked: Mapping[str, tuple[str, ...]]
+    wirings: tuple[str, ...]
+    refused: Mapping[str, str]
+    config: Mapping[str, Any]
+    transformers: Mapping[str, str]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+    def refusal(self, site: str, memory_type: str) -> str | None:
+        """Return why a type of memory does not work at a site; None if it does.
+
+        At a site inside a part, a type of memory that was not proven there needs all proofs of the site.
+        """
+        inside = INSIDE.get(site, (site,))
+        needed = (memory_type,) if memory_type in inside else inside
+        return next((self.refused[wiring] for wiring in needed if wiring not in self.wirings), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompositeType:
+    """A composite model of Transformers, such as one that reads images, whose language model hosts memory.
+
+    Args:
+        model_type: `model_type` of the config.
+        language_type: `model_type` of the language model.
+        path: Name of the module of the language model's stack of layers.
+        transformers: Versions of Transformers with which this was read.
+    """
+
+    model_type: str
+    language_type: str
+    path: str
+    transformers: tuple[str, ...]
+
+
+@cache
+def type_of(model_type: str) -> ModelType | CompositeType:
+    """Return a causal or composite type, by its `model_type` with or without the prefix of memory.
+
+    Raises:
+        UnknownType: If the type cannot host memory, or is not listed.
+    """
+    model_type = model_type.removeprefix(MEMORY_PREFIX)
+    row = _rows().get(model_type)
+    if isinstance(row, str):
+        raise UnknownType(f"{model_type!r} {row}")
+    if row is None:
+        raise UnknownType(
+            f"{model_type!r} is not among the {len(listed_types())} types that were proven to host memory; expected one of these "
+            f"(docs/families.md). Prove it, with a checkout of the repository: python -m scripts.anatomy {model_type}"
+        )
+    return read_row(model_type, row)
+
+
+def model_type_of(model_type: str) -> ModelType:
+    """Return a causal type, by its `model_type` with or without the prefix of memory.
+
+    Raises:
+        UnknownType: If the type cannot host memory, or is not listed.
+    """
+    row = type_of(model_type)
+    if isinstance(row, ModelType):
+        return row
+    raise UnknownType(f"{model_type!r} is a composite model; expected its language model, {row.language_type!r}.")
+
+
+def is_listed(model_type: str) -> bool:
+    """Return whether a type has a row, with which its classes can be made."""
+    return isinstance(_rows().get(model_type), dict)
+
+
+def listed_types() -> list[str]:
+    """Return the causal types that host memory, in alphabetical order."""
+    return sorted(name for name, row in _rows().items() if isinstance(row, dict) and "language_type" not in row)
+
+
+def read_row(model_type: str, row: Mapping[str, Any]) -> ModelType | CompositeType:
+    """Return a type by its row in the file, which leaves out values that are false or empty."""
+    if "language_type" in row:
+        return CompositeType(model_type=model_type, **{**row, "transformers": tuple(row["transformers"])})
+    values = {**_EMPTY, **row}
+    return ModelType(
+        model_type=model_type,
+        **{
+            **values,
+            "layers": {name: LayerParts(**parts) for name, parts in row["layers"].items()},
+            "mixers": tuple(row["mixers"]),
+            "tables": TokenTables(*map(tuple, row["tables"])),
+            "stacked": {name: tuple(roles) for name, roles in values["stacked"].items()},
+            "wirings": tuple(values["wirings"]),
+        },
+    )
+
+
+_EMPTY: Mapping[str, Any] = {
+    "attention_class": None,
+    "mlp_class": None,
+    "some_do_not_rotate": False,
+    "norms_all_heads": False,
+    "stacked": {},
+    "wirings": (),
+    "refused": {},
+}
+
+
+@cache
+def _rows() -> Mapping[str, Any]:
+    """Return rows by type: those of the file, and those that the user proved; a text says why a type cannot host memory."""
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    for path in sorted(own_rows().glob("*.json")):
+        rows[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def own_rows() -> Path:
+    """Return the folder of rows that the user proved, `~/.cache/midus_hf/types`."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf" / "types"

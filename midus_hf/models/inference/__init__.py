@@ -1,1 +1,0 @@
-"""The parts of types that Transformers builds, read from a tiny model, and the proof that memory works in them."""
