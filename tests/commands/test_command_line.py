@@ -72,7 +72,7 @@ WITH_A_DEVICE = {
     "midus cluster assign": ["--tree", MODEL, "--corpus", "text.txt", "--output", "paths.jsonl"],
 }  # fmt: skip
 SUBCOMMANDS = (
-    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
+    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "shuffle")),
     *(f"midus cluster {name}" for name in ("build", "assign", "report")),
     "midus edit blocks",
 )

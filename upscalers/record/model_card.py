@@ -24,7 +24,7 @@ from upscalers.tensors.solver import Measurement, summary_table
 _REQUEST = "```yaml\n"
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
-    "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` rewrites it for this model.",
+    "are numbered as above: PEFT would put it on the wrong ones. Merge it into the base before upscaling (`merge_and_unload`).",
     "",
 ]
 
