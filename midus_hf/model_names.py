@@ -23,7 +23,9 @@ _EXPECTED_SOURCES = {
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
 # What to do with an adapter that is given as a model.
-MERGE_ADAPTER = "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give the folder of the result."
+MERGE_ADAPTER = (
+    "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give that model's folder."
+)
 # Files of rows whose columns are checked before a library is imported, and their largest size.
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _MOST_BYTES = 1 << 20

@@ -14,6 +14,9 @@ from midus_hf.memories.registry import memory_type
 # Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from.
 BASE_DIGEST = "base_sha256"
 
+# Options for the bits of tables that midus-hf 0.1.0 rounded to integers; null where tables were not.
+_BITS = ("value_bits", "bank_bits")
+
 # First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
 # Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share.
 INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
@@ -152,7 +155,13 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
         placing.add("name")
     if site == "skip":
         placing.add("into")
-    option_values = {key: value for key, value in values.items() if key not in placing}
+    for key in _BITS:
+        if values.get(key) is not None:
+            raise ValueError(
+                f"memory entry of type {values['type']!r} has {key} = {values[key]!r}: its values are integers, no longer read; "
+                "expected values that train. Load the checkpoint that was rounded, or make it anew."
+            )
+    option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
     options = read_options(options_class, option_values, f"memory entry of type {values['type']!r}")
     name = "" if site == "inserted" else values.get("name", values["type"])
     check_place(options, values, name, sizes)

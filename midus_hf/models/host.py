@@ -385,7 +385,7 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
         if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
             raise ValueError(
                 f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
-                "alone. Round tables with midus edit quantise, before."
+                "alone."
             )
 
 

@@ -165,7 +165,6 @@ def test_words_of_torch_modules_are_those_that_a_container_has():
         ("ultramem", {"zero": "projection"}, (), TABLES),  # a projection that is frozen at zero
         ("chapters", {"share": "all"}, ("value", "projection"), ("bank",)),
         ("chapters", {"share": "none"}, ("value", "projection"), ("bank",)),
-        ("chapters", {"bank_bits": 8}, (), ()),  # no values that train
     ],
 )
 def test_memories_that_retrieve_rows_have_every_control_that_fits_their_tensors(

@@ -10,7 +10,6 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from midus_hf.memories.retrieval.options import bits_option
 from upscalers.architecture.family import Config, kept_roles
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
@@ -28,12 +27,6 @@ class HostedMemoryMethod(Method):
     def check(self, base: BaseCheckpoint) -> None:
         if base.composite is not None:
             base.composite.check_hosts()
-        name = bits_option(self.options)
-        if name is not None and getattr(self.options, name) is not None:
-            raise ValueError(
-                f"{name} is {getattr(self.options, name)}, but new values have to be trained, and integers cannot be; expected null. "
-                "Train the model, then round its values with midus edit quantise."
-            )
 
     @classmethod
     @abstractmethod
