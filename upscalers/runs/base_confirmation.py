@@ -1,17 +1,13 @@
 """Comparison of the weights of an upscaled checkpoint with its base's, byte for byte."""
 
-from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
+from upscalers.checkpoint.content_digest import content_sha256, weight_names
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record
-from upscalers.tensors.layer_blocks import with_blocks_of_base
+from upscalers.record.provenance import DIGEST_KEY
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
@@ -56,17 +52,3 @@ def base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
             if not plan.owns(source) and source not in model.packed
         ]
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
-
-
-def keeps_base(model: str | Path) -> bool | None:
-    """Return whether a checkpoint has all layers of its base with unchanged weights; None if its config has no digest."""
-    with resolve_source(str(model)) as source:
-        entry = read_config_entry(read_config(source.folder), source.folder)
-        opened = open_base(source.folder)
-        plan = read_plan(entry, opened)
-        if DIGEST_KEY not in entry:
-            return None
-        opened = with_rows_of_base(with_blocks_of_base(opened, plan), plan, entry)
-        names = digested_names(opened, base_tensors(opened, plan))
-        with TensorDigests(opened.tensors, names) as digests:
-            return compare_with_base(digests.finish(), entry, read_record(source.folder) or {})["base_confirmed"]
