@@ -171,8 +171,4 @@ def load_for_reading(
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
     check_whole(name, missing)
-    if hasattr(model.config, "memories"):
-        stack: Any = model.stack
-        for service in stack.services.values():
-            service.check_tokenizer(tokenizer)
     return model.eval(), open_ended(tokenizer)

@@ -22,7 +22,8 @@ class DeclaredModule(nn.Module):
         for name, tensor in self.declared.items():
             if name.endswith(".weight"):
                 outputs, inputs = tensor.shape
-                setattr(self, name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
+                # Unlike `setattr`, this refuses names of what a module has already.
+                self.add_module(name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
             elif tensor.role == "buffer":
                 dtype = getattr(torch, tensor.dtype) if tensor.dtype else None
                 self.register_buffer(name, torch.empty(tensor.shape, dtype=dtype))
