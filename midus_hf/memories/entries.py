@@ -133,12 +133,10 @@ def read_memories(entries: Any, sizes: ModelSizes, upscale_entry: Any = None) ->
             from. Default: None; as with any value without it, the SHA-256 is unknown.
 
     Raises:
-        ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
+        ValueError: If an entry is not a mapping; if a type, site or option is unknown or a value is refused;
             if layers are missing, repeated, out of range or taken; if a name is taken; or if a memory does not fit the
             model.
     """
-    if not isinstance(entries, list | None):
-        raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
     digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
     base = digest if isinstance(digest, str) else None
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
@@ -242,11 +240,6 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
     options.check_layers(layers)
-    if site == "inserted" and options.tables(sizes, layers):
-        raise ValueError(
-            f"memory of type {type_name!r} is inserted, and its options make its layers share tables, which only "
-            "attached memories can do; expected options that share no tables."
-        )
     if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
         raise ValueError(
             f"memory of type {type_name!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "

@@ -32,7 +32,7 @@ def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
 
 
 WRONG = [
-    ({"type": "headwise"}, r"memory is \{'type': 'headwise'\}; expected a list of entries, one per memory"),
+    ({"type": "headwise"}, "memory entry is 'type'; expected a mapping such as"),
     (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
     ([5], "memory entry is 5; expected a mapping"),
     ([{"layers": [1]}], "memory type is None; expected one of: chapters, depth-attention, headwise, "),

@@ -130,11 +130,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             span = option(_SPAN, "of site skip: how many layers after the one that it reads it adds its output")
             places.append(("span", int, span))
         places += cls.own_options
-        taken = {name for name, *_ in places} & {named.name for named in fields(memory)}
-        if taken:
-            raise ValueError(
-                f"memory type {memory.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
-            )
         cls.options_class = make_dataclass(f"Attached{memory.__name__}", places, bases=(memory,), kw_only=True)
 
     def check(self, base: BaseCheckpoint) -> None:

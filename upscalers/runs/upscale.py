@@ -86,7 +86,7 @@ def upscale(
     started = time.perf_counter()
     progress = progress or Progress()
     chosen = _chosen_method(method, options or {})
-    _check_values(base, num_new_layers, seed, dtype)
+    _check_values(base, seed, dtype)
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
@@ -153,11 +153,9 @@ def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
     return chosen
 
 
-def _check_values(base: str | Path, num_new_layers: Any, seed: Any, dtype: str) -> None:
+def _check_values(base: str | Path, seed: Any, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
-    if num_new_layers is not None and type(num_new_layers) is not int:
-        raise ValueError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
     check_seed(seed)
     if base == "":
         raise ValueError("base is ''; expected a folder or a hub id.")
