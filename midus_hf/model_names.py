@@ -22,6 +22,10 @@ _EXPECTED_SOURCES = {
 }
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
 _FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
+# What to do with an adapter that is given as a model.
+MERGE_ADAPTER = (
+    "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give that model's folder."
+)
 # Files of rows whose columns are checked before a library is imported, and their largest size.
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _MOST_BYTES = 1 << 20
@@ -96,10 +100,7 @@ def _check_folder(key: str, name: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{key} is {name!r}, an adapter of PEFT; expected a whole model. Merge the adapter into its base "
-            "(merge_and_unload, then save_pretrained), and give that folder."
-        )
+        raise ValueError(f"{key} is {name!r}, an adapter of PEFT; expected a whole model. {MERGE_ADAPTER}")
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         raise ValueError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")

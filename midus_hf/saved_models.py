@@ -160,19 +160,15 @@ def check_whole(name: str, missing: list[str], label: str = "model") -> None:
 
 
 def load_for_reading(
-    name: str, dtype: str, device: str | None, label: str = "model", trust_remote_code: bool = False
+    name: str, dtype: str, device: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode, and its tokenizer, without an end token after texts. Bars are shown only on terminals."""
     check_dtype(dtype)
     usable = usable_device(device)
-    unloaded = f"{label} is {name!r}, which cannot be loaded on {usable}"
+    unloaded = f"model is {name!r}, which cannot be loaded on {usable}"
     with as_value_error(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-    check_whole(name, missing, label)
-    if hasattr(model.config, "memories"):
-        stack: Any = model.stack
-        for service in stack.services.values():
-            service.check_tokenizer(tokenizer)
+    check_whole(name, missing)
     return model.eval(), open_ended(tokenizer)

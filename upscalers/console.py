@@ -93,9 +93,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     if counts.bank is not None:
         rows["bank"] = _bank(counts.bank, counts.fetched)
     if report.renumbers_layers:
-        rows["adapters"] = (
-            "a LoRA that was made for the base does not fit: layers are renumbered. 'upscale adapter' rewrites it for this model"
-        )
+        rows["adapters"] = "a LoRA that was made for the base does not fit, since layers are renumbered"
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
         rows["identity"] = ("promised" if report.promises_identity else "not promised by the method") + _except(report)
@@ -244,12 +242,6 @@ def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
     model = f"{result['model_type']} with {result['num_layers']} layers"
     _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the composite model.")
-
-
-def print_adapter(result: dict[str, Any]) -> None:
-    """Print which layers of the upscaled model have the adapter."""
-    layers = f"layers {', '.join(map(str, result['layers'])) or 'no layer'} of {result['onto']}"
-    _say(f"{result['output']}: {result['peft_type']} adapter on {result['modules']} modules, in {layers}.")
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str:

@@ -48,7 +48,6 @@ def build(
     max_tokens: Annotated[
         int | None, cli_option("Tokens of a window to embed.  [default: the model's most]", "N")
     ] = None,
-    dtype: Annotated[str, cli_option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     topic_column: Annotated[
         list[str] | None, cli_option("Column with names of topics; repeat for levels below.", "NAME")
     ] = None,
@@ -85,7 +84,6 @@ def build(
             max_tokens=max_tokens,
             device=usable_device(device),
             batch_size=batch_size,
-            dtype=dtype,
             topic_columns=topic_column or (),
             overwrite=overwrite,
         )

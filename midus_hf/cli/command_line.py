@@ -59,7 +59,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     with _lasting_output() as not_printed:
         status, line, places = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
         if line is not None and is_main_process():
-            print(f"{' '.join(without_secrets(line).split())}{_unnamable(line)}", file=sys.stderr)
+            print(" ".join(without_secrets(line).split()), file=sys.stderr)
             for place in places:
                 print(without_secrets(place), file=sys.stderr)
         sys.stdout.flush()
@@ -163,17 +163,6 @@ def _lasting(stream: Any, errors: list[str]) -> Any:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-
-
-def _unnamable(line: str) -> str:
-    """Return the remedy if an error is about a file name with a letter that this locale cannot encode."""
-    encoding = sys.getfilesystemencoding()
-    try:
-        line.encode(encoding, "surrogateescape")
-    except UnicodeEncodeError as error:
-        letter = line[error.start]
-        return f" (In this locale, names of files have no {letter!r}, in {encoding}: set PYTHONUTF8=1.)"
-    return ""
 
 
 def is_main_process() -> bool:

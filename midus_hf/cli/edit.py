@@ -75,21 +75,6 @@ app.command("prune", help="Remove chapters; later chapters move up.")(of_chapter
 
 
 @app.command()
-def quantise(
-    model: Model,
-    output: Output,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    bits: Annotated[int, cli_option("Bits of quantised rows: 8 or 4.", "N")] = 8,
-    json_: Json = False,
-) -> None:
-    """Round values of slots and chapters to integers with a scale per row. They need less space, and can no longer be trained."""
-    from upscalers.edits.quantising import quantise
-
-    _show_edit(quantise(_request(model, output, memory, overwrite), bits), json_)
-
-
-@app.command()
 def delete(
     model: Model,
     output: Output,

@@ -43,7 +43,6 @@ class RunRequest:
     overwrite: bool | None = None
     push_to_hub: str | None = None
     private: bool | None = None
-    adapter: str | None = None
     options: dict | None = None
 
 
@@ -67,9 +66,6 @@ def run(
     overwrite: Annotated[bool | None, _OVERWRITE] = None,
     push_to_hub: Annotated[str | None, cli_option("Upload the result.", "REPO")] = None,
     private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None,
-    adapter: Annotated[
-        str | None, cli_option("Folder or hub id of a LoRA to merge into the base.", "DIR_OR_HUB_ID")
-    ] = None,
     config: Annotated[Path | None, cli_option("YAML file with these options; the command line wins.", "FILE")] = None,
     set_: Annotated[
         list[str] | None, cli_option("An option of the method; repeat for more.", "KEY=VALUE", "--set")
@@ -181,20 +177,6 @@ def extract(
     from upscalers.runs.extract import extract as extract_checkpoint
 
     show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
-
-
-@app.command()
-def adapter(
-    adapter: Annotated[str, argument("A PEFT adapter that was made for the base.", "ADAPTER")],
-    onto: Annotated[str, cli_option("The model that was upscaled from the base.", "DIR")],
-    output: Output,
-    json_: Json = False,
-) -> None:
-    """Rewrite an adapter of the base for the upscaled model, whose layers are renumbered."""
-    from upscalers.console import print_adapter
-    from upscalers.runs.adapter import write_adapter
-
-    show(write_adapter(adapter, onto, output), json_, print_adapter)
 
 
 @app.command()

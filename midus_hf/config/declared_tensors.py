@@ -96,4 +96,4 @@ class DeclaredTensor:
     shape: tuple[int, ...]
     role: Role
     initial: Initial
-    dtype: Literal["", "int8", "uint8", "int64"] = ""
+    dtype: Literal["", "int64"] = ""

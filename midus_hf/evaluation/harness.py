@@ -87,8 +87,6 @@ class Tasks:
     """Tasks to run, found by name before any model is loaded."""
 
     def __init__(self, names: list[str], data: str | Path | None = None, include_path: str | Path | None = None):
-        if include_path is not None and not Path(include_path).is_dir():
-            raise ValueError(f"include_path is {str(include_path)!r}; expected a folder of task files.")
         local = local_task_names() if data is not None else []
         self.manager = _task_manager({*names} - {*local}, include_path)
         self.specs: list[str | dict[str, Any]] = []

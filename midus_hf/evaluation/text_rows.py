@@ -52,13 +52,7 @@ class TextRows:
         return int(self.lengths.sum())
 
     def batches(self, batch_size: int) -> list["TextRows"]:
-        """Return the text in batches of `batch_size` rows; the last batch may have fewer rows.
-
-        Raises:
-            ValueError: If `batch_size` is less than 1.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+        """Return the text in batches of `batch_size` rows; the last batch may have fewer rows."""
         parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
         return [
             replace(self, rows=self.rows[part], documents=self.documents[part], num_bytes=self.num_bytes[part])

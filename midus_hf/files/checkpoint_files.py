@@ -18,7 +18,7 @@ Kind = tuple[str, ...]
 CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 # The options of a run, written into its output when it starts, and the certificate of its protected texts.
 RUN_CONFIG, CERTIFICATE = "train_config.yaml", "certificate.json"
 # The folder in which a run writes the trained model before it is moved into the output; the run owns all that is in it.
@@ -58,7 +58,7 @@ TRAVELLING: Kind = (
 CODE: Kind = ("modeling_midus.py",)
 RECORD: Kind = (RECORD_FILE,)
 CARD: Kind = (CARD_FILE,)
-ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+ADAPTERS: Kind = ("adapter_model.safetensors", ADAPTER_CONFIG)
 # Names and texts that a model with packs reads.
 GLOSSARY_FILE = "glossary.jsonl"
 # Files that a trained model takes over from the model it was trained from.

@@ -3,14 +3,12 @@
 import math
 from dataclasses import dataclass
 
-import torch
-
 from midus_hf.evaluation.text_rows import RowLosses
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of an intervention on the loss of a text, or another mean with its error.
+    """Effect of an intervention on the loss of a text.
 
     Args:
         difference: Loss with the intervention minus loss without it, in nats per predicted token.
@@ -26,13 +24,11 @@ class Effect:
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
-    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error."""
-    return mean_with_error(changed.sums - usual.sums, usual.tokens)
+    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error.
 
-
-def mean_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> Effect:
-    """Return a mean per token and its error, as of a ratio of sums over random rows, from sums and tokens of each row, `[R]`."""
-    counts = tokens.double()
+    The error is that of a ratio of sums over random rows.
+    """
+    sums, counts = changed.sums - usual.sums, usual.tokens.double()
     mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
     if rows < 2:
         return Effect(mean, None)

@@ -12,7 +12,8 @@ from midus_hf.config.options import read_options
 from midus_hf.memories.options import MemoryOptions, SharedTables, SiteName, is_name
 from midus_hf.memories.registry import memory_type
 
-# Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from.
+# Options for the bits of tables that midus-hf 0.1.0 rounded to integers; null where tables were not.
+_BITS = ("value_bits", "bank_bits")
 
 # First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
 # Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share.
@@ -129,12 +130,10 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
         base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 
     Raises:
-        ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
+        ValueError: If an entry is not a mapping; if a type, site or option is unknown or a value is refused;
             if layers are missing, repeated, out of range or taken; if a name is taken; or if a memory does not fit the
             model.
     """
-    if not isinstance(entries, list | None):
-        raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
     check_memories(memories)
     return memories
@@ -149,7 +148,13 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
         placing.add("name")
     if site == "skip":
         placing.add("into")
-    option_values = {key: value for key, value in values.items() if key not in placing}
+    for key in _BITS:
+        if values.get(key) is not None:
+            raise ValueError(
+                f"memory entry of type {values['type']!r} has {key} = {values[key]!r}: its values are integers, no longer read; "
+                "expected values that train. Load the checkpoint that was rounded, or make it anew."
+            )
+    option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
     options = read_options(options_class, option_values, f"memory entry of type {values['type']!r}")
     name = "" if site == "inserted" else values.get("name", values["type"])
     check_place(options, values, name, sizes)
@@ -230,11 +235,6 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
     options.check_layers(layers)
-    if site == "inserted" and options.tables(sizes, layers):
-        raise ValueError(
-            f"memory of type {type_name!r} is inserted, and its options make its layers share tables, which only "
-            "attached memories can do; expected options that share no tables."
-        )
     if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
         raise ValueError(
             f"memory of type {type_name!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "

@@ -16,17 +16,13 @@ arguments and the result of `forward` depend on the memory's site:
 give.
 """
 
-import inspect
-import re
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.options import MemoryOptions
-from midus_hf.memories.registry import layer_class, sample_tensors
+from midus_hf.memories.registry import layer_class
 from midus_hf.memories.tables import DeclaredModule
 
 
@@ -117,8 +113,7 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
         count: Number of layers that have the memory.
 
     Raises:
-        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need; if a
-            tensor has the name of an attribute of all memories or torch modules, or the code reads the weight of a linear layer.
+        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need.
     """
     options = memory.options
     undeclared = [
@@ -147,31 +142,4 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
             raise ValueError(
                 f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
                 f"expected midus_hf.memories.hosting.services.{service} there."
-            )
-    if (
-        type(memory).__module__.partition(".")[0] != __name__.partition(".")[0]
-    ):  # a test checks the layers of this package
-        check_code(type(options), type(memory))
-
-
-def check_code(options_class: type[MemoryOptions], layer: type[MemoryModule]) -> None:
-    """Refuse a layer whose tensors have names of attributes, or whose code reads the weight of a linear layer that it should call."""
-    names = [name for name, _ in sample_tensors(options_class)]
-    of_instances = {"declared", "options", *vars(nn.Module())}
-    for name in (name.partition(".")[0] for name in names):
-        if name in of_instances or hasattr(MemoryModule, name):
-            raise ValueError(
-                f"memory type {options_class.type!r} has a tensor {name!r}, the name of something that every module of a memory has; "
-                "choose another."
-            )
-    sources = []
-    for each in layer.__mro__[: layer.__mro__.index(MemoryModule)]:
-        with suppress(OSError, TypeError):  # no source, as in an interactive session
-            sources.append(inspect.getsource(each))
-    for name in (name.rpartition(".")[0] for name in names if "." in name):
-        if any(re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape)\b)", source) for source in sources):
-            raise ValueError(
-                f"the layer of memory type {options_class.type!r} reads self.{name}.weight; expected self.{name}(...), since "
-                "offloading, sharding and the check of an upscaling fill the weight of a linear layer only while the layer is "
-                f"called. Call the layer, or declare a tensor {name!r} without '.weight' and read it."
             )

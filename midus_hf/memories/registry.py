@@ -1,4 +1,4 @@
-"""The registry of memories: options by their type, layers by their options, with checks of declarations of other packages.
+"""The registry of memories: options by their type, layers by their options.
 
 A memory is a Python package: `options.py`, readable without torch, registers the options of a type; `layer.py` has the layer, which
 is imported when a model is built; `costs.py` has its FLOPs, if they are known. The entry point
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_plugins
-from midus_hf.memories.options import SITES, DeclaredControl, InsertedOptions, MemoryOptions, is_name
+from midus_hf.memories.options import SITES, MemoryOptions, is_name
 
 Options = TypeVar("Options", bound=MemoryOptions)
 Layer = TypeVar("Layer", bound=type)
@@ -39,9 +39,8 @@ def register_memory(name: str) -> Callable[[type[Options]], type[Options]]:
         name: Lower case words joined by hyphens.
 
     Raises:
-        ValueError: If the name has another form or belongs to another class, or if the class declares something wrong:
-            an unknown site, an option without a default, an unknown role, a control that cannot be built, a wrong name
-            of an option or tensor.
+        ValueError: If the name has another form or belongs to another class, or if `check_declaration` refuses
+            the class.
     """
     if not is_name(name) or name != name.lower():
         raise ValueError(
@@ -148,70 +147,37 @@ def memory_type(name: Any) -> type[MemoryOptions]:
 
 
 def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
-    """Return the tensors that default options declare for a layer and for tables of an example model, to check names and roles."""
+    """Return the tensors that default options declare for a layer and for tables of an example model."""
     options = options_class()
     tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
     return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
 
 
 def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    """Refuse a class of options with invalid declarations.
+    """Refuse declarations that would mean something else without a word.
 
     Raises:
-        ValueError: If the class declares an unknown site, an option without a default, an unknown role, a control that cannot be
-            built, or a wrong name of an option or tensor.
+        ValueError: If the class declares no site or an unknown one, an option that says what or where a memory is, an unknown role,
+            a buffer in a linear layer, or integers that train.
     """
-    unknown_sites = [site for site in cls.sites if site not in SITES]
-    if unknown_sites or not cls.sites:
+    if not cls.sites or any(site not in SITES for site in cls.sites):
         raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
-    if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
-        raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
-    try:
-        options = cls()
-    except TypeError as error:
-        raise ValueError(
-            f"memory type {name!r} cannot be built without options ({error}); give each a default."
-        ) from None
-    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(options)})
+    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(cls)})
     if taken:
         raise ValueError(
             f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
         )
-    for control, changes in cls.controls.items():
-        if control not in get_args(DeclaredControl):
-            raise ValueError(
-                f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
-            )
-        if not changes:
-            raise ValueError(
-                f"the control {control!r} of memory type {name!r} sets no option; expected options of this type."
-            )
-        try:
-            cls(**changes)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None
     for tensor_name, tensor in sample_tensors(cls):
-        parent, _, leaf = tensor_name.rpartition(".")
-        if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
+        if tensor.role not in _ROLES:
             raise ValueError(
-                f"memory type {name!r} has a tensor {tensor_name!r}; expected a name without dots, or NAME.weight."
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
             )
-        if hasattr(dict, parent or leaf):
+        if tensor.role == "buffer" and "." in tensor_name:
             raise ValueError(
-                f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
-                "PEFT cannot wrap; choose another."
-            )
-        if tensor.role == "buffer" and parent:
-            raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no "
-                "buffers."
+                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no buffers."
             )
         if tensor.dtype and tensor.role != "buffer":
             raise ValueError(
                 f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
                 "'buffer', since integers do not train."
-            )
-        if tensor.role not in _ROLES:
-            raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
             )

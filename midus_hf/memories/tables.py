@@ -1,4 +1,4 @@
-"""Modules with declared tensors, tables that the layers of a memory share, and the reading of rows of large tables."""
+"""Modules with declared tensors, and tables that the layers of a memory share."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
-from midus_hf.ops.chapters.quantisation import dequantise_rows
 
 
 class DeclaredModule(nn.Module):
@@ -23,7 +22,8 @@ class DeclaredModule(nn.Module):
         for name, tensor in self.declared.items():
             if name.endswith(".weight"):
                 outputs, inputs = tensor.shape
-                setattr(self, name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
+                # Unlike `setattr`, this refuses names of what a module has already.
+                self.add_module(name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
             elif tensor.role == "buffer":
                 dtype = getattr(torch, tensor.dtype) if tensor.dtype else None
                 self.register_buffer(name, torch.empty(tensor.shape, dtype=dtype))
@@ -58,29 +58,3 @@ class MemoryTables(DeclaredModule):
     def forward(self) -> dict[str, torch.Tensor]:
         """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
         return {name: self.declared_tensor(name) for name in self.declared}
-
-
-def gather_rows(
-    integers: torch.Tensor, scales: torch.Tensor, bits: int, slots: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table of dequantised rows, and the row of this table that each slot reads.
-
-    Only rows that slots name are dequantised, so that a pass of few tokens never holds the whole table; or all rows, if slots name
-    more rows than the table has.
-
-    Args:
-        integers: `[N, W]`, int8, or for 4 bits `[N, W / 2]`, uint8.
-        scales: `[N]`, floating point.
-        bits: Bits per integer, 8 or 4.
-        slots: int64, of any shape, `0 <= slot < N`.
-        dtype: Dtype of the rows.
-
-    Returns:
-        Rows `[R, W]`, and slots in the shape of `slots`, which count these rows.
-    """
-    # While a graph is traced, the number of slots may be unknown, and a comparison would fix it.
-    if not torch.compiler.is_compiling() and slots.numel() >= len(integers):
-        return dequantise_rows(integers, scales, bits, dtype), slots
-    named = slots.flatten()
-    places = torch.arange(named.shape[0], device=slots.device).view_as(slots)
-    return dequantise_rows(integers[named], scales[named], bits, dtype), places

@@ -386,7 +386,7 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
         if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
             raise ValueError(
                 f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
-                "alone. Round tables with midus edit quantise, before."
+                "alone."
             )
 
 
@@ -430,8 +430,8 @@ def _check_adapter_layers(
             f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
             f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
             f"base is layer {numbers[moved[0]]} here. On this model of {text_config.num_hidden_layers} layers it would change the "
-            "wrong ones. Expected an adapter that was trained on this model. Or let 'upscale adapter' write this one for "
-            "this model."
+            "wrong ones. Expected an adapter that was trained on this model. Or merge this one into the base with PEFT "
+            "(merge_and_unload), save the result, and upscale that."
         )
     trained_on = getattr(adapter_config, "base_model_name_or_path", None)
     if trained_on and trained_on != config._name_or_path:

@@ -51,7 +51,6 @@ def build(
     max_tokens: int | None = None,
     device: str = "cpu",
     batch_size: int = 64,
-    dtype: str = "float32",
     topic_columns: Sequence[str] = (),
     overwrite: bool = False,
 ) -> ClusterTree:
@@ -70,7 +69,6 @@ def build(
         max_tokens: Tokens of a window that the model reads. Default: the model's limit.
         device: Device of the embedding model.
         batch_size: Texts per forward pass.
-        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`.
         topic_columns: Columns with the names of topics, from the first level down, which are the nodes; then only the seed of
             `options` is used. Default: none, topics are clusters.
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept.
@@ -88,7 +86,7 @@ def build(
     if topics is not None:  # which checks their number
         options = TreeOptions(topics.branching, len(topic_columns), samples=2 * topics.branching, seed=options.seed)
     embedder = TextEmbedder(embedding_model, device, batch_size, max_tokens)
-    stored = store_windows(output / WINDOWS, documents, corpus, column, cutter, embedder, window_tokens, dtype)
+    stored = store_windows(output / WINDOWS, documents, corpus, column, cutter, embedder, window_tokens)
     origin = TreeOrigin(
         embedding_model=lasting_name(embedding_model),
         embedding_fingerprint=embedder.fingerprint,

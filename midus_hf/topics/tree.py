@@ -83,8 +83,6 @@ class ClusterTree:
             )
         self.grown_from = tuple(grown_from)
         self.min_similarity = None if min_similarity is None else float(min_similarity)
-        if branching < 2:
-            raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
         self.branching, self.origin = branching, origin or TreeOrigin()
         self.width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
         for level, tensor in enumerate(centroids):

@@ -23,7 +23,6 @@ from midus_hf.topics.tree import ClusterTree, lasting_name
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DTYPES = ("float16", "float32")
 # Number of windows that are embedded and then written to disk at once.
 _STRETCH = 1024
 _DOCUMENTS_A_BATCH = 64
@@ -82,7 +81,7 @@ def cutter_of(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerB
 class StoredWindows(NamedTuple):
     """The windows of a corpus in a folder, memory-mapped: a row of `embeddings` and of `documents` for each window."""
 
-    embeddings: np.ndarray  # [N, c], float16 or float32
+    embeddings: np.ndarray  # [N, c], float32
     documents: np.ndarray  # [N], int64
     corpus: str
     column: str
@@ -96,12 +95,11 @@ def store_windows(
     tokenizer: PreTrainedTokenizerBase,
     embedder: TextEmbedder,
     window_tokens: int = 2048,
-    dtype: str = "float32",
 ) -> StoredWindows:
     """Embed the windows of a corpus into a folder, and return them. Windows that are already in the folder are not embedded again."""
     from tqdm import tqdm
 
-    request = _request(rows, corpus, column, tokenizer, embedder, window_tokens, dtype)
+    request = _request(rows, corpus, column, tokenizer, embedder, window_tokens)
     with only_run(folder):
         record = _read_record(folder) or {"request": request, "windows": None, "embedded": 0}
         for key, value in request.items():
@@ -115,8 +113,8 @@ def store_windows(
             documents = np.array([window.document for window in cut], np.int64)
             write_array(folder / _DOCUMENTS, documents)
             shape = (len(documents), embedder.width)
-            with telling_room(folder / _EMBEDDINGS, math.prod(shape) * np.dtype(dtype).itemsize):
-                np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", dtype, shape).flush()
+            with telling_room(folder / _EMBEDDINGS, 4 * math.prod(shape)):
+                np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", np.float32, shape).flush()
                 if hasattr(os, "posix_fallocate"):  # a full disk would kill the process where it is mapped
                     with (folder / _EMBEDDINGS).open("r+b") as file:
                         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -161,19 +159,11 @@ def windows_of_corpus(folder: Path, rows: "Dataset", column: str) -> StoredWindo
 
 
 def _request(
-    rows: "Dataset",
-    corpus: str,
-    column: str,
-    tokenizer: Any,
-    embedder: TextEmbedder,
-    window_tokens: int,
-    dtype: str,
+    rows: "Dataset", corpus: str, column: str, tokenizer: Any, embedder: TextEmbedder, window_tokens: int
 ) -> dict[str, Any]:
     """Return everything that embeddings depend on, except the rounding of batches, after checking it."""
     if window_tokens < 1:
         raise ValueError(f"window_tokens is {window_tokens}; expected at least 1.")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     del settings["truncation"], settings["padding"]  # which earlier calls of the tokenizer have set
     return {
@@ -183,7 +173,6 @@ def _request(
         "width": embedder.width,
         "max_tokens": embedder.max_tokens,
         "window_tokens": window_tokens,
-        "dtype": dtype,
         "corpus": lasting_name(corpus),
         "column": column,
         "texts": _texts_digest(rows, column),

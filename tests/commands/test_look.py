@@ -17,7 +17,7 @@ from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from safetensors.torch import load_file, save_file
 from sft.tiny_chats import write_rows
-from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
+from training.tiny_run import document, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
 from midus_hf.topics.memory_retriever import MemoryRetriever
@@ -118,7 +118,7 @@ def test_blocks_that_the_paths_of_documents_name_are_counted(run, bank, tmp_path
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in done.err
 
 
-# ablation and drift
+# ablation
 
 
 def test_ablation_of_parts_is_a_table_json_and_csv(run, room, tmp_path):
@@ -129,39 +129,6 @@ def test_ablation_of_parts_is_a_table_json_and_csv(run, room, tmp_path):
     assert report["texts"]["words"]["tokens"] == 59 and file.read_text().count("\n") == 4
     table = run(*words).out
     assert "all of them" in table and "loss of the base's layers" in table
-
-
-def test_drift_is_the_same_from_a_base_within_and_from_another(run, room):
-    words = ["drift", room.trained, *room.text, "--sequence-length", 20]
-    within, other = (json.loads(run(*words, "--base", base, "--json").out) for base in ("self", room.base))
-    assert within == {**other, "base": "self"}
-    assert within["rows"][0]["divergence"] > 0
-    assert "KL(base || model)" in run(*words).out
-
-
-def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path):
-    def refusal(*words) -> str:
-        return run("drift", *words, *room.text, refused=True).err
-
-    model, changed = loaded(room.trained), with_tokenizer(tmp_path / "all-trained")
-    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
-    model.save_pretrained(changed)
-    assert "are not those that it was upscaled from: trained since, or cast; expected" in refusal(changed)
-    del model.config.upscale["base_sha256"]
-    model.save_pretrained(changed)
-    assert "do not belong to a known base; expected the base itself. Give its folder as base." in refusal(changed)
-    resized, folder = loaded(room.made), with_tokenizer(tmp_path / "resized")
-    size = resized.config.vocab_size
-    resized.resize_token_embeddings(size + 8)
-    resized.save_pretrained(folder)
-    message = f"was resized from {size:,} to {size + 8:,} tokens since it was upscaled; expected the base with this vocabulary."
-    assert message in refusal(folder)
-    other, absent = shutil.copytree(room.base, tmp_path / "other"), tmp_path / "absent"
-    letter_tokenizer().save_pretrained(other)
-    message = "whose tokenizer has different tokens than the model's; expected the same tokenizer."
-    assert message in refusal(room.trained, "--base", other)
-    message = f"base is '{absent}', which does not exist; expected the folder"
-    assert message in refusal(room.trained, "--base", absent)
 
 
 # depth and heads
@@ -195,33 +162,22 @@ def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
 # page
 
 
-def test_one_page_joins_all_answers_in_order_and_checks_the_base_once(run, room, tmp_path, monkeypatch):
+def test_one_page_joins_all_answers_in_order(run, room, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from upscalers.runs import base_confirmation
-
-    checked, keeps_base = [], base_confirmation.keeps_base
-    monkeypatch.setattr(base_confirmation, "keeps_base", lambda name: checked.append(name) or keeps_base(name))
     monkeypatch.setattr("midus_hf.look.usage.every_count", None)  # nothing but what the page holds is computed
     text = room.text[1].replace("words=", "<words>=")
     words = ["page", room.trained, "--text", text, "--sequence-length", 20, "--output"]
     printed = run(*words, tmp_path / "page.html").out
-    assert "Slots, chapters and blocks used" in printed and checked == [str(room.trained)]
+    assert "Slots, chapters and blocks used" in printed
     page = (tmp_path / "page.html").read_text()
-    titles = [
-        "What texts use of the memories",
-        "Loss of texts without parts of the model",
-        "How far predictions moved",
-    ]
+    titles = ["What texts use of the memories", "Loss of texts without parts of the model"]
     assert re.findall("<h[12]>(.*?)</h[12]>", page) == ["Inside the model", *titles]
     tables = ("Slots, chapters and blocks used", "Loss without a part", "&lt;words&gt;")
     assert all(title in page for title in tables) and "<words>" not in page
     results = page.partition("<h2>")[0]
-    told = ("slots, chapters or blocks", "Without all that was added", "likeliest at")
+    told = ("slots, chapters or blocks", "Without all that was added")
     assert all(words in results for words in told)
     assert page.count('src="data:image/png;base64,') == 2 == len(re.findall("(?:src|href)=", page))
-    run(*words, tmp_path / "other.html", "--base", room.base)
-    of_base = "compared with its base, which is the model without what was added"
-    assert (tmp_path / "other.html").read_text().replace(f"compared with {room.base}", of_base) == page
 
 
 def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
@@ -230,8 +186,8 @@ def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
     words = ["page", "--output", page, *room.text]
     for model, more, answer in (
         (bank.model, ["--retriever", bank.tree], "hier-ffn level 2"),
-        (room.chapters, ["--base", room.base], "0 chapters"),
-        (room.depth, ["--base", room.base], "What heads read of the depth"),
+        (room.chapters, [], "0 chapters"),
+        (room.depth, [], "What heads read of the depth"),
     ):
         run(*words, model, *more)
         assert answer in page.read_text() and page.read_text().count("data:image/png;base64,") == 2
@@ -248,7 +204,6 @@ REFUSALS = [
     ("usage TRAINED TEXT --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
     ("usage BROKEN TEXT --device cpu", "model is 'BROKEN', which cannot be loaded on cpu"),
     ("usage LACKING TEXT", f"model is 'LACKING', {LACKS}"),
-    ("drift MADE TEXT --base LACKING", f"base is 'LACKING', {LACKS}"),
     ("usage TRAINED TEXT --output a.txt", f"output is 'a.txt'; expected a file ending in {FILES}."),
     ("usage TRAINED TEXT --output /absent/a.csv", "output is '/absent/a.csv', in a folder that does not exist; create"),
     ("usage TRAINED TEXT --sequence-length 4000", "sequence_length is 4000; the model was made for at most 128 tokens."),
@@ -257,8 +212,7 @@ REFUSALS = [
     ("usage TRAINED TEXT --retriever TREE", "and this model fetches no blocks; leave it out."),
     ("heads BASE --tasks piqa --limit 0", "Invalid value for '--limit': "),
     ("heads BASE --data questions", "Missing option '--tasks'. See 'midus look heads --help'."),
-    ("drift TRAINED BASE TEXT", "Got unexpected extra argument(s) (BASE)"),
-    ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
+    ("ablation TRAINED BASE TEXT", "Got unexpected extra argument(s) (BASE)"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
     ("ablation CHAPTERS TEXT --layer 1 --head 1", "No such option: --layer"),
@@ -300,7 +254,7 @@ def test_pictures_need_matplotlib(run, room, without):
 
 
 def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(run, room, tmp_path):
-    file = tmp_path / "drift.png"
-    done = run("drift", room.made, *room.text, "--output", file, refused=True)
-    assert "How far predictions moved" in done.out and not file.exists()
+    file = tmp_path / "page.png"
+    done = run("page", room.made, *room.text, "--output", file, refused=True)
+    assert "Slots, chapters and blocks used" in done.out and not file.exists()
     assert f"output is '{file}', and this answer has no picture; expected a file ending in .html or .json." in done.err

@@ -242,12 +242,10 @@ def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at
     assert few["attention"] == chapters()["attention"] + 2 * 2 * (3 * BATCH - BATCH) * SELECTED * 32 * 32
 
 
-def test_weights_of_chapters_norms_of_their_tokens_and_scales_of_integers_cost_what_they_do():
+def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
     rows, scores = BATCH * SELECTED, 4 * ROWS * SELECTED
     assert chapters()["memory tokens"] == rows * 32 + rows * (4 * 32 + 4)
     assert chapters(routing="token")["memory tokens"] == 2 * scores + 256 * (4 * 32 + 4)
-    assert chapters()["bank"] == 0
-    assert chapters(bank_bits=8)["bank"] == BATCH * SELECTED * 32
 
 
 @pytest.mark.parametrize(

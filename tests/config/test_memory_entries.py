@@ -21,6 +21,10 @@ def test_an_entry_names_a_type_its_options_a_site_and_layers():
     assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
 
 
+def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_without_that():
+    assert read_entry({"type": "headwise", "layers": [1], "value_bits": None}).options == HeadwiseOptions()
+
+
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
     entry = read_entry({"type": memory_type, "layers": [1, 4]})
@@ -28,7 +32,7 @@ def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
 
 
 WRONG = [
-    ({"type": "headwise"}, r"memory is \{'type': 'headwise'\}; expected a list of entries, one per memory"),
+    ({"type": "headwise"}, "memory entry is 'type'; expected a mapping such as"),
     (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
     ([5], "memory entry is 5; expected a mapping"),
     ([{"layers": [1]}], "memory type is None; expected one of: chapters, depth-attention, headwise, "),
@@ -40,6 +44,11 @@ WRONG = [
         [{"type": "headwise", "layers": [1], "sub_keys": 4}],
         r"memory entry of type 'headwise' has no option 'sub_keys'\. Expected one of: k, query_norm",
     ),
+    (
+        [{"type": "headwise", "layers": [1], "value_bits": 8}],
+        "type 'headwise' has value_bits = 8: its values are integers, no longer read; expected values that train. Load the",
+    ),
+    ([{"type": "chapters", "layers": [1], "bank_bits": 4}], "type 'chapters' has bank_bits = 4: its values are integers"),
     ([{"type": "linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Expected one of: "),
     ([{"type": "headwise", "layers": [1], "site": "beside"}], "'headwise' has site = 'beside'; expected one of: inserted"),
     ([{"type": "headwise", "layers": 1}], "layers is 1; expected a list of layer indices"),

@@ -13,7 +13,7 @@ from midus_hf.config.options import option
 from midus_hf.memories.controls import Change, controls_of, num_value_rows
 from midus_hf.memories.flops import memory_flops
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
-from midus_hf.memories.options import InsertedOptions, MemoryOptions, is_name
+from midus_hf.memories.options import InsertedOptions, is_name
 from midus_hf.memories.registry import MEMORY_TYPES, check_declaration, register_memory
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=4)
@@ -52,11 +52,6 @@ def declaring(**tensors):
     return type("Declaring", (Example,), {"tensors": lambda self, sizes: tensors})
 
 
-def controlled(**controls):
-    """A type with these controls."""
-    return type("Controlled", (Example,), {"controls": {name.replace("_", "-"): it for name, it in controls.items()}})
-
-
 def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
     assert register_memory("example")(Example) is Example
     assert table["example"] is Example and Example().type == "example"
@@ -85,42 +80,25 @@ def extended(*field):
     return make_dataclass("Extended", [field], bases=(Example,), kw_only=True)
 
 
-ROW = DeclaredTensor((4, 4), "value", ZEROS)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (type("Nowhere", (Example,), {"sites": ()}), r"has sites = \(\); expected one or more of inserted"),
         (type("Elsewhere", (Example,), {"sites": ("outside",)}), r"has sites = \('outside',\); expected one or more of"),
         (
-            type("Attached", (MemoryOptions,), {"sites": ("inserted",)}),
-            "can be inserted; expected its options to extend InsertedOptions",
-        ),
-        (extended("width", int), r"cannot be built without options \(.*'width'\); give each a default"),
-        (declaring(**{"a.b": ROW}), r"has a tensor 'a\.b'; expected a name without dots, or NAME\.weight"),
-        (declaring(**{"a.b.weight": ROW}), r"has a tensor 'a\.b\.weight'; expected a name without dots"),
-        (declaring(values=ROW), "has a tensor 'values', a name that dictionaries have for a method, which PEFT cannot wrap"),
-        (declaring(**{"keys.weight": ROW}), r"has a tensor 'keys\.weight', a name that dictionaries have"),
-        (
             declaring(**{"map.weight": DeclaredTensor((4, 4), "buffer", ZEROS)}),
             r"gives map\.weight the role 'buffer'; expected a parameter",
         ),
         (
-            declaring(codes=DeclaredTensor((4, 4), "value", ZEROS, dtype="int8")),
-            "gives codes the role 'value' and the dtype int8; expected the role 'buffer', since integers do not train",
+            declaring(codes=DeclaredTensor((4, 4), "value", ZEROS, dtype="int64")),
+            "gives codes the role 'value' and the dtype int64; expected the role 'buffer', since integers do not train",
         ),
         (extended("name", str, "x"), "has the option 'name', which says what or where a memory is; choose another name"),
         (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
-        (controlled(no_rows={"size": 1}), "declares the control 'no-rows'; expected one of one-row, random-slots"),
-        (controlled(one_row={"rows": 1}), "cannot be built: .* unexpected keyword argument 'rows'"),
-        (controlled(one_row={}), "sets no option; expected options of this type"),
-        (controlled(one_row={"size": 0}), "cannot be built: size is 0; expected one or more"),
     ],
 )  # fmt: skip
-def test_a_declaration_that_cannot_be_built_is_refused(options, message):
-    of_control = "the control 'one-row' of " if "one-row" in options.controls else ""
-    with pytest.raises(ValueError, match=f"^{of_control}memory type 'example' {message}"):
+def test_a_declaration_that_would_mean_something_else_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"^memory type 'example' {message}"):
         register_memory("example")(options)
 
 
@@ -165,7 +143,6 @@ def test_words_of_torch_modules_are_those_that_a_container_has():
         ("ultramem", {"zero": "projection"}, (), TABLES),  # a projection that is frozen at zero
         ("chapters", {"share": "all"}, ("value", "projection"), ("bank",)),
         ("chapters", {"share": "none"}, ("value", "projection"), ("bank",)),
-        ("chapters", {"bank_bits": 8}, (), ()),  # no values that train
     ],
 )
 def test_memories_that_retrieve_rows_have_every_control_that_fits_their_tensors(
@@ -221,7 +198,8 @@ def test_addressing_changes_no_tensor_and_no_price(memory_type):
 def test_a_type_of_another_package_has_the_controls_that_follow_from_roles():
     frozen, shuffled = Change(trainable=("value",)), Change(shuffled=("up",))
     assert controls_of(Example(), SIZES) == {"frozen-addresses": frozen, "shuffled-addresses": shuffled}
-    declared = register_memory("example")(controlled(one_row={"size": 1}))
+    controlled = type("Controlled", (Example,), {"controls": {"one-row": {"size": 1}}})
+    declared = register_memory("example")(controlled)
     assert controls_of(declared(), SIZES)["one-row"] == Change(options={"size": 1})
     alone = declaring(up=DeclaredTensor((3, 32), "value", ZEROS))  # no address that could be frozen
     for roles in (("value",), ("value", "transform")):

@@ -23,7 +23,6 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
     ({"type": "chapters", "share": "all", "layers": [0, 2, 3]}, 4096 * 32),
     ({"type": "chapters", "share": "every:2", "layers": [0, 2, 3]}, 2 * 4096 * 32),
     ({"type": "chapters", "share": "none", "layers": [0, 2]}, 2 * 4096 * 32),
-    ({"type": "chapters", "bank_bits": 8, "layers": [0, 2]}, 0),
     ({"type": "ultramem", "n": 8, "k": 2, "layers": [0, 1, 3]}, 3 * 64 * (6 + 2)),
     ({"type": "ultramem", "n": 8, "k": 2, "pre_value_width": 0, "share": "all", "layers": [0, 2]}, 64 * 6),
     ({"type": "ultramem", "n": 8, "k": 2, "share": "ring:3", "layers": [0, 1, 3]}, 3 * 64 * 8),

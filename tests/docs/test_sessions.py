@@ -137,8 +137,9 @@ SESSIONS = {
         replace={
             "midus-hml.yaml": f"midus-hml.yaml --model upscaled --output merged --bf16 false {SHORT} "
             "--corpus texts --corpus_name null --corpus_split null",
+            "HuggingFaceTB/SmolLM2-135M-Instruct": "small-base",
         },
-        models={"upscaled": "midus-hml", "smollm2-hml": "midus-hml"},
+        models={"upscaled": "midus-hml"},
         files=("",),
     ),
     "docs/serve.md": Session(

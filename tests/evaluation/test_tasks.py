@@ -230,11 +230,6 @@ def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(name, content,
         Tasks([name], data=None if content is None else tmp_path)
 
 
-def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
-    with refused(r"include_path is '.*absent'; expected a folder of task files"):
-        Tasks(["piqa"], include_path=tmp_path / "absent")
-
-
 pytest.importorskip("lm_eval")
 
 

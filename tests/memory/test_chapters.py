@@ -147,7 +147,6 @@ def test_half_precision_is_near_float64(way, routing):
 def test_a_bank_may_be_kept_wider_than_what_reads_it():
     memory, hidden_states = layer(share="none").bfloat16(), states().bfloat16()
     narrow = memory(hidden_states)
-    for name in memory.bank_names:
-        memory.get_parameter(name).data = memory.get_parameter(name).data.float()
+    memory.bank.data = memory.bank.data.float()
     assert torch.equal(memory(hidden_states), narrow)
     assert memory(hidden_states).dtype == torch.bfloat16

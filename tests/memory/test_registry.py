@@ -11,7 +11,7 @@ from midus_hf.memories.headwise.layer import HeadwiseMemory
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
-from midus_hf.memories.module import MemoryModule, build_memory, check_code
+from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class, layer_of
 
@@ -21,7 +21,6 @@ SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=4
 def test_every_type_has_a_layer_of_the_declared_tensors():
     for name, options_class in MEMORY_TYPES.items():
         options = options_class()
-        check_code(options_class, layer_class(options))
         memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
@@ -86,13 +85,6 @@ class Secretive(Strange):
         self.register_buffer("hidden_table", torch.zeros(2))
 
 
-class ReadsWeight(Strange):
-    """Reads the weight of a linear layer that it should call."""
-
-    def forward(self, hidden_states):
-        return hidden_states @ self.projection.weight.T
-
-
 class Nowhere(Strange):
     """Leaves out the site of its options."""
 
@@ -111,11 +103,10 @@ NEEDS = {
     ("layer", "changes", "message"),
     [
         (Secretive, {}, "has a tensor 'hidden_table', which StrangeOptions.tensors leaves out; expected"),
-        (ReadsWeight, {}, r"reads self\.projection\.weight; expected self\.projection\(\.\.\.\)"),
         (Nowhere, {}, r"has the site .behind-layer., which Nowhere\.sites leaves out"),
         *((Strange, changes, LEFT_OUT.format(service)) for service, changes in NEEDS.items()),
     ],
-    ids=["tensor", "weight", "site", *NEEDS],
+    ids=["tensor", "site", *NEEDS],
 )
 def test_a_layer_that_does_not_go_with_its_options_is_refused(layer, changes, message, monkeypatch):
     options_class = type("Needy", (StrangeOptions,), changes) if changes else StrangeOptions
@@ -124,16 +115,14 @@ def test_a_layer_that_does_not_go_with_its_options_is_refused(layer, changes, me
         build_memory(options_class(), SIZES)
 
 
-@pytest.mark.parametrize("name", ["options", "declared", "services", "type", "forward", "training"])
-def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name):
+@pytest.mark.parametrize("name", ["declared", "services", "type", "forward", "training"])
+def test_a_linear_layer_with_the_name_of_something_that_modules_have_is_refused_by_torch(name):
     class Named(StrangeOptions):
         def tensors(self, sizes):
             return {f"{name}.weight": DeclaredTensor((2, 2), "projection", ZEROS)}
 
-    with pytest.raises(
-        ValueError, match=f"has a tensor '{name}', the name of something that every module of a memory"
-    ):
-        check_code(Named, Strange)
+    with pytest.raises(KeyError, match=f"attribute '{name}' already exists"):
+        Strange(Named(), SIZES)
 
 
 def test_what_a_checkpoint_has_filled_is_not_initialised_again():

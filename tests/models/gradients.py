@@ -26,7 +26,8 @@ def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
                 gradient = bank.block(level, index).grad
                 if gradient is not None:
                     results[name, level, index] = gradient.clone()
-        bank.forget_gradients()
+        for leaf in bank.leaves():
+            leaf.grad = None
     return results
 
 

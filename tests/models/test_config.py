@@ -9,8 +9,9 @@ from models.hosting import host_config, logits
 from models.test_task_heads import kinds_of
 from models.upscaled import memory_config, upscaled_model
 from tiny import prompt, tiny_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from midus_hf.memories.module import MemoryModule
 from midus_hf.models import FAMILIES as MEMORY_FAMILIES
 
 ENTRY = {"type": "headwise", "layers": [1, 4], "n": 8, "k": 3}
@@ -107,3 +108,23 @@ def test_parallelism_that_splits_a_model_is_refused(asked, message, tmp_path):
             ValueError, match=f"{message}, but a memory reads whole heads.*device_map, or train it with FSDP"
         ):
             auto.from_pretrained(tmp_path, **asked)
+
+
+class _AsTorchaoDoes(torch.nn.Parameter):
+    """A parameter of another class, as torchao's are."""
+
+
+def test_a_quantisation_config_that_quantises_what_a_memory_reads_is_refused(tmp_path, monkeypatch):
+    upscaled_model("llama").save_pretrained(tmp_path)
+    loads = PreTrainedModel.from_pretrained.__func__
+
+    def load(cls, *args, **kwargs):
+        model = loads(cls, *args, **kwargs)
+        memory = next(module for module in model.modules() if isinstance(module, MemoryModule))
+        memory.value_bank = _AsTorchaoDoes(memory.value_bank.data)
+        model.hf_quantizer = object()
+        return model
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
+    with pytest.raises(ValueError, match=r"has made a _AsTorchaoDoes of .*value_bank.*expected linear layers alone"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

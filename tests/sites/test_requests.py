@@ -8,7 +8,6 @@ from config.reading import SIZES
 
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.options import SharedTables
-from midus_hf.memories.shared_values.options import LinearOptions
 from midus_hf.memories.ultramem.options import UltraMemOptions
 from tests.upscalers.checkpoints import unverified
 
@@ -113,7 +112,3 @@ def test_shared_tables_that_no_layer_could_be_given_are_refused(monkeypatch):
     message = r"layer 1 reads two shared tables of memory 'ultramem'; expected at most one\. Declare"
     with pytest.raises(ValueError, match=message):
         read_memories([tables(0, 1, 2)], SIZES)
-    monkeypatch.setattr(LinearOptions, "tables", lambda self, sizes, layers: (SharedTables(layers, {}),))
-    message = "memory of type 'linear' is inserted, and its options make its layers share tables"
-    with pytest.raises(ValueError, match=message):
-        read_memories([{"type": "linear", "layers": [1]}], SIZES)

@@ -102,7 +102,6 @@ def test_the_fingerprint_is_that_of_branching_and_centroids():
 @pytest.mark.parametrize(
     ("branching", "centroids", "message"),
     [
-        (1, [torch.zeros(1, 2)], r"branching is 1; expected at least 2 children of a node\."),
         (2, [torch.zeros(2, 3), torch.zeros(5, 3)], r"of level 2 have the shape \(5, 3\); expected \(4, 3\), a row"),
         (2, [torch.zeros(2, 3), torch.zeros(4, 2)], r"of level 2 have the shape \(4, 2\); expected \(4, 3\)"),
         (2, [torch.tensor([[1.0], [torch.inf]])], r"centroids have infinite values; expected finite ones"),

@@ -48,15 +48,13 @@ def store(folder, corpus, tokenizer, embedder, **arguments):
     return store_windows(folder, rows, corpus, "text", tokenizer, embedder, **{"window_tokens": 5, **arguments})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokenizer, embedder, dtype):
-    stored = store(tmp_path / "windows", corpus, tokenizer, embedder, dtype=dtype)
+def test_the_store_holds_every_window_with_its_document(tmp_path, corpus, tokenizer, embedder):
+    stored = store(tmp_path / "windows", corpus, tokenizer, embedder)
     windows = list(cut_windows(read_corpus(corpus)["text"], tokenizer, 5))
-    assert len(windows) > 60 and isinstance(stored.embeddings, np.memmap) and stored.embeddings.dtype == dtype
+    assert len(windows) > 60 and isinstance(stored.embeddings, np.memmap) and stored.embeddings.dtype == np.float32
     assert stored.documents.tolist() == [window.document for window in windows]
     expected = embedder.embed([window.text for window in windows])
-    close = {"atol": 1e-5 if dtype == "float32" else 1e-3, "rtol": 0}
-    torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings, np.float32)), expected, **close)
+    torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings)), expected, atol=1e-5, rtol=0)
     assert (stored.corpus, stored.column) == (corpus, "text")
 
 
@@ -100,7 +98,6 @@ def test_another_request_is_refused(whole, tmp_path, corpus, bert, tokenizer, em
             {"window_tokens": 6},
             r"holds windows that were made with another window_tokens, 5; expected 6\. Choo",
         ),
-        (usual, {"dtype": "float16"}, r"made with another dtype, 'float32'; expected 'float16'"),
         ((corpus, tokenizer, other_model), {}, r"made with another embedding_model, .* or delete this folder"),
         ((str(longer), tokenizer, embedder), {}, r"made with another texts, .* or delete this folder"),
         ((corpus, other_tokenizer, embedder), {}, "made with another tokenizer"),
@@ -122,8 +119,6 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
     folder = tmp_path / "windows"
     with pytest.raises(ValueError, match=r"window_tokens is 0; expected at least 1\."):
         store(folder, corpus, tokenizer, embedder, window_tokens=0)
-    with pytest.raises(ValueError, match=r"dtype is 'int8'; expected float16 or float32\."):
-        store(folder, corpus, tokenizer, embedder, dtype="int8")
     with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
     busy = r"is being written by another run; wait for that run, or choose another"

@@ -21,7 +21,6 @@ MEMORY_OPTIONS = {
     "query_norm": "none",
     "inner_residual": False,
     "addressing": "content",
-    "value_bits": None,
     "n": 8,
     "output_projection": False,
 }

@@ -101,7 +101,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "an adapter": (
         lambda base: (base / "config.json").rename(base / "adapter_config.json"),
-        "has no config.json, but a PEFT adapter; expected a model. Give the adapter's base, and --adapter",
+        r"has no config.json, but a PEFT adapter .adapter_config.json.; expected a whole model. Merge the adapter .*merge_and_unload",
     ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON, or cannot be read .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),

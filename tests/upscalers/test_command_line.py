@@ -287,7 +287,6 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
 
 def test_the_python_call_refuses_what_the_command_line_would(base):
     for changes, message in (
-        ({"num_new_layers": "2"}, "num-new-layers is '2'; expected an integer"),
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
         ({"placement": []}, "placement '' is unknown"),
     ):

@@ -259,7 +259,7 @@ def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refus
     with pytest.raises(ValueError, match="has no tokenizer, to tokenize the corpus"):
         made(base, tmp_path, **EXACT, corpus=str(corpus))
     without("datasets")
-    with pytest.raises(ValueError, match="a corpus needs datasets, which is not installed; in the clone"):
+    with pytest.raises(ValueError, match="needs the package datasets, which is not installed"):
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
 
 

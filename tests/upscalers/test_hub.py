@@ -14,7 +14,6 @@ import torch
 import yaml
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.cli import hf
-from peft import LoraConfig, get_peft_model
 from tiny import prompt, save_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -335,24 +334,6 @@ def test_a_base_that_transformers_downloaded_needs_no_hub(hub, bases, command, t
     done = command(*DOWNLOADED)
     assert (done.status, hub.requests) == (0, []), done.err
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
-
-
-def test_an_adapter_and_the_upscaled_model_are_read_from_the_hub_without_weights_of_the_model_and_pickles(
-    hub, tmp_path, command
-):
-    base = save_base(tmp_path / "base")
-    unverified(base, tmp_path / "model", method="llama-pro", options={})
-    model = AutoModelForCausalLM.from_pretrained(base)
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"pickled")
-    for name in ("model", "adapter"):
-        hub.repositories[f"org/{name}"] = Repository(files=files_of(tmp_path / name))
-    done = command("adapter", "org/adapter", "--onto", "org/model", "--output", "out", "--json")
-    assert done.status == 0, done.err
-    assert hub.downloaded("org/model") == {"config.json", "upscale.json"}
-    assert hub.downloaded("org/adapter") == {"adapter_config.json", "adapter_model.safetensors"}
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "org/model" and len(config["target_modules"]) == 4
 
 
 def test_the_main_branch_is_pinned_too_and_may_move_while_working(

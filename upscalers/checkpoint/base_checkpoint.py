@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from midus_hf.anatomy.record import LANGUAGE_KEY, has_record
+from midus_hf.anatomy.record import LANGUAGE_KEY
 from midus_hf.anatomy.types import ModelType
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
-from midus_hf.model_names import gguf_refusal
+from midus_hf.model_names import MERGE_ADAPTER, gguf_refusal
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
-from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
@@ -158,7 +157,7 @@ def read_config(path: Path) -> Config:
 def _held_instead(folder: Path) -> str:
     """Return what a folder without `config.json` contains and what was expected, as the end of a message."""
     if (folder / ADAPTER_CONFIG).is_file():
-        return f", but a PEFT adapter; expected a model. Give the adapter's base, and --adapter {folder}."
+        return f", but a PEFT adapter (adapter_config.json); expected a whole model. {MERGE_ADAPTER}"
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         return f", but {gguf_refusal(ggufs[0])}"
@@ -170,10 +169,10 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None = None) -> BaseCheckpoint:
-    """Open a checkpoint's folder, and check that it is complete and can be upscaled; an `adapter` is merged as weights are read."""
+def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled."""
     config, composite = _read_language_config(folder)
-    _refuse_adapter_in(folder, adapter)
+    _refuse_adapter_in(folder)
     stored = stored_tensors(folder, needs_weights)
     family = family_of(config)
     _check_number_of_layers(config)
@@ -206,8 +205,6 @@ def open_base(folder: Path, needs_weights: bool = True, adapter: Adapter | None 
     _check_shapes_and_dtypes(stored, expected, carried, integers)
     unexpected = tuple(name for name in stored if name not in expected)
     _refuse_further_layers(unexpected, config)
-    if adapter is not None:
-        stored = _merged(adapter, stored, prefix, layout, config)
     return BaseCheckpoint(
         folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
     )
@@ -223,11 +220,11 @@ def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
     return (config if composite is None else composite.language_config), composite
 
 
-def _refuse_adapter_in(folder: Path, adapter: Adapter | None) -> None:
-    if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
+def _refuse_adapter_in(folder: Path) -> None:
+    if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
-            "expected only a model. Merge the adapter by giving its folder as --adapter, or remove the file."
+            f"expected only a model. {MERGE_ADAPTER} Or remove the file."
         )
 
 
@@ -313,28 +310,3 @@ def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
                 f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
                 "Weights and config.json do not belong together."
             )
-
-
-def _merged(
-    adapter: Adapter, stored: dict[str, StoredTensor], prefix: str, layout: Layout, config: Config
-) -> dict[str, StoredTensor]:
-    """Return a base's tensors with an adapter's changes."""
-    if has_record(config):
-        raise ValueError(
-            f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
-            "expected the base that the adapter was made for. Merge the adapter when you upscale that base."
-        )
-    if layout.is_converted:
-        raise ValueError(
-            f"adapter {adapter.name!r} would be merged into a {config['model_type']!r} model, whose tensors transformers converts "
-            "when it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
-        )
-    changed = adapter.merged(stored, prefix)
-    tied = next((name for name in layout.tied if name in stored), None)
-    embedding = f"{prefix}{_EMBEDDING}"
-    if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
-        raise ValueError(
-            f"adapter {adapter.name!r} changes {embedding} or {tied}, which the config ties, and the base stores both; expected one "
-            "of them. Merge the adapter with PEFT first."
-        )
-    return changed

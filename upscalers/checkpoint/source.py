@@ -11,7 +11,6 @@ from pathlib import Path
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     ADAPTER_CONFIG,
-    ADAPTERS,
     CARD,
     CARD_FILE,
     CONFIG,
@@ -22,7 +21,6 @@ from midus_hf.files.checkpoint_files import (
     SINGLE_FILE,
     TRAVELLING,
     WEIGHTS,
-    Kind,
     indexed_weights,
     named_code,
     named_modules,
@@ -72,10 +70,12 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     if path.is_file() and path.suffix == ".gguf":
         raise ValueError(f"{name!r} is {gguf_refusal(path)}")
     elif path.is_file() and path.name == "config.json":
-        _refuse_pointers(path.parent, CONFIG)
+        refuse_lfs_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
     elif path.is_dir():
-        _refuse_pointers(path, CONFIG, TRAVELLING, RECORD, CARD, bank_patterns(), *(() if config_only else (WEIGHTS,)))
+        refuse_lfs_pointers(
+            path, CONFIG, TRAVELLING, RECORD, CARD, bank_patterns(), *(() if config_only else (WEIGHTS,))
+        )
         yield Source(name, path)
     elif path.is_file():
         raise ValueError(
@@ -86,18 +86,6 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         yield Source(name, folder, revision=folder.name)
     else:
         raise ValueError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
-
-
-def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
-    """Return the folder of a PEFT adapter, of which the `wanted` files are downloaded if it is on the hub, or refuse its name."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _refuse_pointers(path, ADAPTERS, TRAVELLING)
-        return path
-    repository, revision = name_and_revision(name)
-    if path.exists() or not _HUB_ID.match(repository):
-        raise ValueError(f"adapter {name!r} is neither a folder nor a hub id; expected one of them.")
-    return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
@@ -118,10 +106,6 @@ def travelling_files(folder: Path) -> list[Path]:
     """Return the files that `copy_travelling_files` copies from a folder, sorted."""
     matches = {file for pattern in TRAVELLING for file in folder.glob(pattern)} | {*named_code(folder)}
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
-
-
-def _refuse_pointers(folder: Path, *kinds: Kind) -> None:
-    refuse_lfs_pointers(folder, *kinds)
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:

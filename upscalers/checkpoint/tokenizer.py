@@ -3,7 +3,6 @@
 # ruff: noqa: RUF001 - texts have letters that look alike
 import hashlib
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,9 @@ _TEXTS = (
 )
 
 
-def has_tokenizer(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint with files of these names has a tokenizer."""
-    return not {*_FILES}.isdisjoint(names)
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder of a checkpoint has a tokenizer."""
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
     Raises:
         VerificationError: If the result still tokenizes text differently.
     """
-    if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
+    if not has_tokenizer(folder):
         return {}
     from transformers import AutoTokenizer
 

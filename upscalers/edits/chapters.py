@@ -22,10 +22,10 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Bank:
-    """One bank, read by `layers`: full names of its rows (or integers and scales), and of router weights and biases per layer."""
+    """One bank, read by `layers`: full names of its rows, and of router weights and biases per layer."""
 
     layers: tuple[int, ...]
-    rows: tuple[str, ...]
+    rows: str
     router_weights: tuple[str, ...]
     router_biases: tuple[str, ...]
 
@@ -55,7 +55,7 @@ class ChapterMemory:
     def _bank(self, layers: tuple[int, ...], prefix: str) -> Bank:
         return Bank(
             layers,
-            tuple(prefix + name for name in self.options.bank(self.model.layout.memories.sizes)),
+            f"{prefix}bank",
             tuple(self._in_layer(layer, "router_weight") for layer in layers),
             tuple(self._in_layer(layer, "router_bias") for layer in layers),
         )
@@ -146,8 +146,7 @@ def _arranged(
         tensors[name] = [OutputTensor(name, recipe, stored.dtype)]
 
     for bank in memory.banks:
-        for name in bank.rows:
-            make(name, rows, memory.options.chapter_tokens)
+        make(bank.rows, rows, memory.options.chapter_tokens)
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
     counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}

@@ -94,7 +94,7 @@ def name_of(entry: MemoryEntry) -> str:
 
 
 def value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
-    """Yield the full name of each table of values that is not rounded, the name of its memory, and its declaration."""
+    """Yield the full name of each table of values, the name of its memory, and its declaration."""
     memories = model.layout.memories
     for entry in memories.entries:
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
@@ -135,7 +135,6 @@ def _write_siblings(
     if card.is_file():
         text = without_results(card.read_text(encoding="utf-8"), "the edit")
         (partial / CARD_FILE).write_text(_edited_card(text, edit), encoding="utf-8")
-    # Which code is needed depends on options that the edit may change.
     if config.get("auto_map") or any((model.folder / name).is_file() for name in CODE):
         write_code_of(partial)
 

@@ -77,17 +77,10 @@ def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
     """Return the rows of a chapter, in float32 or wider."""
     import torch
 
-    from midus_hf.ops.chapters.quantisation import dequantise_rows
-
-    def read(name: str) -> torch.Tensor:
-        whole = memory.model.tensors[name]
-        chapter = dataclasses.replace(whole, shape=(memory.options.chapter_tokens, *whole.shape[1:]))
-        return read_tensor(dataclasses.replace(chapter, start=whole.start + number * chapter.num_bytes))
-
-    first, *scales = map(read, bank.rows)
-    if memory.options.bank_bits is not None:
-        return dequantise_rows(first, scales[0], memory.options.bank_bits, torch.float32)
-    return first.to(torch.promote_types(first.dtype, torch.float32))
+    whole = memory.model.tensors[bank.rows]
+    chapter = dataclasses.replace(whole, shape=(memory.options.chapter_tokens, *whole.shape[1:]))
+    rows = read_tensor(dataclasses.replace(chapter, start=whole.start + number * chapter.num_bytes))
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
@@ -99,11 +92,10 @@ def print_chapters(listed: dict[str, Any]) -> None:
     """Print the banks of a checkpoint, as `list_chapters` returned them: a row per chapter."""
     console = Console()
     for memory in listed["memories"]:
-        bits = f", of integers of {memory['bank_bits']} bits" if memory["bank_bits"] else ""
         console.print(
             Text(
                 f"memory {memory['name']} at {memory['site']}: {memory['chapters']} chapters of {memory['chapter_tokens']:,} rows"
-                f"{bits}, {memory['shared_chapters']} of them shared; routing {memory['routing']}, k = {memory['k']}"
+                f", {memory['shared_chapters']} of them shared; routing {memory['routing']}, k = {memory['k']}"
             )
         )
         for number, bank in enumerate(memory["banks"]):

@@ -1,6 +1,5 @@
 """Engram: rows of a table chosen by the last tokens of the text, in parallel to the feed-forward networks of two layers."""
 
-import importlib.util
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few, install_extra
+from midus_hf.config.wording import first_few
 from midus_hf.memories.entries import TABLES, MemoryEntry
 from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -78,10 +77,6 @@ class Engram(AttachedMemoryMethod):
         is_path = corpus is not None and Path(corpus).expanduser().exists()
         return {**super().recorded_options, "corpus": Path(corpus).name if is_path else corpus}
 
-    def check_machine(self) -> None:
-        if self.options.corpus is not None and importlib.util.find_spec("datasets") is None:
-            raise ValueError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
-
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
             raise ValueError(
@@ -105,7 +100,7 @@ class Engram(AttachedMemoryMethod):
             )
         if vocabulary_of(base) >= MOST_TOKENS:
             raise ValueError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
-        if self.options.table == "exact" and not has_tokenizer(path.name for path in base.folder.iterdir()):
+        if self.options.table == "exact" and not has_tokenizer(base.folder):
             raise ValueError(
                 f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
                 "there, or choose --set table=hashed."
@@ -166,9 +161,8 @@ class Engram(AttachedMemoryMethod):
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
         """Return whether tokens of similar text share a number. A dry run may have only a config, and assumes a tokenizer."""
-        files = [path.name for path in base.folder.iterdir()]
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
-        return self.options.compress and (has_tokenizer(files) or not has_weights)
+        return self.options.compress and (has_tokenizer(base.folder) or not has_weights)
 
     def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the number of each token, `[V]`, int64: the smallest id among tokens of similar text."""

@@ -10,7 +10,6 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from midus_hf.memories.retrieval.options import bits_option
 from upscalers.architecture.family import Config, kept_roles
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
@@ -27,12 +26,6 @@ class HostedMemoryMethod(Method):
     def check(self, base: BaseCheckpoint) -> None:
         if base.composite is not None:
             base.composite.check_hosts()
-        name = bits_option(self.options)
-        if name is not None and getattr(self.options, name) is not None:
-            raise ValueError(
-                f"{name} is {getattr(self.options, name)}, but new values have to be trained, and integers cannot be; expected null. "
-                "Train the model, then round its values with midus edit quantise."
-            )
 
     @classmethod
     @abstractmethod
@@ -112,11 +105,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             span = option(_SPAN, "of site skip: how many layers after the one that it reads it adds its output")
             places.append(("span", int, span))
         places += cls.own_options
-        taken = {name for name, *_ in places} & {named.name for named in fields(memory)}
-        if taken:
-            raise ValueError(
-                f"memory type {memory.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
-            )
         cls.options_class = make_dataclass(f"Attached{memory.__name__}", places, bases=(memory,), kw_only=True)
 
     def check(self, base: BaseCheckpoint) -> None:

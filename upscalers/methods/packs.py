@@ -1,12 +1,11 @@
 """Packs: a glossary of names and texts, whose entries tokens attend to once a name occurs."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few, install_extra
+from midus_hf.config.wording import first_few
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -62,11 +61,9 @@ class Packs(AttachedMemoryMethod):
                 'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
                 "corpus=FILE."
             )
-        if importlib.util.find_spec("datasets") is None:
-            raise ValueError(f"a corpus needs datasets, which is not installed; {install_extra('train')}.")
 
     def check(self, base: BaseCheckpoint) -> None:
-        if self.options.corpus is not None and not has_tokenizer(path.name for path in base.folder.iterdir()):
+        if self.options.corpus is not None and not has_tokenizer(base.folder):
             raise ValueError(
                 f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
             )

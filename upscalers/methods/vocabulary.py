@@ -75,7 +75,7 @@ class Vocabulary(Method):
                     f"the base of that model, and then {name}."
                 )
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
-        if has_weights and self.options.tokens is not None and not _tokenizes(base):
+        if has_weights and self.options.tokens is not None and not has_tokenizer(base.folder):
             raise ValueError(
                 f"{base.folder} has no tokenizer, to which tokens are added; expected one beside the weights. Copy it there."
             )
@@ -135,7 +135,7 @@ class Vocabulary(Method):
         size, source = vocabulary_of(base), self.options.tokens
         if source is None:
             return NewTokens(range(size, size))
-        if not _tokenizes(base):
+        if not has_tokenizer(base.folder):
             path = Path(source).expanduser()
             count = len(read_tokens(path)[0]) if path.is_file() else 0
             unread = "the base has no tokenizer here: all tokens are taken for new, and ids begin behind the embedding"
@@ -151,7 +151,3 @@ class Vocabulary(Method):
         configs |= {GENERATION_CONFIG: read_config(generation)} if generation.is_file() else {}
         options = self.options
         return new_tokens(source, tokenizer, size, ids_in_use(configs), options.special, options.inside_words)
-
-
-def _tokenizes(base: BaseCheckpoint) -> bool:
-    return has_tokenizer(path.name for path in base.folder.iterdir())

@@ -24,7 +24,7 @@ from upscalers.tensors.solver import Measurement, summary_table
 _REQUEST = "```yaml\n"
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their index. An adapter of the base does not fit this model, whose layers",
-    "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` rewrites it for this model.",
+    "are numbered as above: PEFT would put it on the wrong ones. Merge it into the base before upscaling (`merge_and_unload`).",
     "",
 ]
 
@@ -46,7 +46,7 @@ def model_card(
 ) -> str:
     """Return the text of `README.md`: metadata, how to load the model, parameters, how it was made, layers, licence and citation."""
     base_name = base.label
-    writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(path.name for path in base.folder.iterdir())
+    writes = auto_class == "AutoModelForCausalLM" and has_tokenizer(base.folder)
     # The card is kept when the model is trained, so the text must stay true.
     start = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
     if method.identity:

@@ -10,7 +10,6 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.secrets import for_record
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
-from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
@@ -51,9 +50,7 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
-def base_record(
-    base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
-) -> dict[str, Any]:
+def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
     """Return the record of the base: its name, the digest of each of its weights, and the layout of its files."""
     files: dict[str, list[tuple[int, str]]] = {}
     stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
@@ -63,7 +60,6 @@ def base_record(
     return {
         "name": name,
         "revision": revision,
-        **({} if adapter is None else {"adapter": {"name": adapter.label, "sha256": adapter.sha256()}}),
         "dtype": base.dtype,
         "tensor_sha256": digests,
         "files": {file: [tensor_name for _, tensor_name in sorted(names)] for file, names in sorted(files.items())},

@@ -1,17 +1,12 @@
 """Comparison of the weights of an upscaled checkpoint with its base's, byte for byte."""
 
-from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
+from upscalers.checkpoint.content_digest import content_sha256, weight_names
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import read_plan, read_record, read_upscaled
-from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
@@ -56,17 +51,3 @@ def base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
             if not plan.owns(source) and source not in model.packed
         ]
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
-
-
-def keeps_base(model: str | Path) -> bool | None:
-    """Return whether a checkpoint has all layers of its base with unchanged weights; None if its config has no digest."""
-    with resolve_source(str(model)) as source:
-        upscaled = read_upscaled(read_config(source.folder), source.folder)
-        opened = open_base(source.folder)
-        plan = read_plan(upscaled, opened)
-        if upscaled.base_sha256 is None:
-            return None
-        opened = with_rows_of_base(with_blocks_of_base(opened, plan, upscaled), plan, upscaled)
-        names = digested_names(opened, base_tensors(opened, plan))
-        with TensorDigests(opened.tensors, names) as digests:
-            return compare_with_base(digests.finish(), upscaled, read_record(source.folder) or {})["base_confirmed"]

@@ -6,7 +6,6 @@ from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
@@ -33,10 +32,9 @@ class Job:
         plan: Plan,
         seed: int,
         dtype: str,
-        adapter: Adapter | None,
     ):
         self.method, self.base, self.source, self.plan = method, base, source, plan
-        self.seed, self.dtype, self.adapter = seed, dtype, adapter
+        self.seed, self.dtype = seed, dtype
         missing = sorted(set(range(base.num_layers)) - plan.kept_indices.keys())
         if missing:
             raise MethodError(

@@ -15,7 +15,6 @@ from midus_hf.model_names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
-from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import Method, get_method
@@ -47,7 +46,6 @@ def upscale(
     overwrite: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
-    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
     """Upscale a checkpoint.
@@ -73,8 +71,6 @@ def upscale(
         push_to_hub: A repository to upload the result to. Default: None.
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
-        adapter: A folder or a hub id of a LoRA, rsLoRA or DoRA that PEFT saved, which is merged into the base while the base is
-            read, as `merge_and_unload` does. Default: None.
         progress: Progress callback. Default: none.
 
     Returns:
@@ -90,30 +86,29 @@ def upscale(
     started = time.perf_counter()
     progress = progress or Progress()
     chosen = _chosen_method(method, options or {})
-    _check_values(base, num_new_layers, seed, dtype)
+    _check_values(base, seed, dtype)
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
     _check_destination(output, push_to_hub, private, dry_run)
     name, local = str(base), Path(base).expanduser()
     folder = None if output is None else CheckpointFolder(output, local if local.is_dir() else None, overwrite)
-    lora = None if adapter is None else Adapter.open(str(adapter))
     if not dry_run:
         if not local.is_dir():
-            name = _checked_revision(name, lora, chosen, num_new_layers, placement)
+            name = _checked_revision(name, chosen, num_new_layers, placement)
         chosen.check_machine()
         if push_to_hub:
             check_account(push_to_hub)
 
     with resolve_source(name, config_only=dry_run) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run, adapter=lora)
+        opened = open_base(source.folder, needs_weights=not dry_run)
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
             progress.warn(
                 f"the base holds {len(unknown)} tensors that its architecture does not have; they are copied."
             )
         chosen.check(opened)
-        job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype, lora)
+        job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
         _say_what_is_made(job, progress)
         num_bytes = sum(tensor.num_bytes for tensor in job.written)
         num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
@@ -158,11 +153,9 @@ def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
     return chosen
 
 
-def _check_values(base: str | Path, num_new_layers: Any, seed: Any, dtype: str) -> None:
+def _check_values(base: str | Path, seed: Any, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
-    if num_new_layers is not None and type(num_new_layers) is not int:
-        raise ValueError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
     check_seed(seed)
     if base == "":
         raise ValueError("base is ''; expected a folder or a hub id.")
@@ -177,12 +170,10 @@ def _check_destination(output: str | Path | None, push_to_hub: str | None, priva
         check_repo_id(push_to_hub)
 
 
-def _checked_revision(
-    name: str, lora: Adapter | None, chosen: Method, num_new_layers: int | None, placement: str | None
-) -> str:
+def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, placement: str | None) -> str:
     """Check the request against the base's config, before a long download or conversion, and return the base with its revision."""
     with resolve_source(name, config_only=True) as source:
-        opened = open_base(source.folder, needs_weights=False, adapter=lora)
+        opened = open_base(source.folder, needs_weights=False)
         chosen.check(opened)
         chosen.plan(opened, num_new_layers, placement)
         return source.name if source.revision is None else f"{source.name}@{source.revision}"

@@ -121,7 +121,6 @@ class Writing:
         # A recipe names only bases on the hub: the path of a local base is private.
         request = {
             **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),
-            **({} if job.adapter is None else {"adapter": job.adapter.label}),
             "method": job.method.name,
             **job.method.placement_request(job.plan),
             "options": entry["options"],
@@ -151,7 +150,7 @@ class Writing:
                 **entry,
                 **record,
                 "dtype": job.dtype,
-                "base": base_record(job.base, job.source.label, job.source.revision, digests, job.adapter),
+                "base": base_record(job.base, job.source.label, job.source.revision, digests),
                 "parameters": vars(counts),
                 "identity": vars(outcome["identity"]),
                 "promises_identity": job.method.identity,

@@ -1,4 +1,4 @@
-"""`midus look`: what the memories of a model read and do, and what has changed."""
+"""`midus look`: what the memories of a model read and do."""
 
 import contextlib
 import sys
@@ -9,12 +9,12 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.look import questions
-from midus_hf.cli.look.request import Model, Texts, check_base, names_of_tasks, read_documents
+from midus_hf.cli.look.request import Model, Texts, names_of_tasks, read_documents
 from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
 from midus_hf.model_names import check_sources
 
-app = command_line("Look inside a model: what its memories read and do, and what has changed.")
+app = command_line("Look inside a model: what its memories read and do.")
 
 
 def _writable(files: list[Path] | None) -> list[Path] | None:
@@ -29,7 +29,6 @@ Length = Annotated[int | None, cli_option("Tokens per row of a text.  [default: 
 Most = Annotated[int | None, cli_option("Tokens of each text to read.  [default: all]", "N", min=1)]
 Rows = Annotated[int, cli_option("Rows per forward pass.", "N", min=1)]
 Retriever = Annotated[str | None, cli_option("Tree of topics by which texts fetch blocks.", "TREE")]
-Base = Annotated[str, cli_option("Base to compare with; self: MODEL without added parts.", "MODEL")]
 Dtype = Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")]
 Output = Annotated[
     list[Path] | None, cli_option("Write .html, .png, .pdf, .csv or .json.", "FILE", callback=_writable)
@@ -69,18 +68,6 @@ def ablation(
     """Show the loss of texts without each part."""
     texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
     _answer(lambda: questions.ablation(texts), output, json_)
-
-
-@app.command()
-def drift(
-    model: Made, text: Text, column: Column = "text", sequence_length: Length = None, max_tokens: Most = None,
-    batch_size: Rows = 4, retriever: Retriever = None, base: Base = "self", dtype: Dtype = "auto", device: Device = None,
-    output: Output = None, json_: Json = False,
-) -> None:  # fmt: skip
-    """Show how far predictions moved from the base's."""
-    texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
-    check_base(base, model)
-    _answer(lambda: questions.drift(texts, base), output, json_)
 
 
 @app.command()
@@ -142,15 +129,14 @@ def glossary(
 @app.command()
 def page(
     model: Made, text: Text, column: Column = "text", sequence_length: Length = None, max_tokens: Most = None,
-    batch_size: Rows = 4, retriever: Retriever = None, base: Base = "self", dtype: Dtype = "auto", device: Device = None,
-    output: Output = None, json_: Json = False,
+    batch_size: Rows = 4, retriever: Retriever = None, dtype: Dtype = "auto", device: Device = None, output: Output = None,
+    json_: Json = False,
 ) -> None:  # fmt: skip
-    """Write usage, depth, ablation and drift on one page, into --output."""
+    """Write usage, depth and ablation on one page, into --output."""
     if not output:
         raise ValueError("--output is missing; page needs it, such as --output page.html.")
     texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
-    check_base(base, model)
-    _answer(lambda: questions.page(texts, base), output, json_)
+    _answer(lambda: questions.page(texts), output, json_)
 
 
 main = partial(run_command, app, name="midus look")

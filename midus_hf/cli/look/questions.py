@@ -2,16 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midus_hf.cli.look.request import Model, Texts
 from midus_hf.cli.options import needing_harness
 from midus_hf.config.refusals import is_refusal
 from midus_hf.look.page import Answer
-
-if TYPE_CHECKING:
-    from midus_hf.look.drift import LogitsOfBase
 
 
 def _about(texts: Texts, losses: dict[str, float]) -> tuple[str, dict[str, Any]]:
@@ -72,42 +68,6 @@ def ablation(texts: Texts) -> Answer:
         panels=parts_lost.ablation_panels(measured),
         details=lambda: rows,
     )
-
-
-def drift(texts: Texts, base: str) -> Answer:
-    """Answer how far predictions moved from the base's: divergence, first choices and loss."""
-    from midus_hf.look import drift as moved
-
-    model, _ = texts.model.loaded
-    logits_of_base = _logits_of_base(texts.model, base)
-    drifts = moved.drift(model, logits_of_base, texts.rows, batch_size=texts.batch_size)
-    other = "its base, which is the model without what was added" if base == "self" else base
-    rows = moved.drift_rows(drifts)
-    about = {"model": texts.model.name, "base": base}
-    return Answer(
-        title="How far predictions moved",
-        summary=f"{texts.model.name} compared with {other}.",
-        report={**about, "rows": rows},
-        finding=moved.drift_finding(drifts),
-        tables=[moved.drift_table(drifts)],
-        how_to_read=moved.HOW_TO_READ,
-        details=lambda: rows,
-    )
-
-
-def _logits_of_base(asked: Model, base: str) -> "LogitsOfBase":
-    """Return a function that computes the base's logits."""
-    from midus_hf.look.drift import base_within, other_base
-
-    model, tokenizer = asked.loaded
-    if base == "self":
-        return base_within(model)
-    other, base_tokenizer = dataclasses.replace(asked, name=base, label="base").load()
-    if base_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"base is {base!r}, whose tokenizer has different tokens than the model's; expected the same tokenizer."
-        )
-    return other_base(model, other)
 
 
 def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answer:
@@ -231,8 +191,8 @@ def depth(texts: Texts, layer: int | None = None, head: int | None = None) -> An
     )
 
 
-def page(texts: Texts, base: str) -> Answer:
-    """Answer every question about the model that needs only texts: usage, ablation, drift and reading of the depth."""
+def page(texts: Texts) -> Answer:
+    """Answer every question about the model that needs only texts: usage, ablation and reading of the depth."""
     from midus_hf.look.depth import record_depth
     from midus_hf.look.usage import record_usage
 
@@ -245,7 +205,7 @@ def page(texts: Texts, base: str) -> Answer:
         except ValueError as error:
             if not is_refusal(error):  # which says that the model has nothing of the kind
                 raise
-    answers |= {"ablation": ablation, "drift": partial(drift, base=base)}
+    answers["ablation"] = ablation
     sections = {name: answer(texts) for name, answer in answers.items()}
     return Answer(
         title="Inside the model",

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_hf.model_names import check_dtype, check_model_name, check_sources
+from midus_hf.model_names import check_dtype, check_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ class Model:
     name: str
     dtype: str
     device: str | None
-    label: str = "model"  # in messages
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
@@ -31,7 +30,7 @@ class Model:
         """Load the model, as `midus_hf.saved_models.load_for_reading` does, and its tokenizer."""
         from midus_hf.saved_models import load_for_reading
 
-        return load_for_reading(str(Path(self.name).expanduser()), self.dtype, self.device, self.label)
+        return load_for_reading(str(Path(self.name).expanduser()), self.dtype, self.device)
 
     @cached_property
     def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -106,31 +105,3 @@ def names_of_tasks(tasks: str) -> list[str]:
     if not names:
         raise ValueError(f"tasks is {tasks!r}; expected names of tasks, separated by commas.")
     return names
-
-
-def check_base(base: str, model: str) -> None:
-    """Check that `base` names a model, or, if it is `self`, that the model without added parts is its base."""
-    if base != "self":
-        check_model_name("base", base)
-        return
-    from upscalers.checkpoint.base_checkpoint import read_config
-    from upscalers.checkpoint.source import resolve_source
-    from upscalers.record.provenance import resized_vocabulary
-    from upscalers.runs.base_confirmation import keeps_base
-
-    with resolve_source(model) as source:
-        config = read_config(source.folder)
-    resized = resized_vocabulary(config)
-    if resized is not None:
-        before, size = resized
-        raise ValueError(
-            f"base is 'self', but the vocabulary of {model!r} was resized from {before:,} to {size:,} tokens since "
-            "it was upscaled; expected the base with this vocabulary. 'upscale strip' writes it: give its folder as base."
-        )
-    kept = keeps_base(model)
-    if not kept:
-        trained = "are not those that it was upscaled from: trained since, or cast"
-        why = trained if kept is False else "do not belong to a known base"
-        raise ValueError(
-            f"base is 'self', but the base's weights in {model!r} {why}; expected the base itself. Give its folder as base."
-        )

@@ -30,8 +30,8 @@ def chapters_flops(
     For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected separately for
     each sequence. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and
     projected once, at most the whole bank, and weights scale scores and weighted sums instead.
-    Chunks are pooled by a running sum, divided once per chunk. A quantised bank is dequantised when it is read. The
-    router's losses count as in the paper; turning its probabilities into weights does not count.
+    Chunks are pooled by a running sum, divided once per chunk. The router's losses count as in the paper; turning its
+    probabilities into weights does not count.
     """
     hidden, heads, rows = sizes.hidden_size, sizes.num_heads, batch * tokens
     chunks = math.ceil(tokens / options.chunk_size) + (options.first_tokens < min(tokens, options.chunk_size))
@@ -47,7 +47,6 @@ def chapters_flops(
         + choices * options.chapters * SOFTMAX
         + top_k(choices, options.chapters, options.k),
         "router losses": router_losses(choices, options.chapters, options.k),
-        "bank": 0 if options.bank_bits is None else read * hidden,
         "memory tokens": weighting + rms_norm(read, hidden),
         "attention": 2 * linear(rows, hidden, hidden)
         + 2 * linear(read, hidden, hidden)

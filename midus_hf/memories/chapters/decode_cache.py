@@ -11,5 +11,6 @@ def projected_bank(memory: Chapters) -> DecodeCache | None:
     """Return a cache for keys and values of the whole bank; None for a large bank."""
     if 2 * memory.options.memory_tokens * memory.num_heads * memory.head_dim > MOST_CACHED:
         return None
-    weights = ("key_projection.weight", "value_projection.weight")
-    return DecodeCache((*memory.bank_names, *weights), partial(derive_all, memory.options, memory.bank_names))
+    return DecodeCache(
+        ("bank", "key_projection.weight", "value_projection.weight"), partial(derive_all, memory.options)
+    )

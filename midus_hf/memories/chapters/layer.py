@@ -1,7 +1,7 @@
 """The memory layer of Mixture of Chapters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
 from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
 
 _RMS_EPS = 1e-6
@@ -51,6 +50,7 @@ class Chapters(MemoryModule):
     options: ChaptersOptions
     #: Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
     sparse_gradient: bool
+    bank: torch.Tensor  # where layers do not share one
     norm_weight: torch.Tensor
     router_weight: torch.Tensor
     router_bias: torch.Tensor
@@ -65,7 +65,6 @@ class Chapters(MemoryModule):
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
         left_out = {"chunk": (WholeSequences,), "token": (States, WholeSequences), "sequence": ()}[options.routing]
         self.services = tuple(service for service in type(self).services if service not in left_out)
-        self.bank_names = tuple(options.bank(sizes))
         self.sparse_gradient = False
 
     def forward(
@@ -178,12 +177,13 @@ class Chapters(MemoryModule):
         chapter is chosen. In a compiled graph, shapes must not depend on the choice: shared chapters are projected once, and chosen
         chapters once per segment, or the whole bank if that is less.
         """
-        bank, shape = self._bank(tables), (self.num_heads, self.head_dim)
+        shape = (self.num_heads, self.head_dim)
         if self.decode_cache is not None:
             kept = self.decode_cache.read(self, like, tables)
             if kept is not None:
                 keys, values = kept.unflatten(-1, shape).unbind()
                 return keys, values, chapters
+        bank = tables["bank"] if "bank" in tables else self.bank
         read, chapters = self._read_chapters(chapters)
         gives_rows = self._gives_rows(bank, read)
         rows = _memory_rows(self.options, bank, read, like.dtype, gives_rows)
@@ -205,14 +205,11 @@ class Chapters(MemoryModule):
             return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
         return torch.unique(chapters, return_inverse=True)
 
-    def _gives_rows(self, bank: Mapping[str, torch.Tensor], read: torch.Tensor | None) -> bool:
+    def _gives_rows(self, bank: torch.Tensor, read: torch.Tensor | None) -> bool:
         """Return whether the gradient of the bank shall be a sparse tensor of the rows that are read."""
         if read is None or not self.sparse_gradient or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
-        return "bank" in bank and bank["bank"].requires_grad and bank["bank"].is_leaf
-
-    def _bank(self, tables: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
+        return bank.requires_grad and bank.is_leaf
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
         """Report the router's logits, and the sum of its losses times their coefficients."""
@@ -227,33 +224,26 @@ class Chapters(MemoryModule):
 
 def _memory_rows(
     options: ChaptersOptions,
-    bank: Mapping[str, torch.Tensor],
+    bank: torch.Tensor,
     chapters: torch.Tensor | None,
     dtype: torch.dtype,
     gives_rows: bool = False,
 ) -> torch.Tensor:
     """Return the memory tokens `[C', M, W]` of distinct chapters `[C']` of a bank, or of all chapters, ready to be projected."""
-
-    def chosen(table: torch.Tensor) -> torch.Tensor:
-        by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
-        return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
-
     if gives_rows and chapters is not None:
         numbers = torch.arange(options.chapter_tokens, device=chapters.device)  # [M]
-        rows = nn.functional.embedding(
-            chapters.unsqueeze(1) * options.chapter_tokens + numbers, bank["bank"], sparse=True
-        )
-    elif options.bank_bits is None:
-        rows = chosen(bank["bank"])
+        rows = nn.functional.embedding(chapters.unsqueeze(1) * options.chapter_tokens + numbers, bank, sparse=True)
     else:
-        rows = dequantise_rows(chosen(bank["bank_integers"]), chosen(bank["bank_scales"]), options.bank_bits, dtype)
+        rows = bank.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, W]
+        rows = rows if chapters is None else rows.index_select(0, chapters)
     return _rms_normalised(rows).to(dtype)
 
 
-def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
-    """Return keys and values `[2, C, M, H * d]` of a whole bank, from the bank's tensors and the weights of both projections."""
-    *tables, key_weight, value_weight = sources
-    rows = _memory_rows(options, dict(zip(bank_names, tables, strict=True)), None, key_weight.dtype)
+def derive_all(
+    options: ChaptersOptions, bank: torch.Tensor, key_weight: torch.Tensor, value_weight: torch.Tensor
+) -> torch.Tensor:
+    """Return keys and values `[2, C, M, H * d]` of a whole bank, from the bank and the weights of both projections."""
+    rows = _memory_rows(options, bank, None, key_weight.dtype)
     return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])
 
 

@@ -10,7 +10,7 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
-from midus_hf.memories.retrieval.options import RANDOM_SLOTS, Addressing, ValueBits, check_bits, in_bits
+from midus_hf.memories.retrieval.options import RANDOM_SLOTS, Addressing
 
 RoutingKind = Literal["chunk", "token", "sequence"]
 Balance = Literal["routed", "released"]
@@ -69,10 +69,6 @@ class ChaptersOptions(MemoryOptions):
     share: str = option(
         "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
     )
-    bank_bits: ValueBits | None = option(
-        None,
-        "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: the bank trains",
-    )
     router_aux_loss_coef: float = option(0.01, "coefficient of the load-balance loss, which is added in training")
     router_z_loss_coef: float = option(0.001, "coefficient of the mean squared log-sum-exp of router logits")
     balance: Balance = option(
@@ -128,9 +124,8 @@ class ChaptersOptions(MemoryOptions):
         return tuple(SharedTables(group, self.bank(sizes)) for group in groups)
 
     def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """Return the tensors that hold the memory tokens."""
-        bank = DeclaredTensor((self.memory_tokens, sizes.hidden_size), "value", Normal(_CHAPTER_STD))
-        return in_bits({"bank": bank}, self.bank_bits)
+        """Return the tensor that holds the memory tokens, by its name."""
+        return {"bank": DeclaredTensor((self.memory_tokens, sizes.hidden_size), "value", Normal(_CHAPTER_STD))}
 
     def neighbours(self) -> int | None:
         """Return K of `every:K`; None for other values of `share`."""
@@ -170,4 +165,3 @@ class ChaptersOptions(MemoryOptions):
                 f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, as many as read "
                 "the bank. This model needs another memory."
             )
-        check_bits("bank_bits", self.bank_bits, {"hidden_size": sizes.hidden_size})

@@ -7,7 +7,7 @@ from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values
 
 @decode_cache_of(HeadwiseMemory)
 def expanded_values(memory: HeadwiseMemory) -> DecodeCache | None:
-    """Return a cache for the values of all heads; None for integers, and for more values than `MOST_EXPANDED`."""
-    if memory.options.value_bits is not None or memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
+    """Return a cache for the values of all heads; None for more values than `MOST_EXPANDED`."""
+    if memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
         return None
     return DecodeCache(("value_bank", "value_transform"), expand_values)

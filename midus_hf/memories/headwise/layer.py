@@ -8,7 +8,6 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.registry import layer_of
 from midus_hf.memories.retrieval.layer import RetrievalMemory
-from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.headwise.op import headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 
@@ -53,19 +52,8 @@ class HeadwiseMemory(RetrievalMemory):
         query, by_head = self.addressed(flat), None
         if residual is not None:
             by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
-        if self.options.value_bits is not None:
-            output = self._from_integers(query, by_head)
-        else:
-            expanded = None if self.decode_cache is None else self.decode_cache.read(self, attention_output)
-            bank, transform = (self.value_bank, self.value_transform) if expanded is None else (expanded, None)
-            keys = (self.row_keys, self.column_keys)
-            output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
+        expanded = None if self.decode_cache is None else self.decode_cache.read(self, attention_output)
+        bank, transform = (self.value_bank, self.value_transform) if expanded is None else (expanded, None)
+        keys = (self.row_keys, self.column_keys)
+        output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
         return output.reshape(*shape, self.num_heads * self.value_dim)
-
-    def _from_integers(self, query: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return what `headwise_memory` returns, of values that are integers. Values are neither expanded nor kept."""
-        scores, slots = self.select(query)  # [S, H, k]
-        bank, rows = self.rows_of_values(slots, query.dtype)
-        output = weighted_gather(bank, rows, scores.softmax(dim=-1))  # [S, H, v]
-        output = torch.einsum("shv,hwv->shw", output, self.value_transform.to(query.dtype))
-        return output if residual is None else (residual + output).to(residual.dtype)

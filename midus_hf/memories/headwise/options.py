@@ -10,10 +10,8 @@ from midus_hf.memories.registry import register_memory
 from midus_hf.memories.retrieval.options import (
     RANDOM_SLOTS,
     RetrievalOptions,
-    check_bits,
     check_halves,
     check_size,
-    in_bits,
     sub_keys,
 )
 
@@ -38,7 +36,7 @@ class HeadwiseOptions(RetrievalOptions):
         return {
             **self.norm_tensors(sizes),
             **sub_keys(heads, self.n, self.query_width(sizes)),
-            **in_bits({"value_bank": DeclaredTensor((slots, width), "value", ZEROS)}, self.value_bits),
+            "value_bank": DeclaredTensor((slots, width), "value", ZEROS),
             "value_transform": DeclaredTensor((heads, width, width), "transform", Normal(1.0 / math.sqrt(width))),
         }
 
@@ -48,6 +46,3 @@ class HeadwiseOptions(RetrievalOptions):
     def check_fit(self, sizes: ModelSizes) -> None:
         super().check_fit(sizes)
         check_halves(self, sizes)
-        check_bits(
-            "value_bits", self.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads}
-        )

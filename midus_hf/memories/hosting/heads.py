@@ -150,15 +150,6 @@ def unrotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | No
     return rotated(attention, heads.to(cos.dtype), (cos / squared, -sin / squared)).to(heads.dtype)
 
 
-def moved_back(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Move rotated keys `[B, K, T, d]` back by the positions of a rotation `[B, 1, d]`, without the lengthening that it may have."""
-    if rotation is None or not attention.config.rotates:
-        return heads
-    cos, sin = (part.to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation)
-    length = (cos.square() + sin.square()).sqrt()
-    return rotated(attention, heads.to(cos.dtype), (cos / length, -sin / length)).to(heads.dtype)
-
-
 def moved_by(attention: Attention, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate keys `[B, K, T, d]` further by angles `[B, T, r]`, in radians."""
     rotation = angles.cos(), angles.sin()

@@ -66,9 +66,6 @@ class Service:
     def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
         """Load what lies beside a checkpoint, with the arguments of `from_pretrained`. Default: nothing."""
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse the tokenizer beside a checkpoint, where a command reads both. Default: allowed."""
-
     def before_saving(self, folder: str | os.PathLike) -> None:
         """Write what belongs beside the weights in a folder, and is uploaded with them. Default: nothing."""
 

@@ -7,7 +7,6 @@ import torch
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import RetrievalOptions
-from midus_hf.memories.tables import gather_rows
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
@@ -22,8 +21,6 @@ class RetrievalMemory(MemoryModule):
     """
 
     value_bank: torch.Tensor
-    value_bank_integers: torch.Tensor
-    value_bank_scales: torch.Tensor
     query_norm_weight: torch.Tensor
     query_norm_bias: torch.Tensor
     query_mean: torch.Tensor
@@ -37,19 +34,7 @@ class RetrievalMemory(MemoryModule):
     @property
     def num_slots(self) -> int:
         """N, number of slots that each head chooses from."""
-        bank = self.value_bank if self.options.value_bits is None else self.value_bank_integers
-        return bank.shape[-2]
-
-    def rows_of_values(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a table of values, `[R, v]`, and the row of this table that each slot reads.
-
-        Args:
-            slots: int64, of any shape.
-            dtype: Dtype of the values.
-        """
-        if self.options.value_bits is None:
-            return self.value_bank.to(dtype), slots
-        return gather_rows(self.value_bank_integers, self.value_bank_scales, self.options.value_bits, slots, dtype)
+        return self.value_bank.shape[-2]
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the query of each head.

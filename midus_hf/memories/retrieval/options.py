@@ -1,4 +1,4 @@
-"""Options of memories that retrieve slots, and declarations of their keys and of values as integers."""
+"""Options of memories that retrieve slots, and declarations of their keys."""
 
 import math
 from collections.abc import Mapping
@@ -17,12 +17,6 @@ ADDRESSING_HELP = (
 )
 # Control of every memory that has the option `addressing`.
 RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
-
-ValueBits = Literal[8, 4]
-VALUE_BITS_HELP = (
-    "bits per element of values that no longer train, whose rows are integers with a scale each, as midus edit quantise makes them; "
-    "null: the values train"
-)
 
 QueryNorm = Literal["none", "batch", "layer"]
 QUERY_NORM_HELP = (
@@ -46,7 +40,6 @@ class RetrievalOptions(InsertedOptions):
     query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
     addressing: Addressing = option("content", ADDRESSING_HELP)
-    value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
     def query_width(self, sizes: ModelSizes) -> int:
         """Return the width of each head's query: the head's share of the memory's input."""
@@ -87,29 +80,6 @@ def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTens
     return {"row_keys": keys, "column_keys": keys}
 
 
-def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dict[str, DeclaredTensor]:
-    """Declare tables of values in their stored form: unchanged, or as `NAME_integers` and `NAME_scales`.
-
-    Args:
-        values: The tables, `[..., N, W]`, by name.
-        bits: Bits per element, 8 or 4; None for tables that train.
-    """
-    if bits is None:
-        return dict(values)
-    stored = {}
-    for name, table in values.items():
-        *rows, width = table.shape
-        shape = (*rows, width if bits == 8 else width // 2)
-        stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
-        stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
-    return stored
-
-
-def bits_option(options: Any) -> str | None:
-    """Return the name of the option for the number of bits of a memory's values; None if they cannot be rounded."""
-    return next((name for name in ("value_bits", "bank_bits") if hasattr(options, name)), None)
-
-
 def check_size(options: RetrievalOptions, name: str, description: str) -> None:
     """Refuse a size below one, or a `k` above it.
 
@@ -130,21 +100,3 @@ def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
     if width % 2:
         name = "hidden_size / num_attention_heads" if options.output_projection else "head_dim"
         raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
-
-
-def check_bits(option: str, bits: ValueBits | None, widths: Mapping[str, int]) -> None:
-    """Refuse rows whose width does not fit their number of bits.
-
-    Args:
-        option: Name of the option, for the message.
-        bits: Bits per element, 8 or 4; None for tables that train.
-        widths: Width of the rows of each table, by the name of the option or size that sets it.
-
-    Raises:
-        ValueError: If `bits` is 4 and a width is odd.
-    """
-    for name, width in widths.items():
-        if bits == 4 and width % 2:
-            raise ValueError(
-                f"{option} is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
-            )

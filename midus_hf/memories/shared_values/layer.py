@@ -37,8 +37,8 @@ class SharedValueMemory(RetrievalMemory):
             `[B, T, D]`.
         """
         scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
-        bank, rows = self.rows_of_values(slots.flatten(-2), attention_output.dtype)
-        output = weighted_gather(bank, rows, scores.softmax(dim=-1).flatten(-2))  # [B, T, D]
+        bank, weights = self.value_bank.to(attention_output.dtype), scores.softmax(dim=-1)
+        output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2))  # [B, T, D]
         return output if residual is None else (residual + output).to(residual.dtype)
 
 

@@ -13,10 +13,8 @@ from midus_hf.memories.retrieval.options import (
     RANDOM_SLOTS,
     QueryNorm,
     RetrievalOptions,
-    check_bits,
     check_halves,
     check_size,
-    in_bits,
     sub_keys,
 )
 
@@ -39,12 +37,8 @@ class SharedValueOptions(RetrievalOptions):
         hidden = sizes.hidden_size
         return {
             "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
-            **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
+            "value_bank": DeclaredTensor((slots, hidden), "value", ZEROS),
         }
-
-    def check_fit(self, sizes: ModelSizes) -> None:
-        super().check_fit(sizes)
-        check_bits("value_bits", self.value_bits, {"hidden_size": sizes.hidden_size})
 
 
 @register_memory("linear")

@@ -11,7 +11,6 @@ from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.memories.tables import gather_rows
 from midus_hf.memories.ultramem.options import UltraMemOptions
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
@@ -76,15 +75,13 @@ class UltraMem(MemoryModule):
         tables = tables or {}
         weights, slots = self._select(hidden_states)
         weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
-        stored = self._stored("value_table", tables)
-        rows = self._rows(slots, len(stored[0]))
+        value_table = self._stored("value_table", tables)
+        rows = self._rows(slots, len(value_table))
         if self.has_pre_values:
-            pre_values, places = self._read(self._stored("pre_value_table", tables), rows)
-            read = self.pre_projection(hidden_states)
-            products = gathered_products(read, pre_values, places, sparse_gradient=self.sparse_gradient)
+            pre_values, read = self._stored("pre_value_table", tables), self.pre_projection(hidden_states)
+            products = gathered_products(read, pre_values, rows, sparse_gradient=self.sparse_gradient)
             weights = weights * products.to(weights.dtype)
-        value_table, places = self._read(stored, rows)
-        values = weighted_gather(value_table, places, weights, sparse_gradient=self.sparse_gradient)  # [B, T, D_v]
+        values = weighted_gather(value_table, rows, weights, sparse_gradient=self.sparse_gradient)  # [B, T, D_v]
         return self.value_projection(values.to(hidden_states.dtype))
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,17 +124,9 @@ class UltraMem(MemoryModule):
                 self.column_vector.copy_(column_vector)
         return keys, row_vector, column_vector
 
-    def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return a table, or the integers and the scales of its rows; from the tables that layers share, or else the layer's."""
-        names = (name,) if self.options.value_bits is None else (f"{name}_integers", f"{name}_scales")
-        return tuple(tables[part] if part in tables else getattr(self, part) for part in names)
-
-    def _read(self, stored: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a table of values, and the row of this table that is stored as each of `rows`."""
-        if self.options.value_bits is None:
-            return stored[0], rows
-        integers, scales = stored
-        return gather_rows(integers, scales, self.options.value_bits, rows, scales.dtype)
+    def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a table from those that layers share, or else the layer's own."""
+        return tables[name] if name in tables else getattr(self, name)
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Return the rows of a stored table that slots read."""

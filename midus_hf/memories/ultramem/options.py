@@ -21,11 +21,7 @@ from midus_hf.memories.registry import register_memory
 from midus_hf.memories.retrieval.options import (
     ADDRESSING_HELP,
     RANDOM_SLOTS,
-    VALUE_BITS_HELP,
     Addressing,
-    ValueBits,
-    check_bits,
-    in_bits,
 )
 from midus_hf.memories.ultramem.statistics import UniformCores, gain_of_norms, values_of_scores
 
@@ -73,7 +69,6 @@ class UltraMemOptions(MemoryOptions):
         "none: nothing, to train from scratch",
     )
     addressing: Addressing = option("content", ADDRESSING_HELP)
-    value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
     @property
     def group(self) -> int:
@@ -186,7 +181,7 @@ class UltraMemOptions(MemoryOptions):
         values = {"value_table": DeclaredTensor((rows, width), "value", initial)}
         if pre_width:
             values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
-        return in_bits(values, self.value_bits)
+        return values
 
     def check(self) -> None:
         for name in ("n", "rank", "k", "heads"):
@@ -213,8 +208,3 @@ class UltraMemOptions(MemoryOptions):
             raise ValueError(
                 f"rank is {self.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
             )
-        check_bits(
-            "value_bits",
-            self.value_bits,
-            {name: self.width(name, sizes) for name in ("value_width", "pre_value_width")},
-        )

@@ -13,8 +13,6 @@ from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.memories.entries import ATTACHED, TABLES
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.retrieval.options import bits_option
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.early_checks import nothing_new
@@ -164,7 +162,7 @@ def set_trainable(
 
     Raises:
         ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
-            a role in `frozen` has no tensor that would be trained, nothing is left to train, or a memory's values are integers.
+            a role in `frozen` has no tensor that would be trained, or nothing is left to train.
     """
     kind = model.config.model_type
     if has_adapters(model):
@@ -172,7 +170,6 @@ def set_trainable(
             f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
-    _refuse_quantised(model)
     resolved, rows = resolve_trainable(model.config, trainable), range(0)
     layers: nn.ModuleList = decoder_of(model).layers
     trained: list[nn.Module | nn.Parameter] = list(task_head(model))
@@ -238,16 +235,6 @@ def task_head(model: PreTrainedModel) -> list[nn.Module]:
 def has_adapters(model: Any) -> bool:
     """Return whether PEFT has wrapped a model; PEFT need not be installed."""
     return hasattr(model, "peft_config")
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    for module in model.modules():
-        name = bits_option(module.options) if isinstance(module, MemoryModule) else None
-        if name is not None and (bits := getattr(module.options, name)) is not None:
-            raise ValueError(
-                f"a memory of type {module.options.type!r} has {name} = {bits}, which cannot be trained; expected a model with "
-                f"{name} = null. Train the checkpoint from which midus edit quantise made this one."
-            )
 
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:

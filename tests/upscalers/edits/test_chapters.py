@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import prompt
 
-from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
@@ -26,8 +25,6 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from upscalers.checkpoint.safetensors_format import read_header
-from upscalers.edits import quantising
-from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -39,22 +36,16 @@ BANK = "model.memory_tables.chapters.0.bank"
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "layers": list(LAYERS)}
 
 
-def save_chapters(
-    folder, dtype=torch.float32, sharded=False, prefix="model.", names=("chapters",), bank_bits=None, **changes
-) -> Path:
+def save_chapters(folder, dtype=torch.float32, sharded=False, prefix="model.", names=("chapters",), **changes) -> Path:
     """Attach memories with random values to a tiny Llama, `FOLDER-base`; of several, the last is new and others are the base's."""
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
     (base / "tokenizer.json").write_text("a tokenizer")
     request = {"options": {**OPTIONS, **changes}, "max_shard_size": "40KB" if sharded else "5GB", "verify": False}
     for name in names:
-        output = folder if name == names[-1] and bank_bits is None else folder.with_name(f"{folder.name}-{name}")
+        output = folder if name == names[-1] else folder.with_name(f"{folder.name}-{name}")
         upscale(base=base, method="moc", output=output, **request)
         base = output
     give_values(base)
-    for name in names if bank_bits is not None else ():
-        output = folder if name == names[-1] else folder.with_name(f"{folder.name}-rounded-{name}")
-        quantising.quantise(EditRequest(base, output, name), bank_bits)
-        base = output
     return folder
 
 
@@ -100,14 +91,12 @@ class Edit:
     routers: tuple[int, ...] = ()  # layers whose routers follow
     saved: dict[str, Any] = field(default_factory=dict)  # how the model differs from the usual
     banks: tuple[str, ...] = (BANK,)
-    parts: tuple[str, ...] = ("",)  # ends of the names of a bank's tensors
 
 
 EDITS = {
     "zero, bfloat16": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5], saved={"dtype": torch.bfloat16}),
     "prune": Edit("prune --chapters 2,4", [0, 1, 3, 5], LAYERS),
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS, {"sharded": True}),
-    "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=("_integers", "_scales")),
     "every bank": Edit("zero --chapters 0", ONE_ZERO, (), {"share": "none"}, BANKS_OF_LAYERS),
     "one memory": Edit("zero --chapters 0 --memory chapters-2", ONE_ZERO, (), {"names": TWO}, (BANK.replace(*TWO),)),
     "no prefix": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"prefix": ""}),
@@ -125,7 +114,7 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else_and_strip_gives_t
         {f"model.{key.removeprefix(prefix)}" if "memor" in key else key: t for key, t in read_tensors(folder).items()}
         for folder in (model, output)
     )
-    of_banks = {bank + part for bank in edit.banks for part in edit.parts}
+    of_banks = {*edit.banks}
     of_routers = {router for layer in edit.routers for router in ROUTERS[layer]}
     assert before.keys() == after.keys()
     assert {key for key in before if not same_bits(before[key], after[key])} == of_banks | of_routers
@@ -147,37 +136,6 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else_and_strip_gives_t
         whole, base = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
         assert base["model.safetensors"] == whole["model.safetensors"]
         assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
-
-
-@pytest.mark.parametrize(
-    ("bits", "changes"), [(8, {"share": "none", "sharded": True}), (4, {"dtype": torch.bfloat16})]
-)
-def test_every_bank_is_rounded_row_by_row_in_its_file_and_once(tmp_path, edited, refusal, bits, changes, monkeypatch):
-    monkeypatch.setattr(quantising, "_ROWS_AT_ONCE", 5)
-    model = save_chapters(tmp_path / "model", **changes)
-    output = edited("quantise", model, "--bits", bits)
-    before, after = read_tensors(model), read_tensors(output)
-    files = {name: file.name for file in output.glob("*.safetensors") for name in read_header(file)}
-    was_in = {name: file.name for file in model.glob("*.safetensors") for name in read_header(file)}
-    for name in BANKS_OF_LAYERS if "share" in changes else (BANK,):
-        table = before.pop(name)
-        integers, scales = quantise_rows(table, bits)
-        assert same_bits(after.pop(name + "_integers"), integers)
-        assert same_bits(after.pop(name + "_scales"), scales.to(table.dtype))
-        assert {files[f"{name}_{part}"] for part in ("integers", "scales")} == {was_in[name]}
-    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
-    assert config_of(output)["memory"][0]["bank_bits"] == bits
-    refused = refusal("quantise", output)
-    assert f"memory 'chapters' has bank_bits = {bits} already; expected values that were not" in refused
-
-
-def test_scales_that_were_saved_in_float32_load_with_the_same_bits(tmp_path, edited):
-    model = save_chapters(tmp_path / "model", dtype=torch.bfloat16)
-    scales = quantise_rows(read_tensors(model)[BANK], 8)[1]
-    output = edited("quantise", model)
-    expected = logits(output)
-    write_tensors(output, {**read_tensors(output), f"{BANK}_scales": scales})
-    assert torch.equal(logits(output), expected)
 
 
 def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
@@ -240,7 +198,6 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("zero --chapters 1 --memory other", "memory is 'other'; expected a memory of chapters, of which the model has", {}),
     ("zero --chapters 1", "the model has: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
     ("zero --chapters 1", "has no memory of type 'chapters'", {"memory": []}),
-    ("quantise --bits 3", "bits is 3; expected 8 or 4.", {}),
 ]  # fmt: skip
 
 
@@ -252,23 +209,20 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(tmp_path, refusal, words
     assert message in refusal(verb, model, *rest)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_lists_show_norms_and_biases_of_what_tensors_stand_for(tmp_path, chapters, bits):
-    model = save_chapters(tmp_path / "model", bank_bits=bits, share="none", names=TWO)
+def test_lists_show_norms_and_biases(tmp_path, chapters):
+    model = save_chapters(tmp_path / "model", share="none", names=TWO)
     first, second = chapters("list", model, "--json").json()["memories"]
     assert chapters("list", model, "--memory", TWO[1], "--json").json()["memories"] == [second]
     assert (first["name"], first["site"], first["chapters"]) == ("chapters", "behind-attention", 6)
     assert (first["chapter_tokens"], first["shared_chapters"], first["k"]) == (TOKENS, 1, 2)
     assert [bank["layers"] for bank in first["banks"]] == [[layer] for layer in LAYERS]
-    tensors, name = read_tensors(model), BANKS_OF_LAYERS[1]
-    whole = tensors.get(name)
-    if bits:
-        whole = dequantise_rows(*(tensors[f"{name}_{part}"] for part in ("integers", "scales")), bits, torch.float32)
+    tensors = read_tensors(model)
+    whole = tensors[BANKS_OF_LAYERS[1]]
     bank = first["banks"][1]
     assert bank["row_norms"] == pytest.approx(whole.double().norm(dim=1).view(6, TOKENS).mean(1).tolist())
     assert bank["router_biases"] == {"1": tensors[ROUTERS[1][1]].tolist()}
     shown = chapters("list", model).out
-    assert ("of integers of" in shown) == bool(bits) and "bank 1, read by layers 1" in shown
+    assert "bank 1, read by layers 1" in shown
     kinds = [line.split()[:2] for line in shown.splitlines() if line.split()[1:2] in (["shared"], ["routed"])]
     assert kinds[:6] == [["0", "shared"], *([str(number), "routed"] for number in range(1, 6))]
 
@@ -309,18 +263,3 @@ def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, e
     give_values(model, never_chosen=[3])
     pruned = logits(edited("prune", model, "--chapters", "3", output="pruned"))
     torch.testing.assert_close(pruned, logits(model), rtol=1e-10, atol=1e-10)
-
-
-def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, edited):
-    model = acting(tmp_path)
-    edit_config(model, memory=[{k: v for k, v in config_of(model)["memory"][0].items() if k != "bank_bits"}])
-    for name in ("upscale.json", "README.md"):  # which training leaves out
-        (model / name).unlink()
-    output = edited("quantise", model, "--bits", 4)
-    assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
-    tensors, usual = read_tensors(model), logits(model)
-    bank = tensors[BANK]
-    bank.copy_(dequantise_rows(*quantise_rows(bank, 4), 4, bank.dtype))
-    write_tensors(model, tensors)
-    torch.testing.assert_close(logits(output), logits(model), rtol=1e-10, atol=1e-10)
-    assert not torch.allclose(logits(model), usual)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import config_of, file_digests, logits, read_tensors, record_of
-from tests.upscalers.edits.test_chapters import give_values, save_chapters
+from tests.upscalers.edits.test_chapters import give_values
 from upscalers.edits.shuffling import row_order, shuffle
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -107,8 +107,7 @@ def test_a_model_without_rows_of_values_is_refused(base, tmp_path):
     message = "has no table of values with a row for each of several slots; expected a model with a memory that retrieves rows"
     upscale(base=base, method="llama-pro", output=tmp_path / "dense", verify=False)
     upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
-    quantised = save_chapters(tmp_path / "quantised", bank_bits=8)
-    for folder in (tmp_path / "dense", tmp_path / "one", quantised, base):
+    for folder in (tmp_path / "dense", tmp_path / "one", base):
         with pytest.raises(ValueError, match=message):
             shuffle(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -113,10 +113,6 @@ class TrainedBank(BlockReader):
         self._leaves.clear()
         self.changed()
 
-    def forget_gradients(self) -> None:
-        """Drop the gradients of all blocks."""
-        self._leaves.clear()
-
     def named_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name of each updated block for messages, such as "block 5 of level 2", and its values, `[numel]`."""
         for level, index in self.touched():
