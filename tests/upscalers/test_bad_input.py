@@ -106,7 +106,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON, or cannot be read .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
-    "unknown family": (config(model_type="lama"), "'lama' is not a causal language model of .* expected one\\. Install a newer"),
+    "unknown family": (config(model_type="lama"), "'lama' is not among the .* expected one of these .* Do not rename the type"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
     "too many layers": (
         config(num_hidden_layers=6),
