@@ -26,8 +26,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.measuring import add_list
-from midus_hf.ops.chapters.triton import BLOCK_ROWS, triton_chapter_blocks, triton_chapter_gradients
-from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradients
 from midus_hf.ops.dispatch.triton import interprets_kernels
 from midus_hf.ops.gather.triton import (
     triton_bank_gradient,
@@ -35,8 +33,10 @@ from midus_hf.ops.gather.triton import (
     triton_weight_gradients,
     triton_weighted_rows,
 )
-from midus_hf.ops.headwise.native import LookupInputs
-from midus_hf.ops.headwise.triton import triton_lookup
+from midus_hf.ops.midus_hml.native import LookupInputs
+from midus_hf.ops.midus_hml.triton import triton_lookup
+from midus_hf.ops.moc.triton import BLOCK_ROWS, triton_chapter_blocks, triton_chapter_gradients
+from midus_hf.ops.moda.triton import triton_depth_attention, triton_depth_gradients
 from midus_hf.ops.product_key.triton.forward import triton_scores
 from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
 

@@ -31,8 +31,8 @@ from benchmarks.measuring import (
     timed,
 )
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.depth.op import depth_attention
+from midus_hf.ops.moc.op import chapter_attention
+from midus_hf.ops.moda.op import depth_attention
 
 Inputs = dict[str, torch.Tensor]
 

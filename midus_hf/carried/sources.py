@@ -16,7 +16,7 @@ class Name(NamedTuple):
     """Full name of a definition.
 
     Args:
-        module: The module's name, such as `"midus_hf.memories.headwise.layer"`.
+        module: The module's name, such as `"midus_hf.memories.midus_hml.layer"`.
         name: Name of a function, a class or a constant at the module's top level.
     """
 
@@ -28,7 +28,7 @@ class Source:
     """A module by its source as it is now.
 
     Args:
-        name: The module's name, such as `"midus_hf.memories.headwise.layer"`.
+        name: The module's name, such as `"midus_hf.memories.midus_hml.layer"`.
         packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 

@@ -15,8 +15,8 @@ from midus_hf.look.pictures import Panel, grid
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.hosting.token_places import token_places
 from midus_hf.models.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
-from midus_hf.ops.depth.op import joint_shares
 from midus_hf.ops.dispatch.private_torch import is_in_backward
+from midus_hf.ops.moda.op import joint_shares
 
 HOW_TO_READ = (
     "A head reads keys of the sequence and slots of the depth. The share of a key or slot is the weight that the head multiplies its "

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.look.page import Row, TextTable, table_of
+from midus_hf.memories.engram.certificate import sorted_tensors, texts_digest
+from midus_hf.memories.engram.known import NgramTable
+from midus_hf.memories.engram.tables import exact_tables
 from midus_hf.memories.entries import TABLES, Memories
-from midus_hf.memories.ngram.certificate import sorted_tensors, texts_digest
-from midus_hf.memories.ngram.known import NgramTable
-from midus_hf.memories.ngram.tables import exact_tables
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.training.protection import compare_texts

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from midus_hf.memories.depth_attention.site import DepthHeads
 from midus_hf.memories.hosting.parts import decoder_of
+from midus_hf.memories.moda.site import DepthHeads
 
 
 class HostedMemory(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from midus_hf.files.checkpoint_files import INPUTS_FILE
+from midus_hf.memories.engram.certificate import OF_SAVING
 from midus_hf.memories.hosting.bank_folder import BankService
-from midus_hf.memories.ngram.certificate import OF_SAVING
 
 _ROWS_AT_ONCE = 1000
 # Digests by the key of the run that names an input, and by the part of it, in words for messages.

@@ -19,12 +19,12 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
+from midus_hf.memories.engram.certificate import digests_of, texts_digest
+from midus_hf.memories.engram.known import TAKEN_OUT, known_ngrams
+from midus_hf.memories.engram.options import MOST_TOKENS
+from midus_hf.memories.engram.tables import named_tables, take_out, trained_tables
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.ngram.certificate import digests_of, texts_digest
-from midus_hf.memories.ngram.known import TAKEN_OUT, known_ngrams
-from midus_hf.memories.ngram.options import MOST_TOKENS
-from midus_hf.memories.ngram.tables import named_tables, take_out, trained_tables
 from midus_hf.saved_models import open_ended
 
 _TOKENS_PER_PASS = 1024

@@ -9,8 +9,8 @@ import pytest
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.config.flops import MASK_AND_SCALE
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.depth_attention.options import DepthAttentionOptions, Slot
 from midus_hf.memories.entries import read_memories
+from midus_hf.memories.moda.options import DepthAttentionOptions, Slot
 from upscalers.architecture.flops import count_flops as estimate_flops
 from upscalers.architecture.flops import count_parameters
 

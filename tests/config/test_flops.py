@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from midus_hf.config import flops as counting
 from midus_hf.config.flops import linear
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.flops import memory_flops
-from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.midus_hml.options import HeadwiseOptions
+from midus_hf.memories.moc.options import ChaptersOptions
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import MEMORY_TYPES
-from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
-from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from upscalers.architecture.flops import count_flops as estimate_flops
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -8,7 +8,7 @@ from config.reading import SIZES, read_entry
 from tiny import FAMILIES, save_tiny_model
 
 from midus_hf.memories.entries import read_memories
-from midus_hf.memories.headwise.options import HeadwiseOptions
+from midus_hf.memories.midus_hml.options import HeadwiseOptions
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base

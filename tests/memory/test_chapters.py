@@ -5,9 +5,9 @@ import torch
 from memory.chapter_layers import WIDTH, assert_reads, by_loops, layer, states
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.chapters.decode_cache import projected_bank
-from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.decode_cache import decode_cache
+from midus_hf.memories.moc.decode_cache import projected_bank
+from midus_hf.memories.moc.options import ChaptersOptions
 from midus_hf.memories.module import build_memory
 
 ROUTINGS = ("chunk", "token", "sequence")

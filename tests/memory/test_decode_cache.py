@@ -19,7 +19,7 @@ from tiny import prompt
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule, build_memory
-from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 
 
 def headwise() -> Any:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
-from midus_hf.ops.ngrams.addresses import ngram_keys, windows
+from midus_hf.ops.engram.addresses import ngram_keys, windows
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, num_layers=2)
 HASHED = {"rows": 97, "width": 8, "hash_heads": 2}

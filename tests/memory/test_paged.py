@@ -8,11 +8,11 @@ import torch
 from memory.test_ngram import EXACT, HASHED, IDS, SIZES, assert_same, filled, run, states, tables_of
 from paged_engine import Attention, Engine
 
+from midus_hf.memories.engram.options import NgramOptions
+from midus_hf.memories.engram.paged import PagedNgrams
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates, first_attention
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ngram.options import NgramOptions
-from midus_hf.memories.ngram.paged import PagedNgrams
 
 FIRST, SECOND = [3, 9, 1], [5, 2, 11]  # blocks of two requests
 

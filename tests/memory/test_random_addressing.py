@@ -8,7 +8,7 @@ from memory.chapter_layers import layer as chapter_layer
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 
 TOKENS = 4000
 HIDDEN = 64

@@ -7,10 +7,10 @@ import torch
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.headwise.layer import HeadwiseMemory
-from midus_hf.memories.headwise.options import HeadwiseOptions
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
+from midus_hf.memories.midus_hml.layer import HeadwiseMemory
+from midus_hf.memories.midus_hml.options import HeadwiseOptions
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class, layer_of

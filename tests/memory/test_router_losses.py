@@ -4,9 +4,9 @@ import pytest
 import torch
 from memory.chapter_layers import by_loops, indices, layer, places_of, states
 
-from midus_hf.memories.chapters.layer import balance_loss, z_loss
 from midus_hf.memories.hosting.reports import RouterReports
 from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.moc.layer import balance_loss, z_loss
 
 
 def counts(*numbers: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from models.hosting import host_of
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
-from midus_hf.memories.chapters.layer import Chapters
+from midus_hf.memories.moc.layer import Chapters
 from midus_hf.memories.tables import MemoryTables
 
 SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}

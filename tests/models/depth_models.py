@@ -7,7 +7,7 @@ from models.hosting import host_of
 from tiny import NUM_LAYERS, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.memories.depth_attention.layer import DepthAttention
+from midus_hf.memories.moda.layer import DepthAttention
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},

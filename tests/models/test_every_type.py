@@ -17,8 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.anatomy import types
 from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, UnknownType, listed_types, model_type_of
-from midus_hf.memories.depth_attention import site as depth_site
-from midus_hf.memories.depth_attention.site import DepthHeads
 from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
 from midus_hf.memories.hosting import heads, sites
@@ -26,6 +24,8 @@ from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import PROJECTIONS, MissingPart
 from midus_hf.memories.hosting.sites import ChangesProjections
+from midus_hf.memories.moda import site as depth_site
+from midus_hf.memories.moda.site import DepthHeads
 from midus_hf.models.families import FAMILIES, template
 from midus_hf.models.families.template import host_type
 from scripts.anatomy import tiny

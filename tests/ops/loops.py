@@ -20,7 +20,7 @@ def best_slots(scores: list[torch.Tensor], k: int) -> list[int]:
 
 
 def headwise_memory_by_loops(query, row_keys, column_keys, value_bank, value_transform, k: int) -> torch.Tensor:
-    """Return the output `[T, H, v]` for a query `[T, H, d]`; other shapes as in `midus_hf.ops.headwise.op`."""
+    """Return the output `[T, H, v]` for a query `[T, H, d]`; other shapes as in `midus_hf.ops.midus_hml.op`."""
     outputs = []
     for token in query:
         for head, queries in enumerate(token):

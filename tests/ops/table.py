@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.segments import block_arguments, chapter_blocks_op, sort_by_chapter
-from midus_hf.ops.depth.op import depth_attention, depth_attention_op
 from midus_hf.ops.gather.products import gathered_products, gathered_products_op
 from midus_hf.ops.gather.weighted import weighted_gather_op
-from midus_hf.ops.headwise.lookup import headwise_lookup_op
+from midus_hf.ops.midus_hml.lookup import headwise_lookup_op
+from midus_hf.ops.moc.op import chapter_attention
+from midus_hf.ops.moc.segments import block_arguments, chapter_blocks_op, sort_by_chapter
+from midus_hf.ops.moda.op import depth_attention, depth_attention_op
 from midus_hf.ops.product_key.op import product_key_scores_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

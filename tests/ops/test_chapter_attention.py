@@ -4,8 +4,8 @@ import pytest
 import torch
 from ops.chapter_loops import CHAPTERS, MEMORY_TOKENS, ODD, WIDTH, by_loops, made
 
-from midus_hf.ops.chapters import op
-from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.moc import op
+from midus_hf.ops.moc.op import chapter_attention
 
 BODIES = ("reference", "gathered", "segments")
 WANTED = ("query", "keys", "values", "scales")

@@ -8,10 +8,10 @@ import torch
 from ops.chapter_loops import made
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.chapters import segments as chapter_segments
-from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.triton import segment_refusal
 from midus_hf.ops.dispatch import choices
+from midus_hf.ops.moc import segments as chapter_segments
+from midus_hf.ops.moc.op import chapter_attention
+from midus_hf.ops.moc.triton import segment_refusal
 
 
 def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():

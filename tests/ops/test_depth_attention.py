@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from midus_hf.ops.depth.op import depth_attention, joint_shares, sequence_lse
-from midus_hf.ops.depth.reference import joint_attention, sequence_weights
+from midus_hf.ops.moda.op import depth_attention, joint_shares, sequence_lse
+from midus_hf.ops.moda.reference import joint_attention, sequence_weights
 
 # Query heads per key/value head, key/value heads, tokens, width.
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
@@ -92,7 +92,7 @@ def test_the_union_and_every_gradient_are_those_of_loops(shape, softcap, joining
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("mask", [None, "bool", "added", "per row"])
 def test_gradients_of_the_sum_are_those_of_finite_differences(mask, softcap, monkeypatch):
-    monkeypatch.setattr("midus_hf.ops.depth.op._CHUNK", 2)
+    monkeypatch.setattr("midus_hf.ops.moda.op._CHUNK", 2)
     query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
     read = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4
     read |= torch.eye(5, dtype=torch.bool)

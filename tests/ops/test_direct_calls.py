@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from midus_hf.ops import headwise_memory, product_key_topk
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
 from midus_hf.ops.gather.native import native_weighted_rows
-from midus_hf.ops.headwise.triton import triton_lookup
+from midus_hf.ops.midus_hml.triton import triton_lookup
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus_hf.ops.gather import row_sums
-from midus_hf.ops.headwise.op import headwise_memory
+from midus_hf.ops.midus_hml.op import headwise_memory
 from midus_hf.ops.product_key import reference as flat_key
 from midus_hf.ops.product_key.reference import flat_key_topk
 

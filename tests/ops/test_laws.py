@@ -10,7 +10,7 @@ from ops.laws import assert_same_bits, fixtures_of, output_and_gradients
 from ops.table import OPS
 
 from midus_hf.ops.gather import row_sums
-from midus_hf.ops.headwise import lookup
+from midus_hf.ops.midus_hml import lookup
 from midus_hf.ops.product_key import op as product_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

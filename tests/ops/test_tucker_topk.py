@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from midus_hf.ops.tucker import op
-from midus_hf.ops.tucker import reference as contract
-from midus_hf.ops.tucker.op import select, slot_scores, tucker_topk
-from midus_hf.ops.tucker.reference import leading_vectors
+from midus_hf.ops.ultramem_v2 import op
+from midus_hf.ops.ultramem_v2 import reference as contract
+from midus_hf.ops.ultramem_v2.op import select, slot_scores, tucker_topk
+from midus_hf.ops.ultramem_v2.reference import leading_vectors
 
 
 def drawn(heads=2, n=5, rank=2, tokens=3, seed=0):

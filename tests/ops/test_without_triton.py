@@ -17,7 +17,7 @@ assert torch.equal(weighted_gather(*arguments), torch.tensor([[2.0, 0.0, 0.5]]))
 with pytest.raises(ValueError, match="backend is 'triton', but triton is not installed; install it, or choose 'torch'"):
     weighted_gather(*arguments, backend="triton")
 
-from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.moc.op import chapter_attention
 
 tokens = torch.randn(2, 1, 1, 4), *torch.randn(2, 3, 2, 1, 4), torch.tensor([[0], [2]]), torch.ones(2, 1)
 torch.testing.assert_close(chapter_attention(*tokens), chapter_attention(*tokens, backend="reference"))

@@ -11,11 +11,11 @@ from peft import PeftModel, get_peft_model
 from tiny import prompt, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.memories.headwise.layer import HeadwiseMemory
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs
 from midus_hf.memories.hosting.services import Tables
+from midus_hf.memories.midus_hml.layer import HeadwiseMemory
 from midus_hf.memories.tables import DeclaredModule
-from midus_hf.memories.ultramem.layer import UltraMem
+from midus_hf.memories.ultramem_v2.layer import UltraMem
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import parameter_groups

@@ -8,7 +8,7 @@ from config.reading import SIZES
 
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.options import SharedTables
-from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from tests.upscalers.checkpoints import unverified
 
 LAYERS = (

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
 from midus_hf.files.checkpoint_files import CERTIFICATE
-from midus_hf.memories.ngram.certificate import read_certificate
-from midus_hf.memories.ngram.known import TAKEN_OUT
-from midus_hf.memories.ngram.options import MOST_TOKENS
+from midus_hf.memories.engram.certificate import read_certificate
+from midus_hf.memories.engram.known import TAKEN_OUT
+from midus_hf.memories.engram.options import MOST_TOKENS
 from midus_hf.training.protection import compare_texts
 from midus_hf.training.run import run_training
 from tests.tiny import FAMILIES, save_tiny_model

@@ -12,8 +12,8 @@ from midus_hf import models  # noqa: F401 - registers the families that host mem
 from midus_hf.cli.train import given_keys, read_arguments
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.memories.chapters.options import PAPER, ChaptersOptions
 from midus_hf.memories.entries import read_memories
+from midus_hf.memories.moc.options import PAPER, ChaptersOptions
 from midus_hf.training.arguments import TrainArguments
 from upscalers.architecture.flops import count_parameters
 from upscalers.plan.placements import place

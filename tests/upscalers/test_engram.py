@@ -8,9 +8,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from midus_hf.memories.engram.known import NgramTable
+from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
 from midus_hf.memories.hosting.token_places import TokenPlaces
-from midus_hf.memories.ngram.known import NgramTable
-from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
 from upscalers.runs.strip import strip

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_hf.memories.chapters.options import ChaptersOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
+from midus_hf.memories.moc.options import ChaptersOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.tensors.recipes import RowRange, Rows

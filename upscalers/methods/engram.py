@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few
+from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
 from midus_hf.memories.entries import TABLES, MemoryEntry
-from midus_hf.memories.ngram.options import MOST_TOKENS, NgramOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import ENGRAM, register_method
@@ -177,7 +177,7 @@ class Engram(AttachedMemoryMethod):
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.data.corpus import read_corpus
-        from midus_hf.memories.ngram.known import keys_of_texts, known_ngrams
+        from midus_hf.memories.engram.known import keys_of_texts, known_ngrams
 
         if self._keys is None:
             texts = read_corpus(self.options.corpus)["text"]
@@ -202,7 +202,7 @@ class Engram(AttachedMemoryMethod):
         from tqdm import tqdm
 
         from midus_hf.memories.packs.names import Spelling
-        from midus_hf.ops.ngrams.addresses import NO_TOKEN, ngram_keys, numbered
+        from midus_hf.ops.engram.addresses import NO_TOKEN, ngram_keys, numbered
 
         spelling = Spelling(tokenizer)
         most, fronts = self.options.max_order, merged_fronts(spelling)

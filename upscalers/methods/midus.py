@@ -1,7 +1,7 @@
 """MIDUS with the head-wise memory of the paper, and with the memories that the paper compares it to."""
 
-from midus_hf.memories.headwise.options import HeadwiseOptions
-from midus_hf.memories.shared_values.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.midus_hml.options import HeadwiseOptions
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import InsertedMemoryMethod
 

@@ -1,6 +1,6 @@
 """Mixture of Chapters: a routed bank of latent memory tokens, attached to some layers."""
 
-from midus_hf.memories.chapters.options import ChaptersOptions
+from midus_hf.memories.moc.options import ChaptersOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MIXTURE_OF_CHAPTERS, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

@@ -1,6 +1,6 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
-from midus_hf.memories.depth_attention.options import DepthAttentionOptions
+from midus_hf.memories.moda.options import DepthAttentionOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

@@ -1,6 +1,6 @@
 """UltraMemV2: a large table of values in parallel to every feed-forward network."""
 
-from midus_hf.memories.ultramem.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import ULTRAMEM_V2, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

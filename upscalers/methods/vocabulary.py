@@ -6,7 +6,7 @@ from typing import Any
 
 from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG
-from midus_hf.memories.ngram.options import NgramOptions
+from midus_hf.memories.engram.options import NgramOptions
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, read_config

@@ -75,7 +75,7 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
     from transformers import AutoConfig
 
     from midus_hf.look import touched as where_read
-    from midus_hf.memories.ngram.certificate import check_certificate, read_certificate
+    from midus_hf.memories.engram.certificate import check_certificate, read_certificate
     from midus_hf.model_names import usable_device
     from midus_hf.saved_models import as_value_error, load_tokenizer
 

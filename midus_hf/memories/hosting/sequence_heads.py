@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput
-from midus_hf.ops.depth.op import sequence_lse
-from midus_hf.ops.depth.reference import sequence_weights
+from midus_hf.ops.moda.op import sequence_lse
+from midus_hf.ops.moda.reference import sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")

@@ -16,7 +16,7 @@ from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, Recording
 from midus_hf.memories.packs.service import OpensPacks
 from midus_hf.memories.registry import layer_of
-from midus_hf.ops.depth.reference import joint_attention, sequence_scores, shares_of_both
+from midus_hf.ops.moda.reference import joint_attention, sequence_scores, shares_of_both
 
 
 class PackedHeads(InsideAttention):

@@ -6,7 +6,7 @@ from ops.chapter_loops import ODD
 from ops.laws import assert_equals_reference, output_and_gradients
 from ops.table import OPS, blocks_of, opened
 
-from midus_hf.ops.chapters import triton as kernels_of_chapters
+from midus_hf.ops.moc import triton as kernels_of_chapters
 
 OP = OPS["chapters"]
 

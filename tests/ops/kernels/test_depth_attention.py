@@ -5,9 +5,9 @@ import torch
 from ops.laws import assert_close, assert_equals_reference, assert_same_bits, leaves_of, output_and_gradients
 from ops.table import DEVICE, OPS, slots_of, stacked
 
-from midus_hf.ops.depth import triton as kernels_of_depth
-from midus_hf.ops.depth.op import depth_attention
-from midus_hf.ops.depth.triton import device_numbers, slot_table
+from midus_hf.ops.moda import triton as kernels_of_depth
+from midus_hf.ops.moda.op import depth_attention
+from midus_hf.ops.moda.triton import device_numbers, slot_table
 
 OP = OPS["depth"]
 

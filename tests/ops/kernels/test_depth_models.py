@@ -10,7 +10,7 @@ from ops.table import DEVICE
 from pairs import by_default
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.depth.op import depth_attention
+from midus_hf.ops.moda.op import depth_attention
 
 
 def logits_and_gradients(model, tokens, backend):

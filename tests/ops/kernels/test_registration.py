@@ -11,8 +11,8 @@ from ops.table import DEVICE, OPS, slots_of, stacked
 from pairs import by_default, in_turn
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.depth.op import depth_attention_op
-from midus_hf.ops.headwise.lookup import headwise_lookup_op
+from midus_hf.ops.midus_hml.lookup import headwise_lookup_op
+from midus_hf.ops.moda.op import depth_attention_op
 
 KERNELS = [name for name, op in OPS.items() if "triton" in op.bodies]
 # What torch is told of the others does not depend on the body: `tests/ops/test_laws.py` has the same with PyTorch and C.

@@ -17,7 +17,7 @@ from midus_hf.ops.gather.native import (
     native_row_sums,
     native_weighted_rows,
 )
-from midus_hf.ops.headwise.native import LookupInputs, native_lookup
+from midus_hf.ops.midus_hml.native import LookupInputs, native_lookup
 from midus_hf.ops.product_key.native import native_gradients_of_scores, native_score_gradients, native_scores
 
 HEADWISE = (

@@ -1,0 +1,59 @@
+"""The head-wise memory layer (HML) of MIDUS."""
+
+import math
+
+import torch
+
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memories.midus_hml.options import HeadwiseOptions
+from midus_hf.memories.registry import layer_of
+from midus_hf.memories.retrieval.layer import RetrievalMemory
+from midus_hf.ops.midus_hml.op import headwise_memory
+from midus_hf.ops.product_key.op import product_key_topk
+
+
+@layer_of(HeadwiseOptions)
+class HeadwiseMemory(RetrievalMemory):
+    """A memory per head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
+
+    Args:
+        options: Options of the memory.
+        sizes: Sizes of the model. `head_dim`, the width of one head's share of the attention output, need not be D / H.
+    """
+
+    row_keys: torch.Tensor
+    column_keys: torch.Tensor
+    value_transform: torch.Tensor
+
+    def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
+
+    def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
+        by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
+        return self.addressed(by_head, track_statistics)
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return product_key_topk(query, self.row_keys, self.column_keys, self.k)
+
+    def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Retrieve values for the attention output of every head.
+
+        Args:
+            attention_output: `[B, T, H * d]`, the heads' outputs side by side.
+            residual: `[B, T, D]`, added to the retrieved values. Default: none.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        shape = attention_output.shape[:-1]
+        tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
+        flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]
+        query, by_head = self.addressed(flat), None
+        if residual is not None:
+            by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
+        expanded = None if self.decode_cache is None else self.decode_cache.read(self, attention_output)
+        bank, transform = (self.value_bank, self.value_transform) if expanded is None else (expanded, None)
+        keys = (self.row_keys, self.column_keys)
+        output = headwise_memory(query, *keys, bank, transform, self.k, residual=by_head)  # [S, H, D / H]
+        return output.reshape(*shape, self.num_heads * self.value_dim)

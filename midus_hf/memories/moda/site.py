@@ -1,0 +1,169 @@
+"""A layer's part in attention over the depth: the slots that it reads, and the slots that it writes for later layers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.hosting.heads import (
+    Attention,
+    AttentionFunction,
+    HeadsOutput,
+    Rotation,
+    host_of_heads,
+    rotated,
+    unrotated,
+)
+from midus_hf.memories.hosting.inputs import CarriedKey
+from midus_hf.memories.hosting.layer import HostLayer, LayerCall, read_by
+from midus_hf.memories.hosting.parts import CACHE, Arguments, Keywords, PartOutput
+from midus_hf.memories.hosting.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.sites import InsideAttention
+from midus_hf.memories.moda.options import DepthAttentionOptions, Slot, SlotSource
+
+# A key and a value per key/value head and token, both `[B, K, T, d]`.
+Heads = tuple[torch.Tensor, torch.Tensor]
+
+
+class DepthHeads(InsideAttention):
+    """Slots that a layer reads and writes in every pass.
+
+    A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
+    memory rotate by different angles (Gemma 3), or some layers do not rotate (SmolLM3), slots and the queries that read them are
+    left unrotated.
+    """
+
+    def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
+        super().__init__(layer, config, memories)
+        entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
+        assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
+        self.memory, self.options = entry.name, entry.options
+        self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
+        # Keys under which the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the
+        # newest, and of slots that it writes and later layers read, by their source.
+        self.slots = tuple(_carried(entry, slot) for slot in self.options.slots_read(self.index))
+        own = self.options.sources if self.index + 1 < len(entry.layers) else ()
+        self.writes = {source: _carried(entry, Slot(self.index, source)) for source in own}
+        self.without_rotation = layer.some_do_not_rotate or _rotations_differ(config, entry.layers)
+        # Whether later layers read the keys and values that attention computes.
+        self.reuses = self.options.attention_slots == "reused" and "attention" in self.writes
+        self.hook(layer.mixer_name, self.note_input, before=True)
+        # Other memories change what heads make of the sequence and the depth.
+        host_of_heads(layer).changes.insert(0, self)
+        self.hook(str(layer.feed_forward_name), self.write_slots)
+
+    @property
+    def is_active(self) -> bool:
+        """True if the memory has something to do in the call of the layer that runs now."""
+        return self.memory in self.layer.at(self.name, self.layer.call.memory_inputs)
+
+    def note_input(self, attention: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] | None:
+        """Record the input of attention, and the keys and values of the tokens of the pass, if later layers read them."""
+        if not self.is_active:
+            return None
+        self.layer.call.attention_input = read_by(args, kwargs)
+        cache = kwargs.get(CACHE)
+        if not self.reuses or cache is None:
+            return None
+        return args, {**kwargs, CACHE: _NotingCache(cache, self.layer.call)}
+
+    def write_slots(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> None:
+        """Write the slots that later layers read, after the feed-forward network."""
+        if not self.is_active:
+            return
+        call = self.layer.call
+        for source, (key, value) in self.writes.items():
+            if source == "attention" and self.reuses:
+                written = self._own_heads()
+            else:
+                read = call.attention_input if source == "attention" else read_by(args, kwargs)
+                assert read is not None, "attention runs before the feed-forward network"
+                written = self._projected(source, read)
+            call.carried[key], call.carried[value] = written
+
+    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
+        """Attend to the sequence, and to the slots of the depth if the layer reads any.
+
+        Returns:
+            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence, if they are known.
+        """
+        query, key, value, mask = heads
+        if not self.is_active:
+            return own(module, query, key, value, mask, **kwargs)
+        call = self.layer.call
+        if call.own_heads is None:  # no cache was updated
+            call.own_heads = key, value
+        if not self.slots:
+            return own(module, query, key, value, mask, **kwargs)
+        implementation = module.config.config._attn_implementation
+        sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
+        keys, values = ([call.carried[each] for each in carried] for carried in zip(*self.slots, strict=True))
+        if self.without_rotation:
+            query = unrotated(module, query, call.rotation)
+        return self.layer.memories[self.memory](query, sequence=sequence, keys=keys, values=values)
+
+    def _own_heads(self) -> Heads:
+        own = self.layer.call.own_heads
+        assert own is not None, "attention tells which keys and values it wrote"
+        key, value = own
+        return unrotated(self.layer.mixer_part, key, self._rotation) if self.without_rotation else key, value
+
+    def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
+        attention = self.layer.mixer_part
+        key, value = self.layer.memories[self.memory](read, slot=source)  # [B, K, T, d]
+        key = normalised_keys(attention, key)
+        return key if self.without_rotation else rotated(attention, key, self._rotation), value
+
+    @property
+    def _rotation(self) -> Rotation | None:
+        return self.layer.call.rotation
+
+
+class _NotingCache:
+    """The cache of a pass, which records the rotated keys and the values that attention adds, each `[B, K, T, d]`."""
+
+    def __init__(self, cache: Any, call: LayerCall):
+        self._cache, self._call = cache, call
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Heads:
+        """Update the cache."""
+        self._call.own_heads = key, value
+        return self._cache.update(key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _carried(entry: MemoryEntry, slot: Slot) -> tuple[CarriedKey, CarriedKey]:
+    layer = entry.layers[slot.writer]
+    return CarriedKey(entry.name, layer, f"{slot.source}_key"), CarriedKey(entry.name, layer, f"{slot.source}_value")
+
+
+def normalised_keys(attention: nn.Module, keys: torch.Tensor) -> torch.Tensor:
+    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`.
+
+    It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
+    """
+    norm = getattr(attention, "k_norm", None)
+    if norm is None:
+        return keys
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.shape[-1] == keys.shape[-1]:
+        return norm(keys)
+    return _split(norm(keys.transpose(1, 2).flatten(2)), keys)
+
+
+def _split(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Reshape keys `[B, T, K * d]` to `[B, K, T, d]`."""
+    return keys.unflatten(-1, (like.shape[1], like.shape[-1])).transpose(1, 2)
+
+
+def _rotations_differ(config: PreTrainedConfig, layers: tuple[int, ...]) -> bool:
+    """Return whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
+    kinds = getattr(config, "layer_types", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if kinds is None or not all(kind in parameters for kind in kinds):
+        return False
+    return len({kinds[layer] for layer in layers}) > 1

@@ -1,0 +1,176 @@
+"""Attention of each token to the keys and values of its position, and its union with attention to the sequence (MoDA)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from midus_hf.ops.dispatch.calling import custom_op
+from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.precision import shared_dtype
+from midus_hf.ops.moda import reference
+from midus_hf.ops.moda.reference import depth_scores, parts_of_both
+from midus_hf.ops.moda.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
+
+# Queries whose scores of the sequence are held at once.
+_CHUNK = 256
+
+
+def depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each token to the n slots of the token's position, in one softmax.
+
+    Kernels read slots in place; slots are copied only if dtypes differ or rows are not contiguous. PyTorch copies all
+    slots together, and again in the backward pass. Query head h reads key/value head h // (H / K).
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` the contract with
+            intermediate results recomputed for the gradient, and `"triton"` runs kernels. Default: `"auto"`.
+
+    Returns:
+        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
+        of its scores, `[B, H, T]`, float32 at least. Gradients flow through both.
+
+    Raises:
+        ValueError: If there are no slots, shapes disagree, or `backend` names kernels for a call that they cannot run.
+    """
+    _check(query, keys, values)
+    dtype = shared_dtype(query, *keys, *values)
+    body = resolve(backend, query.to(dtype), depth_refusal(query, keys))
+    if body == "triton":
+        keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
+        read, lse = depth_attention_op(query.to(dtype), keys, values, scaling, softcap)
+        return read.to(query.dtype), lse
+    if body == "reference":
+        return reference.depth_attention(query, keys, values, scaling, softcap)
+    return _computed_again(reference.depth_attention, query, keys, values, scaling, softcap)
+
+
+def sequence_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient.
+
+    No tensor holds all scores. With inputs of half precision, products are summed, capped and masked in float32 and
+    never rounded to half precision, as in the attention kernels whose output is combined with this sum.
+    """
+    key = key.to(torch.promote_types(query.dtype, torch.float32))
+    parts = []
+    for start in range(0, query.shape[2], _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        mask_of_rows = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+        arguments = (query[:, :, rows], key, mask_of_rows, is_causal, scaling, softcap, start)
+        parts.append(_computed_again(reference.sequence_lse, *arguments))
+    return torch.cat(parts, dim=2)  # [B, H, T]
+
+
+def _computed_again(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose intermediate results are not kept for the gradient, but recomputed."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def joint_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    sequence_lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    gate: torch.Tensor | None = None,
+    added: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors with which `joint_attention` weights the value of each slot, and the heads' output for the sequence.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        sequence_lse: Logarithm of the sum of exponentials of the sequence, `[B, H, T]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        gate: c of `joint_attention`, `[B, H, T]` or broadcastable to it. Default: 1.
+        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
+
+    Returns:
+        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1,
+        or to 2 - c if `added`. No gradient flows through them.
+    """
+    with torch.no_grad():
+        scores = depth_scores(query, keys, scaling, softcap)
+        sequence_factor, depth_factor = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
+        return scores.softmax(-1) * depth_factor.unsqueeze(-1), sequence_factor
+
+
+def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if not keys or len(keys) != len(values):
+        raise ValueError(f"there are {len(keys)} keys and {len(values)} values; expected as many, and one or more.")
+    for slot in (*keys, *values):
+        batch, heads, tokens, width = query.shape
+        fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
+        if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
+            raise ValueError(
+                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
+                "as many heads or a divisor of them."
+            )
+
+
+depth_attention_op = custom_op("depth_attention")(triton_depth_attention)
+depth_gradients_op = custom_op("depth_attention_backward")(triton_depth_gradients)
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
+    return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
+
+
+@depth_attention_op.register_fake
+def _(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
+    output = _by_token(query)
+    return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
+
+
+@depth_gradients_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
+):
+    into_query = _by_token(query) if wants_query else query.new_empty(0)
+    return [into_query, *(_by_token(slot) for slot in (*keys, *values) if wants_slots)]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, keys, values, ctx.scaling, ctx.softcap = inputs
+    ctx.count = len(keys)
+    ctx.save_for_backward(query, *output, *keys, *values)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, lse_gradient: torch.Tensor) -> tuple:
+    query, output, lse, *slots = ctx.saved_tensors
+    keys, values = slots[: ctx.count], slots[ctx.count :]
+    wants_query, wants_keys, wants_values, *_ = ctx.needs_input_grad
+    wants_slots = any(wants_keys) or any(wants_values)
+    tensors = (gradient, lse_gradient, query, keys, values, output, lse)
+    into_query, *into_slots = depth_gradients_op(*tensors, ctx.scaling, ctx.softcap, wants_query, wants_slots)
+    nothing = [None] * ctx.count
+    into_keys, into_values = (into_slots[: ctx.count], into_slots[ctx.count :]) if wants_slots else (nothing, nothing)
+    return into_query if wants_query else None, into_keys, into_values, None, None
+
+
+depth_attention_op.register_autograd(_differentiate, setup_context=_save)
