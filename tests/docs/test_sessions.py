@@ -143,7 +143,7 @@ SESSIONS = {
         files=("",),
     ),
     "docs/serve.md": Session(
-        models={"smollm2-hml": "midus-hml", "trained": "midus-hml"},
+        models={"smollm2-hml": "midus-hml"},
         names=lambda: {**load("smollm2-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
         elsewhere=("from llama_cpp import", "from gguf import"),
     ),
