@@ -24,8 +24,8 @@ ITEM_BYTES = {
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Integer dtypes that memories store tensors in: torch's name by the name in safetensors.
-INTEGER_NAMES = {"I8": "int8", "U8": "uint8", "I64": "int64"}
+# Integer dtypes that are read, of memories and of MXFP4: torch's name by the name in safetensors.
+INTEGER_NAMES = {"U8": "uint8", "I64": "int64"}
 INTEGERS = "I64"
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
