@@ -104,7 +104,7 @@ METHODS: dict[str, Any] = {
     "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }
 SESSIONS = {
-    "README.md": Session(replace={"HuggingFaceTB/SmolLM2-135M-Instruct --method": "base --method"}),
+    "README.md": Session(),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session(
         replace={
@@ -141,9 +141,10 @@ SESSIONS = {
         models={"upscaled": "midus-hml", "smollm2-hml": "midus-hml"},
         files=("",),
     ),
-    "docs/serve.md": Session(
-        models={"smollm2-hml": "midus-hml", "trained": "midus-hml"},
-        names=lambda: {**load("smollm2-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
+    "docs/serve.md": Session(models={"smollm2-hml": "midus-hml"}),
+    "docs/export.md": Session(
+        models={"smollm2-hml": "midus-hml"},
+        names=lambda: load("smollm2-hml"),
         elsewhere=("from llama_cpp import", "from gguf import"),
     ),
     "docs/evaluate.md": Session(
@@ -259,7 +260,7 @@ SESSIONS = {
 }
 
 # Pages that take long, and run commands of which other tests have the results: they run with the product.
-LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "look-inside", "peft", "serve")}
+LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "export", "look-inside", "peft", "serve")}
 LONG |= {f"docs/methods/{page}.md" for page in ("deus", "engram", "lesa", "llama-pro", "moc")}
 
 # A model is loaded where this package is not imported: in a process of its own.
