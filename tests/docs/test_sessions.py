@@ -203,12 +203,9 @@ SESSIONS = {
         replace={
             **SMALL_BASE,
             "sentence-transformers/all-MiniLM-L6-v2": "bert",
-            "--levels 3": "--levels 2 --branching 3 --samples 20",
             "tasks=100": "tasks=1",
             "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
             "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
-            # tests/models/test_training.py compiles a model for the blocks that it is given.
-            "fullgraph=True": "disable=True",
             "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
             "MODEL --text texts.jsonl --path": "outputs/hier --text assigned.jsonl --path",
             "MODEL": "outputs/hier",
@@ -219,8 +216,6 @@ SESSIONS = {
             "AutoModelForCausalLM": AutoModelForCausalLM,
             **datatrove_names(),
             "tokenizer": byte_tokenizer(),
-            "torch": torch,
-            "input_ids": torch.arange(3, 27).view(2, 12),
         },
     ),
     **{
