@@ -15,8 +15,9 @@ from midus_hf.compare.runs import Result, read_result
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "experiments" / "results" / "smollm2-135m-instruct-short" / "runs"
-RESULTS = ROOT / "docs" / "results"
-MEASURED = (RESULTS / "learning.md").read_text(encoding="utf-8")
+MEASURED = "\n\n".join(
+    (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
+)
 CONTROLS = ("one-row", "random-slots", "frozen-addresses")
 # What a page says beside a link to the tables.
 OTHERS = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
@@ -24,7 +25,7 @@ STATED = [
     (page, paragraph)
     for page, text in OTHERS.items()
     for paragraph in re.split(r"\n(?=- )|\n\n", text)
-    if re.search(r"\bresults/learning\.md[#)]", paragraph) and not paragraph.startswith("|")
+    if re.search(r"\b(?:results|learning)\.md[#)]", paragraph) and not paragraph.startswith("|")
 ]
 
 
@@ -132,7 +133,10 @@ def counts_of(page: Path, heading: str) -> list[list[int]]:
     """Return the numbers at the ends of the rows of the table whose header begins so."""
     text = page.read_text(encoding="utf-8")
     table = text[text.index(heading) :].partition("\n\n")[0].splitlines()
-    names = [cell.strip() in ("of", "base", "text in front", "packs", "packs, name in front") for cell in table[0].split("|")]
+    names = [
+        cell.strip() in ("of", "base", "text in front", "packs", "packs, name in front")
+        for cell in table[0].split("|")
+    ]
     return [[int(cell) for cell, counts in zip(line.split("|"), names, strict=True) if counts] for line in table[2:]]
 
 
@@ -188,7 +192,7 @@ def answers(kind: str) -> list[dict]:
     ],
 )
 def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, heading, columns):
-    cells = counts_of(RESULTS / "packs.md", heading)
+    cells = counts_of(ROOT / "experiments" / "packs.md", heading)
     for at, model in enumerate(MODELS):
         found = [[line[key][column][0] for column in columns] for line in answers(kind) if line["model"] == model]
         assert found and all(numbers == [row[at] for row in cells] for numbers in found)
@@ -197,7 +201,7 @@ def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, headi
 def test_the_table_on_the_page_of_packs_is_what_the_results_say():
     cells = counts_of(ROOT / "docs" / "methods" / "packs.md", "| right | of |")
     shown = [
-        *(("elements", column) for column in ("number in a chat", "protons in a chat", "name last", "symbol")),
+        *(("elements", column) for column in ("number in a chat", "protons in a chat", "name last")),
         *((kind, "in a chat") for kind in ("uneven", "uneven-2")),
     ]
     for (kind, column), row in zip(shown, cells, strict=True):
