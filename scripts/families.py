@@ -1,4 +1,4 @@
-"""Write the tables of docs/families.md: methods that work for each type of Transformers, and refusals.
+"""Write the tables of docs/families.md: methods that work for each type of Transformers.
 
     python scripts/families.py              check the page against the installed Transformers
     python scripts/families.py --write      write the page's table
@@ -11,7 +11,6 @@ all takes about fifteen minutes on one core. The page names the version of Trans
 import argparse
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,22 +66,6 @@ SETS = {
     "copies": ("llama-pro", "solar"),
     "combinations": ("opt-deus", "avg-deus", "lesa"),
 }
-#: Text in a refusal, and the description of all such refusals on the page.
-REASONS = (
-    ("has its layers at ", "layers elsewhere than at `model.layers`"),
-    ("has no single list", "no single list of decoder layers"),
-    ("residual stream", "a residual stream of several tensors"),
-    ("an encoder with a decoder", "an encoder with a decoder"),
-    ("is an encoder", "an encoder"),
-    ("only within a composite model", "a language model that Transformers loads only within a composite model"),
-    ("holds a language model", "a language model within a composite model, to be saved alone first"),
-    ("contains its language model in a different form", "a language model in a different form than its class has"),
-    ("tiny", "no tiny model can be built for the proof"),
-    ("base lacks", "a tiny checkpoint that lacks tensors of its config"),
-    ("cannot run the base", "a tiny model that cannot run part by part"),
-    ("num_hidden_layers", "another number of layers than `num_hidden_layers`"),
-    ("returns no cache", "a model that returns no cache"),
-)
 
 
 class Row(NamedTuple):
@@ -94,11 +77,6 @@ class Row(NamedTuple):
     model_type: str
     methods: tuple[str, ...]
     refusal: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The description of the refusal on the page."""
-        return next(reason for piece, reason in REASONS if piece in self.refusal)
 
 
 def shortened(methods: tuple[str, ...]) -> str:
@@ -122,10 +100,6 @@ def grouped(rows: list[Row], cell: Callable[[Row], str], *, by: str) -> list[str
     return lines
 
 
-def counted(rows: list[Row]) -> list[str]:
-    """Return a table with the number of types that are refused for each reason; most first."""
-    counts = Counter(row.reason for row in rows)
-    return ["| refused | why |", "|---|---|", *(f"| {count} | {reason} |" for reason, count in counts.most_common())]
 
 
 def composite_row_of(model_type: str) -> Row:
@@ -196,8 +170,8 @@ def row_of(model_type: str) -> Row:
 
 
 def table_of(rows: list[Row]) -> str:
-    """Return the part of the page below its heading: the counts, the types that methods take, and why others are refused."""
-    taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
+    """Return the part of the page below its heading: the counts, and the types that methods take."""
+    taken = [row for row in rows if row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
     lines = [
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
@@ -210,17 +184,17 @@ def table_of(rows: list[Row]) -> str:
         "",
         *grouped(taken, lambda row: shortened(row.methods), by="methods"),
     ]
-    return "\n".join([*lines, "", *counted(refused), ""])
+    return "\n".join([*lines, ""])
 
 
 def composite_table_of(rows: list[Row]) -> str:
-    """Return the part of the page about composite models: the counts, the types that methods take, and why others are refused."""
-    taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
+    """Return the part of the page about composite models: the counts, and the types that methods take."""
+    taken = [row for row in rows if row.methods]
     names = [method.rstrip("†‡") for row in taken for method in row.methods]
     counts = [f"{names.count(method)} {method}" for method in TRIED_WITHIN]
     head = [f"Of {len(rows)} types, {len(taken)} are taken: {', '.join(counts)}.", ""]
     lines = grouped(taken, lambda row: ", ".join(row.methods), by="methods that take them, of those tried")
-    return "\n".join([*head, *lines, "", *counted(refused), ""])
+    return "\n".join([*head, *lines, ""])
 
 
 def _plain(error: Exception) -> str:

@@ -69,7 +69,8 @@ NEAREST = {
     "midus_hf/models/host.py": "tests/models/test_config.py tests/models/test_start.py tests/models/test_outputs.py "
     "tests/models/test_hierarchical.py tests/models/test_packs.py tests/models/test_training.py "
     "tests/upscalers/test_hub.py tests/adapters/test_adapter_layers.py",
-    "midus_hf/models/inference": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",
+    "midus_hf/models/families": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",
+    "midus_hf/anatomy": "tests/models/test_every_type.py tests/upscalers/test_strip.py tests/upscalers/test_families.py",
     "midus_hf/models/listing.py": "tests/models/test_listing.py",
     "midus_hf/models/task_heads.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
     "midus_hf/memories/engram/known.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",

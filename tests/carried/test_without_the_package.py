@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import prompt
 
 # Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries slots. By default
-# the last alone; docs/serve.md exports the first with the package.
+# the last alone; docs/export.md exports the first with the package.
 TRACED = by_default([("llama", "moc")], [("llama", method) for method in ("midus-hml", "moda", "moc")])
 
 # By default each part of a model that no method brings as it is by default.

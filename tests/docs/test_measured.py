@@ -15,7 +15,9 @@ from midus_hf.compare.runs import Result, read_result
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "experiments" / "results" / "smollm2-135m-instruct-short" / "runs"
-MEASURED = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8").partition("## Measured here")[2]
+MEASURED = "\n\n".join(
+    (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
+)
 CONTROLS = ("one-row", "random-slots", "frozen-addresses")
 # What a page says beside a link to the tables.
 OTHERS = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
@@ -23,7 +25,7 @@ STATED = [
     (page, paragraph)
     for page, text in OTHERS.items()
     for paragraph in re.split(r"\n(?=- )|\n\n", text)
-    if re.search(r"\bchoosing\.md#measured-here\)", paragraph) and not paragraph.startswith("|")
+    if re.search(r"\b(?:results|learning)\.md[#)]", paragraph) and not paragraph.startswith("|")
 ]
 
 
@@ -124,6 +126,25 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
     assert all(number == f"{learned[name or lora.lower()]:.3f}" for number, name, lora in stated)
 
 
+MODELS = ("base", "base, text in front", "packs", "packs, name in front")
+
+
+def counts_of(page: Path, heading: str) -> list[list[int]]:
+    """Return the numbers at the ends of the rows of the table whose header begins so."""
+    text = page.read_text(encoding="utf-8")
+    table = text[text.index(heading) :].partition("\n\n")[0].splitlines()
+    names = [
+        cell.strip() in ("of", "base", "text in front", "packs", "packs, name in front")
+        for cell in table[0].split("|")
+    ]
+    return [[int(cell) for cell, counts in zip(line.split("|"), names, strict=True) if counts] for line in table[2:]]
+
+
+def answers(kind: str) -> list[dict]:
+    file = ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "heading", "columns"),
     [
@@ -171,11 +192,18 @@ def test_the_first_page_says_what_the_table_says_of_each_variant():
     ],
 )
 def test_tables_of_packs_are_what_the_results_say_at_every_size(kind, key, heading, columns):
-    page = (ROOT / "docs" / "methods" / "packs.md").read_text(encoding="utf-8")
-    table = page[page.index(heading) :].partition("\n\n")[0].splitlines()[2:]
-    cells = [[int(cell) for cell in line.strip("| ").split(" | ")[-4:]] for line in table]
-    file = ROOT / "experiments" / "results" / "smollm2-135m-instruct-facts" / f"{kind}.jsonl"
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for at, model in enumerate(("base", "base, text in front", "packs", "packs, name in front")):
-        found = [[line[key][column][0] for column in columns] for line in lines if line["model"] == model]
+    cells = counts_of(ROOT / "experiments" / "packs.md", heading)
+    for at, model in enumerate(MODELS):
+        found = [[line[key][column][0] for column in columns] for line in answers(kind) if line["model"] == model]
         assert found and all(numbers == [row[at] for row in cells] for numbers in found)
+
+
+def test_the_table_on_the_page_of_packs_is_what_the_results_say():
+    cells = counts_of(ROOT / "docs" / "methods" / "packs.md", "| right | of |")
+    shown = [
+        *(("elements", column) for column in ("number in a chat", "protons in a chat", "name last")),
+        *((kind, "in a chat") for kind in ("uneven", "uneven-2")),
+    ]
+    for (kind, column), row in zip(shown, cells, strict=True):
+        found = {line["model"]: line["right"][column] for line in answers(kind) if line["model"] in MODELS}
+        assert [found[model] for model in MODELS] == [[count, row[0]] for count in row[1:]]

@@ -7,13 +7,13 @@ import matplotlib
 import pytest
 
 from docs.pictures.__main__ import main
-from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
+from tests.upscalers.real_configs import LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
 from upscalers.record.report import ParameterCounts
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
-CHOOSING = (FOLDER.parent / "choosing.md").read_text(encoding="utf-8")
+CHOOSING, COSTS = ((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("choosing.md", "results.md"))
 # Tables of methods: of those for work, and of baselines and variants that nobody has trained here.
 INDEX, RESEARCH = ((FOLDER / name).read_text(encoding="utf-8") for name in ("README.md", "research.md"))
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name not in ("README.md", "research.md"))
@@ -21,8 +21,7 @@ SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.s
 
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
-# The first two are columns of choosing, the first and the last those of the index.
-CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.2-3B": LLAMA_3_2_3B, "Llama-3.1-8B": LLAMA_3_1_8B}
+CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.2-3B": LLAMA_3_2_3B}
 BITS_OF_NF4 = 4.127  # with double quantisation: 4 + 8 / 64 + 32 / (64 * 256)
 TOKENS = 4096
 
@@ -88,21 +87,21 @@ def state_bytes(counts: ParameterCounts) -> int:
 
 
 def activation_bytes(config: dict, layers: int) -> int:
-    """Return the bytes of activations as the page on choosing counts them."""
+    """Return the bytes of activations as the page of results counts them."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     return TOKENS * (2 * hidden * layers + 2 * (10 * hidden + 4 * wide) + 10 * config["vocab_size"])
 
 
-def choosing_row(name: str) -> list[str]:
-    """Return numbers of the row of a variant in the table of costs on the page on choosing."""
-    costs = CHOOSING.partition("## Costs")[2].partition("\n## ")[0]
+def costs_row(name: str) -> list[str]:
+    """Return numbers of the row of a variant in the first table of the page of results."""
+    costs = COSTS.partition("## Parameters and memory")[2].partition("\n## ")[0]
     (row,) = [line for line in costs.splitlines() if re.match(rf"\| \[?{name}[\],| ]", line)]
     return [cell.strip() for cell in row.strip("|").split("|")][1:5]
 
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_costs_of_the_tables_are_those_of_a_dry_run(method, tmp_path):
-    small, middle, large = (
+    small, middle = (
         upscale(
             base=write_config(tmp_path / name, config),
             method=method,
@@ -113,20 +112,18 @@ def test_costs_of_the_tables_are_those_of_a_dry_run(method, tmp_path):
     )
     left_out = {"packs": ", but from a name on", "vocabulary": ", but for new tokens"}.get(method, "")
     assert (small.identity_except is None) is (left_out == "")
-    start, *costs = index_row(method)[2:]
+    start = index_row(method)[2]
     assert start == (f"exact{left_out}" if small.promises_identity else "another")
     if f"| [{method}](" in RESEARCH:
-        assert not costs  # which a dry run says
-        return
-    new = [report.parameters.new or report.parameters.trainable for report in (small, middle, large)]
-    assert costs == [f"{new[0]:,}", f"{new[2]:,}", f"{state_bytes(small.parameters) / 1e9:.1f} GB"]
+        return  # a dry run says what they cost
+    new = [report.parameters.new or report.parameters.trainable for report in (small, middle)]
     memory = [
         (state_bytes(report.parameters) + activation_bytes(config, report.num_layers)) / 1e9
         for report, config in ((small, LLAMA_3_2_1B), (middle, LLAMA_3_2_3B))
     ]
     trains = small.parameters.trainable > 0
-    assert choosing_row(method) == [
-        *(f"{count / 1e6:,.1f} M" if trains else "0" for count in new[:2]),
+    assert costs_row(method) == [
+        *(f"{count / 1e6:,.1f} M" if trains else "0" for count in new),
         *(f"{size:.1f}" if trains else "" for size in memory),
     ]
 
@@ -149,4 +146,4 @@ def test_costs_of_training_without_a_method_follow_from_the_sizes(name):
         }[name]
         new = "" if name == "full" else f"{lora / 1e6:.1f} M"
         expected.append((new, f"{(state + activation_bytes(config, layers)) / 1e9:.1f}"))
-    assert choosing_row(name) == [cell for column in zip(*expected, strict=True) for cell in column]
+    assert costs_row(name) == [cell for column in zip(*expected, strict=True) for cell in column]

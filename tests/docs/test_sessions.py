@@ -104,7 +104,7 @@ METHODS: dict[str, Any] = {
     "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }
 SESSIONS = {
-    "README.md": Session(replace={"HuggingFaceTB/SmolLM2-135M-Instruct --method": "base --method"}),
+    "README.md": Session(),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session(
         replace={
@@ -142,9 +142,10 @@ SESSIONS = {
         models={"upscaled": "midus-hml"},
         files=("",),
     ),
-    "docs/serve.md": Session(
+    "docs/serve.md": Session(models={"smollm2-hml": "midus-hml"}),
+    "docs/export.md": Session(
         models={"smollm2-hml": "midus-hml"},
-        names=lambda: {**load("smollm2-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
+        names=lambda: {**load("smollm2-hml"), "torch": torch},
         elsewhere=("from llama_cpp import", "from gguf import"),
     ),
     "docs/evaluate.md": Session(
@@ -203,12 +204,9 @@ SESSIONS = {
         replace={
             **SMALL_BASE,
             "sentence-transformers/all-MiniLM-L6-v2": "bert",
-            "--levels 3": "--levels 2 --branching 3 --samples 20",
             "tasks=100": "tasks=1",
             "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
             "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false",
-            # tests/models/test_training.py compiles a model for the blocks that it is given.
-            "fullgraph=True": "disable=True",
             "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
             "MODEL --text texts.jsonl --path": "outputs/hier --text assigned.jsonl --path",
             "MODEL": "outputs/hier",
@@ -219,8 +217,6 @@ SESSIONS = {
             "AutoModelForCausalLM": AutoModelForCausalLM,
             **datatrove_names(),
             "tokenizer": byte_tokenizer(),
-            "torch": torch,
-            "input_ids": torch.arange(3, 27).view(2, 12),
         },
     ),
     **{
@@ -260,7 +256,7 @@ SESSIONS = {
 }
 
 # Pages that take long, and run commands of which other tests have the results: they run with the product.
-LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "look-inside", "peft", "serve")}
+LONG = {f"docs/{page}.md" for page in ("banks", "compare", "evaluate", "export", "look-inside", "peft", "serve")}
 LONG |= {f"docs/methods/{page}.md" for page in ("deus", "engram", "lesa", "llama-pro", "moc")}
 
 # A model is loaded where this package is not imported: in a process of its own.

@@ -22,8 +22,8 @@ NEW_TOKENS = 24
 SIXTH = {"num_hidden_layers": 6, "sliding_window_pattern": 6}
 # Of logits up to 1: llama.cpp looks gelu up in a table of float16.
 TOLERANCE = 5e-4
-(RUN,) = take("docs/serve.md", "python", having="from llama_cpp import")
-(TYPED,) = take("docs/serve.md", "python", having="from gguf import")
+(RUN,) = take("docs/export.md", "python", having="from llama_cpp import")
+(TYPED,) = take("docs/export.md", "python", having="from gguf import")
 
 
 @pytest.fixture(scope="session")

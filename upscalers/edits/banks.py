@@ -64,9 +64,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         `{"command", "model", "output", "banks", "centroids", "also_taught", "copies", "seconds"}`, where `banks` has, by the name of
         the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
         below, and `kept`, because they lead texts to other blocks; None if the model has no tree. `also_taught` has the written
-            blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
+        blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
         `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` lists folders and
-            files that still contain what was learned from the topics, or their texts.
+        files that still contain what was learned from the topics, or their texts.
 
     Raises:
         ValueError: If a node does not exist in any of the banks, or the output cannot be made.

@@ -53,7 +53,7 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
     return (
         f"{num_moved} of {len(listed)} layers have another attention type than {base.family.model_type} implies by their "
         "index. transformers reads layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different "
-        "function. Write the types into their file (see docs/serve.md)."
+        "function. Write the types into their file (see docs/export.md)."
     )
 
 

@@ -184,7 +184,7 @@ def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
         assert warned[0] == (
             f"{moved} layers have another attention type than {model_type} implies by their index. transformers reads "
             "layer_types and is right; runtimes that use the index, such as llama.cpp, compute a different function. Write the "
-            "types into their file (see docs/serve.md)."
+            "types into their file (see docs/export.md)."
         )
 
 
