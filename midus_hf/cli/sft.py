@@ -30,7 +30,9 @@ def midus_sft(
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
         raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
-    train_in_group("sft", words)
+    from midus_hf.training.sft import SftArguments, finetune
+
+    train_in_group(words, SftArguments, finetune, midus_sft)
 
 
 main = partial(run_command, app, name="midus sft", raises=True)

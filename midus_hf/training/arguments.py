@@ -5,8 +5,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from transformers import TrainingArguments
@@ -14,11 +14,16 @@ from transformers import TrainingArguments
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.secrets import for_record
 from midus_hf.saved_models import as_value_error
-from midus_hf.training.early_checks import check_data, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
+
+# Keys that name what a run reads.
+_SOURCES = (
+    *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
+    *("eval_text", "protect"),
+)
 
 # How `HfArgumentParser` reads a flag that may have no value.
 _FLAG = {"nargs": "?", "const": True}
@@ -71,6 +76,11 @@ class MemoryArguments(Rates):
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
     """
+
+    # The command that trains with these arguments, and its keys of the data and of the length of a sequence.
+    command: ClassVar[str]
+    data_key: ClassVar[str]
+    length_key: ClassVar[str]
 
     model_name_or_path: str | None = None
     config_name: str | None = None
@@ -142,6 +152,9 @@ class MemoryArguments(Rates):
 
     def _check_keys(self) -> None:
         """Refuse keys that are out of range or contradict others."""
+        data_key = getattr(self, "data_key", None)
+        if data_key is not None and not getattr(self, data_key):
+            raise ValueError(f"config has no {data_key!r}; set it in the recipe, or by --{data_key}.")
         optim, targets = getattr(self, "optim", None), getattr(self, "optim_target_modules", None)
         if targets is not None or _OWN_GROUPS.fullmatch(str(getattr(optim, "value", optim))):
             key, value = ("optim", optim) if targets is None else ("optim_target_modules", targets)
@@ -196,7 +209,14 @@ class MemoryArguments(Rates):
 
     def sources(self) -> list[tuple[str, str]]:
         """Return all inputs of the run: the name of each key, with its path or id of a model or dataset."""
-        return sources_of(vars(self))
+        sources: list[tuple[str, Any]] = []
+        for key in _SOURCES:
+            value = getattr(self, key, None)
+            if isinstance(value, Mapping):
+                sources += [(f"{key}.{name}", path) for name, path in value.items()]
+            else:
+                sources += [(key, path) for path in (value if isinstance(value, list) else [value])]
+        return [(key, path) for key, path in sources if isinstance(path, str)]
 
     def recorded(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults, as YAML can hold them, as `for_record` shows them.
@@ -281,6 +301,10 @@ class TrainArguments(MemoryArguments, TrainingArguments):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
+    command: ClassVar[str] = "train"
+    data_key: ClassVar[str] = "corpus"
+    length_key: ClassVar[str] = "sequence_length"
+
     corpus: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     corpus_name: str | None = None
     corpus_split: str | None = None
@@ -294,7 +318,6 @@ class TrainArguments(MemoryArguments, TrainingArguments):
     include_num_input_tokens_seen: str | bool = "all"
 
     def __post_init__(self) -> None:
-        check_data("corpus", self.corpus)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         if self.tree is not None and self.path_column is None:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from midus_hf.cli.train import given_keys, read_arguments
+from midus_hf.cli.run_arguments import read_arguments
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.sft.arguments import SftArguments
 
 
 @pytest.fixture
@@ -14,8 +16,8 @@ def model(tmp_path):
     return str(tmp_path / "model")
 
 
-def read(*words, command="train"):
-    return read_arguments(command, given_keys(command, words))
+def read(*words, kind=TrainArguments):
+    return read_arguments(kind, words)
 
 
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):
@@ -67,5 +69,5 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
 
 
 def test_chats_are_fine_tuned_on_likewise(model):
-    arguments = read("chats.jsonl", "--model", model, "--output", "o", command="sft")
+    arguments = read("chats.jsonl", "--model", model, "--output", "o", kind=SftArguments)
     assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)

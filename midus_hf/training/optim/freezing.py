@@ -17,7 +17,6 @@ from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import bits_option
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
-from midus_hf.training.early_checks import nothing_new
 from midus_hf.training.optim.new_rows import frozen_in_rows, train_rows, train_whole, with_trained_rows
 
 _ROLES = get_args(TrainedRole)
@@ -71,7 +70,10 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     record, kind = _record(config), config.model_type
     resolved: Any = record.get("trainable") if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
-        raise nothing_new(kind)
+        raise ValueError(
+            f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: it has no new parameters. Upscale it "
+            "first, set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
+        )
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
         if not resolved or _outside(config, resolved) or len({*resolved}) < len(resolved):
             layers = f"0 <= layer < {config.get_text_config().num_hidden_layers}"
