@@ -18,14 +18,14 @@ from midus_hf.cli.command_line import is_main_process
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.model_names import saved_config
+from midus_hf.training.callbacks import ENOUGH_STEPS
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 # Keys that also have a short name.
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
 
 # Keys for a run without a recipe.
-_SHORT_RUN = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "logging_steps": 0.05}
-_LEAST_STEPS = 100
+_SHORT_RUN = {"per_device_train_batch_size": 4, "logging_steps": 0.05}
 _RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
 
 _NOT_GIVEN = object()
@@ -49,8 +49,6 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
         raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     chosen = {} if is_recipe else _short_run(arguments_class, keys)
     arguments = from_mapping(arguments_class, chosen | keys)
-    if command == "train" and "num_train_epochs" in chosen and "num_train_epochs" not in keys:
-        arguments.least_steps = _LEAST_STEPS
     if is_main_process() and "num_train_epochs" in keys and arguments.max_steps > 0:
         steps = f"max_steps={arguments.max_steps} overrides num_train_epochs"
         print(f"{steps}; pass --max_steps -1 to use epochs", file=sys.stderr)
@@ -91,12 +89,12 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys for a short run, and print those that are used because the command line does not set them."""
     recorded = saved_config(str(keys.get("model_name_or_path"))).get("upscale", {}).get("trainable")
     rates = _RATES["new" if trains_new_parts(keys, recorded) else "all"]
-    chosen = {arguments_class.length_key: 256, **_SHORT_RUN, **rates}
+    epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
+    chosen = {arguments_class.length_key: 256, "num_train_epochs": epochs, **_SHORT_RUN, **rates}
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
-    short_run = {key: f"{value:g}" for key, value in chosen.items() if key not in keys}
-    if arguments_class.command == "train" and "num_train_epochs" in short_run:
-        short_run["num_train_epochs"] += f" (more for fewer than {_LEAST_STEPS} steps)"
+    later = f"3 (more for fewer than {ENOUGH_STEPS} steps)"
+    short_run = {key: later if value is None else f"{value:g}" for key, value in chosen.items() if key not in keys}
     if short_run and is_main_process():
         print(f"for a short run: {', '.join(f'{key}={value}' for key, value in short_run.items())}", file=sys.stderr)
     return chosen

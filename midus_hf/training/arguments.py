@@ -49,6 +49,8 @@ class MemoryArguments(Rates):
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
         frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless
             of `trainable`. Default: none.
+        num_train_epochs: Passes over the data, if `max_steps` does not say how many steps. Null for a short run: 3, or as many as
+            give 100 steps. Default: 1.
         adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
             and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and
             new parts are trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
@@ -101,7 +103,7 @@ class MemoryArguments(Rates):
     resume_from_checkpoint: Literal[True, False] | str | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
-    num_train_epochs: float = 1.0
+    num_train_epochs: float | None = 1.0
     logging_steps: float = 10
     save_strategy: str | None = None
     save_steps: float | None = None
@@ -127,8 +129,6 @@ class MemoryArguments(Rates):
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
         # Whether float32 was not requested, which the run reports when it starts.
         self.lacks_bf16 = False
-        # Least number of steps for which a run may raise a default `num_train_epochs`; 0 if it may not.
-        self.least_steps = 0
         if self.bf16 is None:
             has_fp16 = getattr(self, "fp16", False)
             self.bf16 = not has_fp16 and computes_bfloat16(self.use_cpu)

@@ -73,7 +73,8 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
                 f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
                 "resume_from_checkpoint: true."
             )
-        record_arguments(arguments)
+        with atomic_write(output / RUN_CONFIG) as partial:
+            partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
         opened.push(opening.pop_all())
     return checkpoint
 
@@ -102,11 +103,6 @@ def _take_back(output: Path) -> None:
         output.rmdir()
 
 
-def record_arguments(arguments: Any) -> None:
-    with atomic_write(Path(arguments.output_dir, RUN_CONFIG)) as partial:
-        partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
-
-
 def _record(arguments: Any) -> dict[str, Any]:
     return {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
 
@@ -117,8 +113,6 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
     if not path.is_file():
         return
     earlier, record = for_record(yaml.safe_load(path.read_text(encoding="utf-8"))), _record(arguments)
-    if arguments.least_steps:  # the number of epochs is not chosen yet
-        record["num_train_epochs"] = earlier.get("num_train_epochs")
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise ValueError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "

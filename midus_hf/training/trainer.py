@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import EvalPrediction, Trainer, TrainerState
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from midus_hf.data.packing import IGNORED_LABEL
@@ -61,7 +61,7 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return next((f"{name} holds {value}" for name, value in largest if not math.isfinite(value)), None)
 
 
-def mean_over_tokens(measured: EvalPrediction) -> dict[str, float]:
+def mean_over_tokens(measured: Any) -> dict[str, float]:
     """Return the loss per token and the perplexity of rows, from the sums of their losses and their numbers of tokens."""
     loss = (np.hstack(measured.predictions).sum() / np.hstack(measured.label_ids).sum()).item()
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
