@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.train import WITH_FLAGS, train_in_group
+from midus_hf.cli.train import WITH_FLAGS, prints_help, train_in_group
 from midus_hf.config.wording import install_extra
 
 _NEEDED = ("datasets", "peft", "trl")
@@ -32,7 +32,8 @@ def midus_sft(
         raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
     from midus_hf.training.sft import SftArguments, finetune
 
-    train_in_group(words, SftArguments, finetune, midus_sft)
+    if not prints_help(words, SftArguments, midus_sft):
+        train_in_group(words, SftArguments, finetune)
 
 
 main = partial(run_command, app, name="midus sft", raises=True)

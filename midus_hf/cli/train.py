@@ -33,18 +33,24 @@ def midus_train(
     midus train recipe.yaml --learning_rate 1e-3 --model UPSCALED --corpus TEXTS
     """
     from midus_hf.training.arguments import TrainArguments
-    from midus_hf.training.run import run_training
 
-    train_in_group(words, TrainArguments, run_training, midus_train)
+    if not prints_help(words, TrainArguments, midus_train):
+        from midus_hf.training.run import run_training
+
+        train_in_group(words, TrainArguments, run_training)
 
 
-def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any], command: Any) -> None:
-    """Read the arguments of a run, train, and print one line about the result; `--help` prints a command's docstring and keys."""
-    if {"-h", "--help"} & {*words}:
-        from midus_hf.cli.run_arguments import RunParser
+def prints_help(words: Sequence[str], arguments_class: Any, command: Any) -> bool:
+    """Print the docstring of a command and its keys if the words ask for help, and return whether they do."""
+    from midus_hf.cli.run_arguments import RunParser
 
+    if asked := bool({"-h", "--help"} & {*words}):
         RunParser(arguments_class, (inspect.getdoc(command) or "").replace("\b\n", "")).print_help()
-        return
+    return asked
+
+
+def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> None:
+    """Read the arguments of a run, train, and print one line about the result."""
     ending = _train(words, arguments_class, run)  # which raises none, since an exception would keep the trainer alive
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():

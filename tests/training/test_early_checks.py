@@ -12,7 +12,6 @@ from training.tiny_run import PreparedRun, refused
 from midus_hf.cli.sft import main as sft
 from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.model_names import small_columns
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
 
@@ -56,27 +55,6 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
         PreparedRun(arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "columns"),
-    [
-        ("a.jsonl", '{"a": 1}\n\n{"b": [2]}\n', ["a", "b"]),
-        ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
-        ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
-        ("a.csv", "a;b\n1;2\n", ["a", "b"]),
-        ("a.csv", "sep=;\na;b, c\n1;2\n", ["a", "b, c"]),
-        ("a.tsv", '"a\tb"\n1\t2\n', ['"a', 'b"']),
-        ("a.tsv", "a\tb\n", ["a", "b"]),
-        ("a.jsonl", "{", None),
-        ("a.jsonl", "[1]", None),
-        ("a.txt", "a,b", None),
-        ("a.csv", "", None),
-    ],
-)
-def test_columns_of_small_files_are_read(name, content, columns, tmp_path):
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    assert small_columns(str(tmp_path / name)) == columns
-
-
 MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
 OF_RUNS = [
     (main, ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is not a key; did you mean --max_steps? Expected --KEY VAL"),
@@ -116,9 +94,6 @@ MISTAKES = [
     ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"],
      "corpus is 'no.txt', which does not exist; expected a file, a folder or a dataset id."),
     ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
-    ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
-    ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
-     "corpus 'wrong.jsonl' has no column 'text'"),
     ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
      "embedding model is 'no/x', which is no folder here, and the Hub cannot be reached"),
 ]  # fmt: skip
