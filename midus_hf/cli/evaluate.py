@@ -57,8 +57,8 @@ def midus_eval(
     from rich.console import Console
 
     from midus_hf.evaluation.card import check_cards, write_results
-    from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.report import comparison_table
+    from midus_hf.library_bars import quiet_libraries
 
     if write_card:
         check_cards(models)

@@ -149,8 +149,8 @@ def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, floa
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.evaluation.evaluate import evaluate
-    from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.settings import EvaluationSettings
+    from midus_hf.library_bars import quiet_libraries
 
     if comparison.tasks is None:
         return {}
