@@ -21,7 +21,8 @@ from midus_hf.compare.runs import Point, Result, Run, write_result
 from midus_hf.compare.variants import SHUFFLED, Variant, allowed_controls, available_controls
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE
+from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.model_names import saved_config
 
 _SET_PARENT_DEATH_SIGNAL = 1
 # Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
@@ -84,7 +85,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
         model = str(folder / "upscaled")
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
         difference = report.identity.max_abs_diff
-        config = json.loads((folder / "upscaled" / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = saved_config(model)
         made = {
             "new_parameters": report.parameters.new,
             "starts_at_base": None if difference is None else difference == 0.0,

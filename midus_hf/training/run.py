@@ -24,8 +24,8 @@ from midus_hf.training.callbacks import ENOUGH_STEPS, GracefulStop, RunInterrupt
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
-from midus_hf.training.optim.freezing import cast_for_training, new_rows, set_trainable, whole_numel
-from midus_hf.training.optim.new_rows import frozen_in_rows, has_new_tokens, with_trained_rows
+from midus_hf.training.optim.freezing import cast_for_training, new_rows, num_trained, set_trainable
+from midus_hf.training.optim.new_rows import has_new_tokens
 from midus_hf.training.output import in_main_process, open_output
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
@@ -246,10 +246,8 @@ def _how_to_go_on(trainer: Any, output: Path) -> str:
 
 def _totals(trainer: Any) -> dict[str, int]:
     """Return the number of trained parameters, and what PyTorch has allocated on a GPU at most, else the process's memory."""
-    trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
-    trained -= sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(trainer.model))
-    trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
+    blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
-    return {"trained_parameters": trained, "peak_memory_bytes": peak}
+    return {"trained_parameters": num_trained(trainer.model) + blocks, "peak_memory_bytes": peak}

@@ -140,7 +140,8 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         """
         given, drops = self.compute_metrics, self.args.dataloader_drop_last
         hosting: Any = self.model
-        if given is None and self.compute_loss_func is None and hosting.get_output_embeddings() is not None:
+        is_plain = given is None and self.compute_loss_func is None and not self.args.batch_eval_metrics
+        if is_plain and hosting.get_output_embeddings() is not None:
             self.compute_metrics = mean_over_tokens
         self.args.dataloader_drop_last = False
         try:
@@ -236,7 +237,6 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        self.check_finite()  # before anything is written, so that no unfinished folder is left
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True

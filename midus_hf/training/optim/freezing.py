@@ -220,7 +220,7 @@ def set_trainable(
         trainable=resolved,
         layers=[index for index, layer in enumerate(layers) if _num_training(layer)],
         num_layers=len(layers),
-        parameters=_num_training(model) - sum(frozen_in_rows(each, of) for each, of in with_trained_rows(model)),
+        parameters=num_trained(model),
         total_parameters=sum(map(whole_numel, model.parameters())),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in layouts),
@@ -261,6 +261,11 @@ def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.P
 
 def _num_training(module: nn.Module) -> int:
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def num_trained(model: nn.Module) -> int:
+    """Return the number of parameters that train, without the rows of the base's tokens in tables by token."""
+    return _num_training(model) - sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(model))
 
 
 def _record(config: PreTrainedConfig) -> dict[str, Any]:
