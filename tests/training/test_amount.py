@@ -103,7 +103,7 @@ def test_few_steps_are_said_with_what_gives_more(keys, steps, line, config_for, 
     assert f"{read}{steps}\n" in out
 
 
-@pytest.mark.parametrize("keys", [{}, {"document_mask": True}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"document_mask": True}, {"dataloader_drop_last": True}], ids=str)
 def test_held_out_text_has_the_loss_of_its_tokens_at_any_size_of_batches(keys, config_for, upscaled, corpus, tmp_path):
     held_out = tmp_path / "held.txt"
     held_out.write_text(document(16 * 5 + 3, 7))
