@@ -60,14 +60,15 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
     parser = RunParser(arguments_class)
     names = [field.name for field in dataclasses.fields(arguments_class) if field.init]
     known = [*names, *_SHORT_NAMES]
-    keys = argparse.Namespace(**{**dict.fromkeys(names, _NOT_GIVEN), **given})
+    keys = argparse.Namespace(**{name: given.get(name, _NOT_GIVEN) for name in names})
     try:
         _, unknown = parser.parse_known_args(flags, keys)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
-    unknown_keys = [*given.keys() - {*names}, *(word.partition("=")[0] for word in unknown if word.startswith("--"))]
+    unknown_keys = [str(name) for name in given if name not in names]
+    unknown_keys += [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if unknown_keys:
-        told = " ".join(_not_a_key(str(name), known) for name in unknown_keys)
+        told = " ".join(_not_a_key(name, known) for name in unknown_keys)
         raise ValueError(
             f"{told} Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus {arguments_class.command} --help'."
         )

@@ -149,10 +149,13 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         finally:
             self.compute_metrics, self.args.dataloader_drop_last = given, drops
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
         """Predict a batch as `Trainer.prediction_step` does; for `mean_over_tokens`, the losses of its rows."""
-        if self.compute_metrics is not mean_over_tokens or "labels" not in inputs:
-            return super().prediction_step(model, inputs, *args, **kwargs)
+        by_tokens = self.compute_metrics is mean_over_tokens
+        if not by_tokens or "labels" not in inputs:  # without which a trainer has a loss of its own
+            return super().prediction_step(model, inputs, prediction_loss_only or by_tokens, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("labels")[:, 1:]
         with torch.no_grad(), self.compute_loss_context_manager():

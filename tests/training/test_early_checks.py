@@ -61,6 +61,7 @@ OF_RUNS = [
     (main, ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps=1' is not a value of a key; expected TEXTS or a recipe first"),
     (main, ["--model", "model", "--output", "o", "notes"], "'notes' is not a value of a key; expected TEXTS or a recipe first, then"),
     (main, ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; did you mean max_steps? Expected --KEY VALUE (KEY: VALUE in"),
+    (main, ["odd.yaml", MODEL, CORPUS], "'1' is not a key. 'lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a recipe); see"),
     (main, ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
     (main, ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
     (main, ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
@@ -129,6 +130,7 @@ def room(upscaled, tmp_path_factory):
         "recipe.yaml": "{max_steps: 2, sequence_length: 8, bf16: false}",
         "chats.yaml": "{max_steps: 2, max_length: 8, bf16: false}",
         "misspelt.yaml": "max_step: 2\n",
+        "odd.yaml": "{1: 2, lr: 3}",
         "texts.jsonl": '{"text": "a"}',
         "wrong.jsonl": '{"txt": "a"}',
     }
