@@ -1,22 +1,25 @@
-"""The bars that transformers, the Hub's client and `datasets` show for every file that they load or save."""
+"""What libraries print: the bars that they show for every file that they load or save, warnings and logs."""
 
 import contextlib
+import io
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 
 @contextlib.contextmanager
 def without_library_bars() -> Iterator[None]:
     """Hide them within."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def library_bars_on_terminals() -> contextlib.AbstractContextManager[None]:
@@ -37,3 +40,30 @@ def data_bars_on_terminals() -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide warnings, logs below errors, progress bars of transformers and all standard output within the context."""
+    before = logging.root.manager.disable
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            with without_library_bars():
+                yield
+        finally:
+            logging.disable(before)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide standard error, such as progress bars that cannot be turned off, within the context. Logged errors still appear."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.ERROR)
+    logging.root.addHandler(handler)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.root.removeHandler(handler)

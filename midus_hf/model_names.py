@@ -1,16 +1,13 @@
 """Check names of models, paths of texts and devices before anything is loaded that takes seconds."""
 
-import csv
-import json
 import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.wording import first_line, no_column
+from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import read_json
-from midus_hf.files.table_text import header_of
 
 _EXPECTED_SOURCES = {
     "config_name": "a file, a folder or a Hub id",
@@ -26,9 +23,6 @@ _FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .x
 MERGE_ADAPTER = (
     "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give that model's folder."
 )
-# Files of rows whose columns are checked before a library is imported, and their largest size.
-_ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_MOST_BYTES = 1 << 20
 _LONGEST_REASON = 400
 _BUSY = (408, 429)  # statuses of a Hub that answers later
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -67,33 +61,6 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
         )
         if not may_be_id and not Path(name).expanduser().exists():
             raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
-
-
-def check_column(key: str, name: str, column: str) -> None:
-    """Check that a small file of rows has the column of the text; other texts are checked when they are read."""
-    columns = small_columns(name)
-    if columns is not None and column not in columns:
-        raise ValueError(no_column(f"{key} {name!r}", column, columns))
-
-
-def small_columns(name: str) -> list[str] | None:
-    """Return the columns of a JSON or CSV file of at most a megabyte; None of other texts, and of a file that cannot be read so."""
-    path = Path(name).expanduser()
-    suffix = path.suffix.lower()
-    if suffix not in _ROWS or not path.is_file() or not 0 < path.stat().st_size <= _MOST_BYTES:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if suffix in (".csv", ".tsv"):
-            return header_of(text, "\t" if suffix == ".tsv" else ",") or None
-        rows = (
-            json.loads(text)
-            if text.lstrip()[:1] == "["
-            else [json.loads(line) for line in text.splitlines() if line.strip()]
-        )
-        return list(dict.fromkeys(key for row in rows for key in row.keys()))
-    except (OSError, ValueError, AttributeError, RecursionError, csv.Error):
-        return None  # its reader will say what is wrong with it
 
 
 def _check_folder(key: str, name: str, folder: Path) -> None:

@@ -56,13 +56,12 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
-    from midus_hf.model_names import check_column, check_model_name, check_sources, usable_device
+    from midus_hf.model_names import check_model_name, check_sources, usable_device
 
     check_sources([("corpus", corpus)])
     check_model_name("embedding model", embedding_model)
     if not Path(tokenizer).expanduser().is_dir():  # which needs no config
         check_model_name("tokenizer", tokenizer)
-    check_column("corpus", corpus, column)
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.run import build as build_tree_of
 
@@ -110,10 +109,9 @@ def grow(
     device: Device = None,
 ) -> None:
     """Add nodes to a tree for texts that are not close to any of its topics. Old nodes keep their numbers, and banks their blocks."""
-    from midus_hf.model_names import check_column, check_sources, usable_device
+    from midus_hf.model_names import check_sources, usable_device
 
     check_sources([("tree", str(tree)), ("corpus", corpus)])
-    check_column("corpus", corpus, column)
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
@@ -146,13 +144,12 @@ def assign(
     from tqdm import tqdm
 
     from midus_hf.files.outputs import atomic_write
-    from midus_hf.model_names import check_column, check_sources, usable_device
+    from midus_hf.model_names import check_sources, usable_device
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     check_sources([("tree", str(tree)), ("corpus", corpus)])
-    check_column("corpus", corpus, column)
     from midus_hf.config.wording import print_note
     from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths

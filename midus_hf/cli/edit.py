@@ -149,8 +149,8 @@ def _copies(result: dict[str, Any]) -> str:
     return f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"
 
 
-@app.command()
-def add(
+def of_entries(
+    context: typer.Context,
     model: Model,
     output: Output,
     corpus: Entries,
@@ -159,26 +159,17 @@ def add(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Add entries to a glossary: rows of a name, or a list of names, and a text. In Python: model.glossary.add(names, text)."""
-    from upscalers.edits.packs import add_entries
+    """Make the edit of entries that has the command's name."""
+    from upscalers.edits import packs
 
-    _show_entries(add_entries(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
+    edit = getattr(packs, f"{context.command.name}_entries")
+    _show_entries(edit(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
 
 
-@app.command()
-def replace(
-    model: Model,
-    output: Output,
-    corpus: Entries,
-    common_names: CommonNames = False,
-    protect: Protect = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
-    """Replace the texts of entries of a glossary: rows of one of their names, perhaps with new ones, and a text."""
-    from upscalers.edits.packs import replace_entries
-
-    _show_entries(replace_entries(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
+_ADD = "Add entries to a glossary: rows of a name, or a list of names, and a text. In Python: model.glossary.add(names, text)."
+app.command("add", help=_ADD)(of_entries)
+_REPLACE = "Replace the texts of entries of a glossary: rows of one of their names, perhaps with new ones, and a text."
+app.command("replace", help=_REPLACE)(of_entries)
 
 
 # Where the names of deleted entries still occur, and how to delete them there.

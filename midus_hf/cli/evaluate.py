@@ -1,21 +1,25 @@
 """The `midus eval` command."""
 
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, cli_option, flag, model_argument, needing_harness, show
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.model_names import check_column, check_sources
+from midus_hf.model_names import check_sources
 
 app = command_line()
 
 
 @app.command()
 def midus_eval(
+    context: typer.Context,
     models: Annotated[list[str], model_argument("Folders or Hub ids, compared side by side.", "MODEL...")],
     text: Annotated[str | None, cli_option("File, folder or dataset id to measure perplexity on.", "PATH")] = None,
     column: Annotated[str | None, cli_option("Column that holds the text.  [default: text]", "NAME")] = None,
@@ -43,36 +47,18 @@ def midus_eval(
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's.
     """
+    keys = {field.name for field in dataclasses.fields(EvaluationSettings)}
+    given = {key: value for key, value in context.params.items() if key in keys and value not in (None, ())}
     if tasks is not None:
-        tasks = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
-    options = {
-        "text": text,
-        "column": column,
-        "sequence_length": sequence_length,
-        "max_tokens": max_tokens,
-        "retriever": retriever,
-        "path_column": path_column,
-        "tasks": tasks,
-        "data": data,
-        "include_path": include_path,
-        "num_fewshot": num_fewshot,
-        "limit": limit,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    given = {key: value for key, value in options.items() if value is not None}
+        given["tasks"] = [name.strip() for name in ",".join(tasks).split(",") if name.strip()]
     settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **given})
     named = {key: getattr(settings, key) for key in ("text", "retriever", "data", "include_path")}
     check_sources((key, name) for key, name in named.items() if name is not None)
-    if settings.text is not None:
-        check_column("text", settings.text, settings.column)
     from rich.console import Console
 
     from midus_hf.evaluation.card import check_cards, write_results
-    from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.report import comparison_table
+    from midus_hf.library_bars import quiet_libraries
 
     if write_card:
         check_cards(models)

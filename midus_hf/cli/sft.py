@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.train import WITH_FLAGS, train_in_group
+from midus_hf.cli.train import WITH_FLAGS, prints_help, train_in_group
 from midus_hf.config.wording import install_extra
 
 _NEEDED = ("datasets", "peft", "trl")
@@ -30,7 +30,10 @@ def midus_sft(
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
         raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
-    train_in_group("sft", words)
+    from midus_hf.training.sft import SftArguments, finetune
+
+    if not prints_help(words, SftArguments, midus_sft):
+        train_in_group(words, SftArguments, finetune)
 
 
 main = partial(run_command, app, name="midus sft", raises=True)

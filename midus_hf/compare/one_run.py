@@ -22,7 +22,8 @@ from midus_hf.compare.runs import Point, Result, Run, write_result
 from midus_hf.compare.variants import SHUFFLED, Variant, allowed_controls, available_controls
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE
+from midus_hf.files.checkpoint_files import CERTIFICATE
+from midus_hf.model_names import saved_config
 
 _SET_PARENT_DEATH_SIGNAL = 1
 # Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
@@ -85,7 +86,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
         model = str(folder / "upscaled")
         report = upscale(base=comparison.base, output=model, seed=run.seed, **variant.upscale)
         difference = report.identity.max_abs_diff
-        config = json.loads((folder / "upscaled" / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = saved_config(model)
         record = record_of(config)
         assert record is not None, "upscale wrote it"
         made = {
@@ -152,8 +153,8 @@ def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, floa
     from accelerate.utils.memory import clear_device_cache
 
     from midus_hf.evaluation.evaluate import evaluate
-    from midus_hf.evaluation.quiet import quiet_libraries
     from midus_hf.evaluation.settings import EvaluationSettings
+    from midus_hf.library_bars import quiet_libraries
 
     if comparison.tasks is None:
         return {}

@@ -224,7 +224,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     _check_corpora(comparison, variants)
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
-        from midus_hf.evaluation.quiet import quiet_libraries
+        from midus_hf.library_bars import quiet_libraries
 
         with quiet_libraries():
             Tasks(comparison.tasks.names, comparison.tasks.data)

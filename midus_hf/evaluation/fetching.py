@@ -56,15 +56,13 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
 
 def check_tree_of(model: Any, tree: "ClusterTree") -> None:
     """Refuse a tree that is neither the one of the model's banks nor grown from it."""
-    for name, layout in model.banks.layouts.items():
-        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
-            raise ValueError(
-                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
-                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
-            )
     remedy = "If the model was saved with its tree, load the retriever from the folder of the model."
-    growth: dict[str, Any] = {"roots": tree.roots, "grown_from": tree.grown_from}
-    check_tree(model.banks, tree.fingerprint, "the retriever", remedy, **growth)
+    about: dict[str, Any] = {
+        "shape": (tree.levels, tree.branching),
+        "roots": tree.roots,
+        "grown_from": tree.grown_from,
+    }
+    check_tree(model.banks, tree.fingerprint, "the retriever", remedy, **about)
 
 
 def by_path(

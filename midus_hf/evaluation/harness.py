@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
-from midus_hf.evaluation.quiet import without_bars
+from midus_hf.library_bars import without_bars
 from midus_hf.saved_models import check_ids
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.saved_models import beginning_of, check_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
@@ -71,6 +72,11 @@ class TextRows:
         if self.paths is not None:
             kwargs["memory_ids"] = self.paths[self.documents]
         return kwargs
+
+    def targets(self) -> torch.Tensor:
+        """Return the token that each position of the forward pass predicts, `[R, T - 1]`, int64; -100 for none."""
+        behind = [row[1:].index_fill(0, torch.arange(self.lead - 1), IGNORED_LABEL) for row in self.rows]
+        return torch.nn.utils.rnn.pad_sequence(behind, batch_first=True, padding_value=IGNORED_LABEL)
 
 
 @dataclass(frozen=True)
@@ -219,16 +225,26 @@ def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -
     sums: list[torch.Tensor] = []
     with evaluating(model):
         for batch in tqdm(batches, desc=f"reading {text.name}", unit=" batches", leave=False, disable=None):
-            sums += _row_sums(batch.rows, model(**batch.inputs(model)).logits, text.lead)
-    losses = RowLosses(torch.stack(sums), text.lengths)
+            sums.append(row_sums(model(**batch.inputs(model)).logits, batch.targets()).cpu())
+    losses = RowLosses(torch.cat(sums), text.lengths)
     if not losses.sums.isfinite().all():
         raise RuntimeError(f"the loss of text {text.name!r} is not a finite number. The model's weights are broken.")
     return losses
 
 
-def _row_sums(rows: Sequence[torch.Tensor], logits: torch.Tensor, lead: int) -> Iterator[torch.Tensor]:
-    """Yield the summed loss of each row of a batch, whose first `lead` tokens are not predicted."""
-    for row, predicted in zip(rows, logits, strict=True):
-        wide = predicted[lead - 1 : len(row) - 1].to(torch.promote_types(predicted.dtype, torch.float32))
-        losses = F.cross_entropy(wide, row[lead:].to(wide.device), reduction="none")
-        yield losses.double().sum().cpu()
+def row_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss of each row of a batch, in nats, computed in float32 or wider and summed in float64.
+
+    Args:
+        logits: Logits of a model, `[B, T, V]`.
+        targets: The token that each position predicts, `[B, T]`, int64; -100 for none.
+
+    Returns:
+        The sums, `[B]`, float64.
+    """
+    sums = []
+    for predicted, target in zip(logits, targets.to(logits.device), strict=True):
+        learned = target != IGNORED_LABEL
+        wide = predicted[learned].to(torch.promote_types(predicted.dtype, torch.float32))
+        sums.append(F.cross_entropy(wide, target[learned], reduction="none").double().sum())
+    return torch.stack(sums)

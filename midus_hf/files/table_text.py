@@ -30,14 +30,6 @@ def declared_separator(text: str) -> str | None:
     return declared and declared[1]
 
 
-def header_of(text: str, usual: str) -> list[str]:
-    """Return the names of the columns of a table; none if it has no line. Arguments are as in `separator_in`."""
-    separator = separator_in(text, usual)
-    if declared_separator(text):
-        text = text.partition("\n")[2]
-    return _fields(text, separator, is_literal=separator == usual == "\t")
-
-
 def name_of(separator: str) -> str:
     """Return the name of a separator in messages."""
     return SEPARATORS.get(separator, repr(separator))

@@ -5,8 +5,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from transformers import TrainingArguments
@@ -14,11 +14,16 @@ from transformers import TrainingArguments
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.files.secrets import for_record
 from midus_hf.saved_models import as_value_error
-from midus_hf.training.early_checks import check_data, sources_of
 from midus_hf.training.optim.rates import Rates
 
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
+
+# Keys that name what a run reads.
+_SOURCES = (
+    *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
+    *("eval_text", "protect"),
+)
 
 # How `HfArgumentParser` reads a flag that may have no value.
 _FLAG = {"nargs": "?", "const": True}
@@ -44,6 +49,8 @@ class MemoryArguments(Rates):
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
         frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless
             of `trainable`. Default: none.
+        num_train_epochs: Passes over the data, if `max_steps` does not say how many steps. Null for a short run: 3, or as many as
+            give 100 steps. Default: 1.
         adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
             and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and
             new parts are trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
@@ -72,6 +79,11 @@ class MemoryArguments(Rates):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
+    # The command that trains with these arguments, and its keys of the data and of the length of a sequence.
+    command: ClassVar[str]
+    data_key: ClassVar[str]
+    length_key: ClassVar[str]
+
     model_name_or_path: str | None = None
     config_name: str | None = None
     tokenizer_name: str | None = None
@@ -91,7 +103,7 @@ class MemoryArguments(Rates):
     resume_from_checkpoint: Literal[True, False] | str | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
-    num_train_epochs: float = 1.0
+    num_train_epochs: float | None = 1.0
     logging_steps: float = 10
     save_strategy: str | None = None
     save_steps: float | None = None
@@ -117,8 +129,6 @@ class MemoryArguments(Rates):
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
         # Whether float32 was not requested, which the run reports when it starts.
         self.lacks_bf16 = False
-        # Least number of steps for which a run may raise a default `num_train_epochs`; 0 if it may not.
-        self.least_steps = 0
         if self.bf16 is None:
             has_fp16 = getattr(self, "fp16", False)
             self.bf16 = not has_fp16 and computes_bfloat16(self.use_cpu)
@@ -142,6 +152,9 @@ class MemoryArguments(Rates):
 
     def _check_keys(self) -> None:
         """Refuse keys that are out of range or contradict others."""
+        data_key = getattr(self, "data_key", None)
+        if data_key is not None and not getattr(self, data_key):
+            raise ValueError(f"config has no {data_key!r}; set it in the recipe, or by --{data_key}.")
         optim, targets = getattr(self, "optim", None), getattr(self, "optim_target_modules", None)
         if targets is not None or _OWN_GROUPS.fullmatch(str(getattr(optim, "value", optim))):
             key, value = ("optim", optim) if targets is None else ("optim_target_modules", targets)
@@ -196,7 +209,14 @@ class MemoryArguments(Rates):
 
     def sources(self) -> list[tuple[str, str]]:
         """Return all inputs of the run: the name of each key, with its path or id of a model or dataset."""
-        return sources_of(vars(self))
+        sources: list[tuple[str, Any]] = []
+        for key in _SOURCES:
+            value = getattr(self, key, None)
+            if isinstance(value, Mapping):
+                sources += [(f"{key}.{name}", path) for name, path in value.items()]
+            else:
+                sources += [(key, path) for path in (value if isinstance(value, list) else [value])]
+        return [(key, path) for key, path in sources if isinstance(path, str)]
 
     def recorded(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults, as YAML can hold them, as `for_record` shows them.
@@ -281,6 +301,10 @@ class TrainArguments(MemoryArguments, TrainingArguments):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
+    command: ClassVar[str] = "train"
+    data_key: ClassVar[str] = "corpus"
+    length_key: ClassVar[str] = "sequence_length"
+
     corpus: list[str] | str | None = dataclasses.field(default=None, metadata={"nargs": "+"})
     corpus_name: str | None = None
     corpus_split: str | None = None
@@ -294,7 +318,6 @@ class TrainArguments(MemoryArguments, TrainingArguments):
     include_num_input_tokens_seen: str | bool = "all"
 
     def __post_init__(self) -> None:
-        check_data("corpus", self.corpus)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         if self.tree is not None and self.path_column is None:

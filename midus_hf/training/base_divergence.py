@@ -6,9 +6,10 @@ forward pass, without gradients.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,53 @@ from midus_hf.models.added_parts import added_parts, switched_off
 from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows
 from midus_hf.training.parallel import shares_parameters
 
+if TYPE_CHECKING:
+    # For type checkers: mixins call the methods of the Trainer that they are mixed into.
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object
+
 _TOKENS_AT_A_TIME = 256
+
+
+class BaseDivergenceMixin(AnyTrainer):
+    """Mixin for any kind of `Trainer`: the key `base_kl` of its arguments, if they have it and it is not 0."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.base_kl: float = getattr(self.args, "base_kl", 0.0)
+        if self.base_kl:
+            check_base_divergence(self)
+        # Since the last log event: the divergence from the base in each batch of this process, in nats per token.
+        self._divergences: list[torch.Tensor] = []
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as `Trainer.compute_loss` does; in training with `base_kl` times the divergence from the base."""
+        if not self.base_kl or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        base = base_logits(self.accelerator.unwrap_model(model, keep_torch_compile=False), inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        divergence = divergence_without_target(outputs.logits, base, labels)
+        tokens = (labels[:, 1:] != IGNORED_LABEL).sum().clamp(min=1)
+        self._divergences.append(divergence.detach() / tokens)
+        # Per token as the loss is: of all batches and processes whose gradients are summed, or of this one.
+        is_summed = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+        divergence = divergence / (num_items_in_batch if is_summed else tokens)
+        if is_summed and self.args.average_tokens_across_devices:
+            divergence = divergence * (self.accelerator.num_processes if self.args.n_gpu <= 1 else self.args.n_gpu)
+        loss = loss + self.base_kl * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Trainer.log` does; beside a training loss also `base_divergence`, in nats per token, if it was computed."""
+        if self._divergences and "loss" in logs:
+            mean = torch.stack(self._divergences).mean()
+            logs["base_divergence"] = self.accelerator.gather(mean[None]).mean().item()
+            self._divergences.clear()
+        super().log(logs, *args, **kwargs)
 
 
 def divergence_without_target(logits: torch.Tensor, base_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

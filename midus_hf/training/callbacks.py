@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
 _SECONDS_OF_ONE_REQUEST = 1.0
 # With fewer steps there is a warning, which recommends this number.
-_FEW_STEPS, _ENOUGH_STEPS = 30, 100
+_FEW_STEPS, ENOUGH_STEPS = 30, 100
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -41,8 +41,8 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
 class StepSummary(TrainerCallback):
     """Reports before the first step what a run reads, in how many steps, and whether these are few."""
 
-    def __init__(self, reads: str, num_sequences: int, least_steps: int = 0):
-        self.reads, self.num_sequences, self.least_steps = reads, num_sequences, least_steps
+    def __init__(self, reads: str, num_sequences: int):
+        self.reads, self.num_sequences = reads, num_sequences
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.process_index != 0:
@@ -51,15 +51,12 @@ class StepSummary(TrainerCallback):
         times = _times_read(steps, args, self.num_sequences)
         often = "once" if times == 1 else f"{times:.3g} times"
         how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
-        chosen = (
-            f"; num_train_epochs={args.num_train_epochs:g}, for {self.least_steps} steps" if self.least_steps else ""
-        )
-        print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often}){chosen}", flush=True)
+        print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
         if steps < _FEW_STEPS:
             remedy = "raise max_steps"
             if args.max_steps <= 0:
-                epochs = math.ceil(_ENOUGH_STEPS * args.num_train_epochs / steps)
-                remedy = f"num_train_epochs={epochs} takes at least {_ENOUGH_STEPS}"
+                epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
+                remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
             print_note(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
 
 

@@ -57,11 +57,10 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
     Raises:
         ValueError: If the run that saved the checkpoint read something else under the same keys.
     """
-    key = "corpus" if hasattr(arguments, "corpus") else "dataset_name"
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     digests = {
         **of_model,
-        key: _sequences_digests({"": trainer.train_dataset}),
+        arguments.data_key: _sequences_digests({"": trainer.train_dataset}),
         "eval_text": _sequences_digests(held_out),
     }
     if (tree := getattr(arguments, "tree", None)) is not None:

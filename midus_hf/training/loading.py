@@ -31,7 +31,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     """Load the config of a run's model, and check what can be checked without weights."""
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
-        raise ValueError("model_name_or_path is None; expected the folder or Hub id of the model to train.")
+        raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
     path = Path(source).expanduser()
     with as_value_error(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
@@ -39,8 +39,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
     if arguments.config_name is not None and hasattr(config, "upscale"):
         del config.upscale  # it describes a base whose weights this model does not have
-    key = "sequence_length" if hasattr(arguments, "sequence_length") else "max_length"
-    check_sequence_length(key, getattr(arguments, key), config)
+    check_sequence_length(arguments.length_key, getattr(arguments, arguments.length_key), config)
     hosts_memory = isinstance(config, MemoryConfig)
     if hosts_memory and getattr(arguments, "use_liger_kernel", False):
         raise ValueError(

@@ -3,18 +3,18 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from accelerate.utils import broadcast_object_list
 
+from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
 from midus_hf.files.outputs import atomic_write, exclusive
 from midus_hf.files.secrets import for_record
 from midus_hf.training.checkpoints import resumed_checkpoint
-from midus_hf.training.early_checks import check_folder, holds_files
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -58,7 +58,7 @@ def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    check_folder(output, arguments.sources())
+    _check_folder(output, arguments.sources())
     busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
     with contextlib.ExitStack() as opening:
         opening.enter_context(exclusive(output, ValueError(busy)))
@@ -69,21 +69,38 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
         if checkpoint is not None:
             _check_same_run(arguments, checkpoint)
         elif files and not (resume == "auto" and is_begun):
-            raise holds_files(output, files)
-        record_arguments(arguments)
+            raise ValueError(
+                f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
+                "resume_from_checkpoint: true."
+            )
+        with atomic_write(output / RUN_CONFIG) as partial:
+            partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
         opened.push(opening.pop_all())
     return checkpoint
+
+
+def _check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
+    """Refuse an output that cannot be written, contains an input of the run, or is inside one."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir is {str(output)!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ValueError(
+            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
+        )
+    for key, source in sources:
+        if Path(source).exists():  # other names are ids of models or datasets
+            for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
+                if inner.resolve().is_relative_to(outer.resolve()):
+                    raise ValueError(
+                        f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
+                    )
 
 
 def _take_back(output: Path) -> None:
     if os.listdir(output) in ([], [RUN_CONFIG]):
         (output / RUN_CONFIG).unlink(missing_ok=True)
         output.rmdir()
-
-
-def record_arguments(arguments: Any) -> None:
-    with atomic_write(Path(arguments.output_dir, RUN_CONFIG)) as partial:
-        partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
 
 
 def _record(arguments: Any) -> dict[str, Any]:
@@ -96,8 +113,6 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
     if not path.is_file():
         return
     earlier, record = for_record(yaml.safe_load(path.read_text(encoding="utf-8"))), _record(arguments)
-    if arguments.least_steps:  # the number of epochs is not chosen yet
-        record["num_train_epochs"] = earlier.get("num_train_epochs")
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise ValueError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "

@@ -20,13 +20,13 @@ from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_termin
 from midus_hf.model_names import answer_of_hub
 from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
+from midus_hf.training.callbacks import ENOUGH_STEPS, GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
-from midus_hf.training.optim.freezing import cast_for_training, new_rows, set_trainable, whole_numel
-from midus_hf.training.optim.new_rows import frozen_in_rows, has_new_tokens, with_trained_rows
-from midus_hf.training.output import in_main_process, open_output, record_arguments
+from midus_hf.training.optim.freezing import cast_for_training, new_rows, num_trained, set_trainable
+from midus_hf.training.optim.new_rows import has_new_tokens
+from midus_hf.training.output import in_main_process, open_output
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
 from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
@@ -122,12 +122,12 @@ def run_training(
                     "Start the run with configs/accelerate/ddp.yaml."
                 )
         num_sequences = len(trainer.train_dataset)
-        least_steps = _choose_epochs(arguments, num_sequences)
+        if arguments.num_train_epochs is None:
+            steps_of_epoch = math.ceil(num_sequences / arguments.sequences_per_step)
+            trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
-        trainer.add_callback(
-            StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences, least_steps)
-        )
+        trainer.add_callback(StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             _train(trainer, checkpoint, output)
             if stop.signal_number:
@@ -222,18 +222,6 @@ def _why_not_made(error: Exception) -> str:
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
 
-def _choose_epochs(arguments: Any, num_sequences: int) -> int:
-    """Raise a default `num_train_epochs` that gives too few steps; return the least number of steps then, or 0."""
-    least_steps: int = arguments.least_steps
-    epochs = math.ceil(least_steps / math.ceil(num_sequences / arguments.sequences_per_step))
-    if epochs <= arguments.num_train_epochs:
-        return 0
-    arguments.num_train_epochs = epochs
-    if arguments.process_index == 0:
-        record_arguments(arguments)
-    return least_steps
-
-
 def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
     """Train; a `ValueError` of a step is not about the arguments, which have been checked."""
     try:
@@ -258,10 +246,8 @@ def _how_to_go_on(trainer: Any, output: Path) -> str:
 
 def _totals(trainer: Any) -> dict[str, int]:
     """Return the number of trained parameters, and what PyTorch has allocated on a GPU at most, else the process's memory."""
-    trained = sum(whole_numel(each) for each in trainer.model.parameters() if each.requires_grad)
-    trained -= sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(trainer.model))
-    trained += sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
+    blocks = sum(bank.layout.bank for bank in ([] if trainer.blocks is None else trainer.blocks.banks))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
-    return {"trained_parameters": trained, "peak_memory_bytes": peak}
+    return {"trained_parameters": num_trained(trainer.model) + blocks, "peak_memory_bytes": peak}

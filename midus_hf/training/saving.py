@@ -18,10 +18,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 from midus_hf.config.wording import first_line
 from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
-from midus_hf.files.full_disk import NotWritten, not_written, telling_room
+from midus_hf.files.full_disk import NotWritten, telling_room
 from midus_hf.files.secrets import for_record
 from midus_hf.training.checkpoints import way_on
-from midus_hf.training.optim.freezing import has_adapters, restore_dtypes
+from midus_hf.training.optim.freezing import has_adapters, restore_dtypes, whole_numel
 from midus_hf.training.parallel import shares_parameters
 from midus_hf.training.protection import without_section
 
@@ -73,38 +73,30 @@ def save_model(
     model.config.use_cache = uses_cache
     output, partial_model = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
     pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
-    settings, is_saved, failures = model.generation_config, False, []
+    # transformers refuses to save a model with contradictory settings
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    size = sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
     try:
         if is_main:
             shutil.rmtree(partial_model, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
-        model.generation_config = (
-            GenerationConfig()
-        )  # transformers refuses to save a model with contradictory settings
-        try:
+        with telling_room(partial_model, size):
             trainer.save_model(str(partial_model))
-        finally:
-            model.generation_config, trainer.args.push_to_hub = settings, pushes
-        is_saved = True
-        if is_main:
-            (partial_model / "training_args.bin").unlink(missing_ok=True)
-            failures = _written(partial_model, _beside_weights(arguments, trainer.state, settings, tokenizer, files))
-            _move_into_place(partial_model, output)
-    except BaseException as error:
-        if isinstance(error, OSError) and is_saved:
-            raise PartialSaveError(
-                f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
-                "of both into one new folder."
-            ) from error
+    except BaseException:
         shutil.rmtree(partial_model, ignore_errors=True)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-        told = not_written(error, output / PARTIAL_MODEL, size)
-        if told is None and not isinstance(error, OSError):
-            raise
-        facts = first_line(error) if told is None else told.facts
-        remedy = way_on(output) if is_main else "start the run again"
+        raise
+    finally:
+        model.generation_config, trainer.args.push_to_hub = settings, pushes
+    if not is_main:
+        return []
+    (partial_model / "training_args.bin").unlink(missing_ok=True)
+    failures = _written(partial_model, _beside_weights(arguments, trainer.state, settings, tokenizer, files))
+    try:
+        _move_into_place(partial_model, output)
+    except OSError as error:
         raise PartialSaveError(
-            f"the trained model could not be saved in {output}: {facts}. Free some space there, and {remedy}."
+            f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
+            "of both into one new folder."
         ) from error
     return failures
 

@@ -93,13 +93,6 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
     for banks in model_banks(model):
-        for name, layout in banks.layouts.items() if banks.are_open else ():
-            needed = (layout.num_levels, layout.blocks.branching)
-            if shape not in (None, needed):
-                raise ValueError(
-                    f"tree {str(folder)!r} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree "
-                    f"of {needed[0]} levels of {needed[1]}; expected one tree. Build one of this shape."
-                )
         if banks.are_open:
-            check_tree(banks, fingerprint, "the corpus", remedy, **growth_of(folder))
+            check_tree(banks, fingerprint, "the corpus", remedy, shape=shape, **growth_of(folder))
             banks.tree = (fingerprint, folder)

@@ -4,19 +4,21 @@ import contextlib
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
 from midus_hf.memories.hierarchical.training import Blocks, model_banks
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
+from midus_hf.training.base_divergence import BaseDivergenceMixin
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
@@ -39,12 +41,6 @@ from midus_hf.training.parallel import (
     shares_parameters,
 )
 
-if TYPE_CHECKING:
-    # For type checkers: the mixin calls the methods of the Trainer that it is mixed into.
-    from transformers import Trainer as AnyTrainer
-else:
-    AnyTrainer = object
-
 
 class NotFiniteError(FloatingPointError):
     """Error of a run that reached numbers which are not finite, and ends without saving them."""
@@ -65,7 +61,13 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return next((f"{name} holds {value}" for name, value in largest if not math.isfinite(value)), None)
 
 
-class MemoryTrainerMixin(AnyTrainer):
+def mean_over_tokens(measured: Any) -> dict[str, float]:
+    """Return the loss per token and the perplexity of rows, from the sums of their losses and their numbers of tokens."""
+    loss = (np.hstack(measured.predictions).sum() / np.hstack(measured.label_ids).sum()).item()
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+class MemoryTrainerMixin(BaseDivergenceMixin):
     """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
     Put the mixin before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
@@ -94,11 +96,6 @@ class MemoryTrainerMixin(AnyTrainer):
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)
-        self.base_kl = 0.0 if options is None else options.base_kl
-        if self.base_kl:
-            check_base_divergence(self)
-        # Since the last log event: the divergence from the base in each batch of this process, in nats per token.
-        self._divergences: list[torch.Tensor] = []
         if self.label_smoother is not None or self.compute_loss_func is not None:
             config = getattr(model, "config", None)
             has_chapters = any(entry.get("type") == "chapters" for entry in getattr(config, "memory", None) or [])
@@ -111,8 +108,6 @@ class MemoryTrainerMixin(AnyTrainer):
         self._is_checkpointing = False
         # Digests of what the run reads, by `check_inputs`, which checkpoints get; none in scripts.
         self.inputs: Digests = {}
-        # For the held-out text that is being evaluated: the mean loss of each batch of this process, and its number of tokens.
-        self._measured: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and skips damaged ones.
@@ -138,89 +133,40 @@ class MemoryTrainerMixin(AnyTrainer):
         with row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return all batches of a held-out text, even if `dataloader_drop_last` drops some in training."""
-        self.args.dataloader_drop_last, drops = False, self.args.dataloader_drop_last
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.args.dataloader_drop_last = drops
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate held-out text as `Trainer.evaluate` does, a language model by the tokens of all rows, with a perplexity.
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a held-out text as `Trainer.evaluation_loop` does, with a perplexity for each `eval_loss`.
-
-        The loss of a language model is the mean over its tokens. The Trainer's is a mean over batches, which depends on
-        their size and on the number of processes.
+        The Trainer's loss is a mean over batches, which depends on their size and on the number of processes.
         """
-        # Without the number of tokens in all processes, a model returns the mean over those of its process.
-        self._measured, takes_number, self.model_accepts_loss_kwargs = [], self.model_accepts_loss_kwargs, False
-        try:
-            output = super().evaluation_loop(*args, **kwargs)
-            measured, self._measured = self._measured, []
-        finally:
-            self.model_accepts_loss_kwargs = takes_number
-        metrics, prefix = output.metrics or {}, kwargs.get("metric_key_prefix", "eval")
-        name = f"{prefix}_loss"
-        if measured and name in metrics:
-            losses, tokens = (torch.stack(each).cpu().double() for each in zip(*measured, strict=True))
-            sums = torch.stack([torch.where(tokens > 0, losses * tokens, 0.0).sum(), tokens.sum()])
-            if self.args.world_size > 1:
-                sums = self.accelerator.gather(sums[None].to(self.args.device)).sum(0)
-            metrics[name] = (sums[0] / sums[1]).item()
-        if prefix.startswith("eval") and name in metrics:
-            metrics[f"{prefix}_perplexity"] = math.exp(metrics[name]) if metrics[name] < 700 else math.inf
-        return output
-
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch as `Trainer.prediction_step` does, without the rows that only pad the last batch of processes."""
-        labels = inputs.get("labels") if isinstance(inputs, dict) else None
+        given, drops = self.compute_metrics, self.args.dataloader_drop_last
         hosting: Any = self.model
-        if labels is None or self.compute_loss_func is not None or hosting.get_output_embeddings() is None:
-            return super().prediction_step(model, inputs, *args, **kwargs)
-        progress = self.accelerator.gradient_state
-        if progress.end_of_dataloader and progress.remainder > 0:
-            first = self.args.process_index * self.args.eval_batch_size
-            labels = labels.clone()
-            labels[max(progress.remainder - first, 0) :] = IGNORED_LABEL
-        tokens = (labels[..., 1:] != IGNORED_LABEL).sum()
-        loss, *others = super().prediction_step(model, {**inputs, "labels": labels}, *args, **kwargs)
-        if loss is not None:
-            self._measured.append((loss.detach(), tokens))
-        return loss, *others
+        is_plain = given is None and self.compute_loss_func is None and not self.args.batch_eval_metrics
+        if is_plain and hosting.get_output_embeddings() is not None:
+            self.compute_metrics = mean_over_tokens
+        self.args.dataloader_drop_last = False
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self.compute_metrics, self.args.dataloader_drop_last = given, drops
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Predict a batch as `Trainer.prediction_step` does; for `mean_over_tokens`, the losses of its rows."""
+        by_tokens = self.compute_metrics is mean_over_tokens
+        if not by_tokens or "labels" not in inputs:  # without which a trainer has a loss of its own
+            return super().prediction_step(model, inputs, prediction_loss_only or by_tokens, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        targets = inputs.pop("labels")[:, 1:]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs).logits[:, :-1]
+        return None, row_sums(logits, targets), (targets != IGNORED_LABEL).sum(1)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Take a training step as `Trainer.training_step` does, with the blocks that the texts fetch."""
         if self.blocks is not None:
             self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the loss as `Trainer.compute_loss` does; in training with `base_kl` times the divergence from the base."""
-        if not self.base_kl or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs["labels"]
-        base = base_logits(self.accelerator.unwrap_model(model, keep_torch_compile=False), inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        divergence = divergence_without_target(outputs.logits, base, labels)
-        tokens = (labels[:, 1:] != IGNORED_LABEL).sum().clamp(min=1)
-        self._divergences.append(divergence.detach() / tokens)
-        # Per token as the loss is: of all batches and processes whose gradients are summed, or of this one.
-        is_summed = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
-        divergence = divergence / (num_items_in_batch if is_summed else tokens)
-        if is_summed and self.args.average_tokens_across_devices:
-            divergence = divergence * (self.accelerator.num_processes if self.args.n_gpu <= 1 else self.args.n_gpu)
-        loss = loss + self.base_kl * divergence
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log` does; beside a training loss also `base_divergence`, in nats per token, if it was computed."""
-        if self._divergences and "loss" in logs:
-            mean = torch.stack(self._divergences).mean()
-            logs["base_divergence"] = self.accelerator.gather(mean[None]).mean().item()
-            self._divergences.clear()
-        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""
@@ -294,7 +240,6 @@ class MemoryTrainerMixin(AnyTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        self.check_finite()  # before anything is written, so that no unfinished folder is left
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True

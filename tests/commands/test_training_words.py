@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from midus_hf.cli.train import given_keys, read_arguments
+from midus_hf.cli.run_arguments import read_arguments
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.sft.arguments import SftArguments
 
 
 @pytest.fixture
@@ -14,15 +16,14 @@ def model(tmp_path):
     return str(tmp_path / "model")
 
 
-def read(*words, command="train"):
-    return read_arguments(command, given_keys(command, words))
+def read(*words, kind=TrainArguments):
+    return read_arguments(kind, words)
 
 
 def test_texts_get_keys_for_a_short_run_which_a_line_names(model, tmp_path, capsys):
     arguments = read("notes", "--model", model, "--output", str(tmp_path / "out"))
     assert (arguments.corpus, arguments.model_name_or_path) == ("notes", model)
-    assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, 3, 1e-3)
-    assert arguments.least_steps == 100
+    assert (arguments.sequence_length, arguments.num_train_epochs, arguments.learning_rate) == (256, None, 1e-3)
     assert capsys.readouterr().err == (
         "for a short run: sequence_length=256, num_train_epochs=3 (more for fewer than 100 steps), "
         "per_device_train_batch_size=4, logging_steps=0.05, learning_rate=0.001, value_learning_rate=0.01\n"
@@ -44,7 +45,7 @@ def test_what_trains_decides_the_rate(trainable, rate, model, capsys):
 
 @pytest.mark.parametrize("flag", ["--num_train_epochs=2", "--max_steps=7"])
 def test_a_length_that_is_given_stays(flag, model, capsys):
-    assert read("notes", flag, "--model", model, "--output", "o").least_steps == 0
+    assert read("notes", flag, "--model", model, "--output", "o").num_train_epochs is not None
     assert "num_train_epochs" not in capsys.readouterr().err
 
 
@@ -67,5 +68,5 @@ def test_steps_of_a_recipe_count_before_epochs_which_a_line_says(tmp_path, capsy
 
 
 def test_chats_are_fine_tuned_on_likewise(model):
-    arguments = read("chats.jsonl", "--model", model, "--output", "o", command="sft")
+    arguments = read("chats.jsonl", "--model", model, "--output", "o", kind=SftArguments)
     assert (arguments.dataset_name, arguments.max_length, arguments.learning_rate) == ("chats.jsonl", 256, 1e-3)

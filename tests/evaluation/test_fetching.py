@@ -165,8 +165,8 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
     words = write_rows(tmp_path / "texts.jsonl", {"text": "w1 w2 w3"})
     assert main([str(saved.model), *words, "--retriever", str(tmp_path / "tree")]) == 2
     message = (
-        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
-        "expected the tree that the bank was trained with."
+        f"the tree of the retriever has {levels} levels of {branching}, and memory 'hier-ffn' fetches blocks by a tree of 2 levels "
+        "of 3; expected one tree. Give the one that the bank was trained with, or build one."
     )
     assert message in capsys.readouterr().err
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from training.tiny_run import PreparedRun, refused
 
-from midus_hf.cli.train import flag_parser, given_keys, main, read_arguments
+from midus_hf.cli.run_arguments import RunParser, read_arguments
+from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
+from midus_hf.training.sft.arguments import SftArguments
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 
@@ -84,7 +86,7 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     ids=str,
 )
 def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recipe):
-    value = getattr(read_arguments("train", given_keys("train", [str(recipe), *flags])), key)
+    value = getattr(read_arguments(TrainArguments, [str(recipe), *flags]), key)
     assert value == expected and type(value) is type(expected)
 
 
@@ -95,17 +97,22 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
         (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
-        (["--lr", "null"], "'--lr' is not a key; expected --KEY VALUE (KEY: VALUE in a recipe). See 'midus train --help'."),
+        (["--lr", "null"], "'--lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus train --help'."),
         (["--seed", "null"], "seed is None; expected a whole number."),
         (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
-        (["more.yaml"], "'more.yaml' is not a key"),
-        (["--seed", "1", "2"], "'2' is not a value of a key; expected --KEY VALUE."),
+        (["more.yaml"], "'more.yaml' is not a value of a key; expected TEXTS or a recipe first, then --KEY VALUE."),
+        (
+            ["--max_step=1", "--output-dri", "o", "--learning_rates=1"],
+            "'--max_step' is not a key; did you mean --max_steps? '--output-dri' is not a key; did you mean --output_dir? "
+            "'--learning_rates' is not a key; did you mean --learning_rate? Expected --KEY VALUE (KEY: VALUE in a recipe); see",
+        ),
+        (["--seed", "1", "2"], "'2' is not a value of a key; expected TEXTS or a recipe first"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
     with refused(re.escape(message)):
-        read_arguments("train", given_keys("train", [str(recipe), *flags]))
+        read_arguments(TrainArguments, [str(recipe), *flags])
 
 
 def test_every_key_is_described_in_the_help(capsys):
@@ -114,7 +121,7 @@ def test_every_key_is_described_in_the_help(capsys):
     assert shown.startswith("usage: midus train TEXTS|RECIPE [--KEY VALUE ...] Train a model on text")
     assert all(f" --{field.name}" in shown for field in dataclasses.fields(TrainArguments) if field.init)
     assert "--sequence_length SEQUENCE_LENGTH, --sequence-length SEQUENCE_LENGTH T, tokens per sequence." in shown
-    assert all(action.help for action in flag_parser("sft")._actions)
+    assert all(action.help for action in RunParser(SftArguments)._actions)
 
 
 @pytest.mark.parametrize("able", [True, False])

@@ -1,32 +1,19 @@
-"""What is told of a run's keys before a library is imported, and that it is what the classes of the keys say."""
+"""What is told of a request before a model is loaded: of a run, and of other commands before a library is imported."""
 
-import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 from training.tiny_run import PreparedRun, refused
 
-from midus_hf.cli import training_keys
+from midus_hf.cli.sft import main as sft
 from midus_hf.cli.train import main
-from midus_hf.cli.training_keys import KEYS, are_all_known
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.model_names import small_columns
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
-
-
-@pytest.mark.parametrize(("command", "kind"), [("train", TrainArguments), ("sft", SftArguments)])
-def test_the_names_of_keys_are_those_of_the_classes(command, kind):
-    fields = {field.name for field in dataclasses.fields(kind) if field.init and not field.name.startswith("_")}
-    assert KEYS[command] == fields and are_all_known(command)
-
-
-def test_a_newer_library_may_have_other_keys(monkeypatch):
-    monkeypatch.setattr(training_keys, "version", lambda name: "1000.0.0")
-    assert not are_all_known("train") and not are_all_known("sft")
 
 
 @pytest.mark.parametrize(
@@ -68,50 +55,36 @@ def test_kernels_that_do_nothing_for_a_model_are_refused(config_for):
         PreparedRun(arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "columns"),
-    [
-        ("a.jsonl", '{"a": 1}\n\n{"b": [2]}\n', ["a", "b"]),
-        ("a.json", '[{"a": 1}, {"b": 2}]', ["a", "b"]),
-        ("a.csv", '\ufeffa,"b, c"\n1,2\n', ["a", "b, c"]),
-        ("a.csv", "a;b\n1;2\n", ["a", "b"]),
-        ("a.csv", "sep=;\na;b, c\n1;2\n", ["a", "b, c"]),
-        ("a.tsv", '"a\tb"\n1\t2\n', ['"a', 'b"']),
-        ("a.tsv", "a\tb\n", ["a", "b"]),
-        ("a.jsonl", "{", None),
-        ("a.jsonl", "[1]", None),
-        ("a.txt", "a,b", None),
-        ("a.csv", "", None),
-    ],
-)
-def test_columns_of_small_files_are_read(name, content, columns, tmp_path):
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    assert small_columns(str(tmp_path / name)) == columns
-
-
 MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--dataset_name=texts.jsonl"
+OF_RUNS = [
+    (main, ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is not a key; did you mean --max_steps? Expected --KEY VAL"),
+    (main, ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps=1' is not a value of a key; expected TEXTS or a recipe first"),
+    (main, ["--model", "model", "--output", "o", "notes"], "'notes' is not a value of a key; expected TEXTS or a recipe first, then"),
+    (main, ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; did you mean max_steps? Expected --KEY VALUE (KEY: VALUE in"),
+    (main, ["odd.yaml", MODEL, CORPUS], "'1' is not a key. 'lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a recipe); see"),
+    (main, ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
+    (main, ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
+    (main, ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
+    (main, ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
+    (main, ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
+    (main, ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
+    (main, ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
+    (main, ["recipe.yaml", CORPUS, "--model=absent/model"], "model_name_or_path is 'absent/model', which is no folder here, and"),
+    (main, ["notes"], "--output is missing; run 'midus train TEXTS --model MODEL --output DIR', or give a recipe, a .yaml"),
+    (main, ["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
+    (main, ["./model"], "'./model' is a model; expected texts. Run 'midus train TEXTS --model"),
+    (main, ["corpus=notes", "--model", "model", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
+    (main, ["nowhere/x.txt", "--model", "model", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
+    (main, ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a"),
+    (main, ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
+    (main, ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
+    (main, ["notes", "--model=base", "--output=o", "--sequence_length=8"], "trainable is 'auto', and this llama model is a base, n"),
+    (sft, ["chats.jsonl", "--model=base", "--output=o", "--max_length=8"], "trainable is 'auto', and this llama model is a base, n"),
+    (sft, ["chats.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; did you mean --max_length? Expected --K"),
+    (sft, ["chats.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
+    (sft, ["chats.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
+]  # fmt: skip
 MISTAKES = [
-    ("train", ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is not a key; expected --KEY VALUE (KEY: VALUE in a "),
-    ("train", ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps' is not a key; expected --KEY VALUE (KEY: VALUE in a rec"),
-    ("train", ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; expected --KEY VALUE (KEY: VALUE in a recipe)"),
-    ("train", ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
-    ("train", ["recipe.yaml", MODEL], "config has no 'corpus'; set it in the recipe, or by --corpus."),
-    ("train", ["recipe.yaml", MODEL, "--corpus=no.txt"], "corpus is 'no.txt', which does not exist; expected a file"),
-    ("train", ["texts.jsonl", "--model", "./no", "--output", "o"], "model_name_or_path is './no', which does not exist"),
-    ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=full"], "output_dir is 'full', which holds notes.txt; choose an"),
-    ("train", ["recipe.yaml", MODEL, CORPUS, "--output_dir=model/x"], "output_dir is 'model/x', which lies in the model_na"),
-    ("train", ["recipe.yaml", MODEL, "--corpus=wrong.jsonl"], "corpus 'wrong.jsonl' has no column 'text', only txt; set te"),
-    ("train", ["recipe.yaml", CORPUS, "--model=absent/model"], "model_name_or_path is 'absent/model', which is no folder here, and"),
-    ("train", ["notes"], "--output is missing; run 'midus train TEXTS --model MODEL --output DIR', or give a recipe, a .yaml"),
-    ("train", ["notes", "--output", "o"], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
-    ("train", ["./model"], "'./model' is a model; expected texts. Run 'midus train TEXTS --model"),
-    ("train", ["corpus=notes", "--model", "model", "--output", "o"], "corpus is 'corpus=notes', which does not exist"),
-    ("train", ["nowhere/x.txt", "--model", "model", "--output", "o"], "corpus is 'nowhere/x.txt', which does not exist"),
-    ("train", ["notes", "--lr", "1e-4", "--model", "m", "--output", "o"], "'--lr' is not a key; expected --KEY VALUE (KEY: VALUE"),
-    ("train", ["notes", "--corpus", "other"], "corpus is given twice, by 'notes' and by --corpus; expected it once. Leave"),
-    ("train", ["absent.yaml"], "config is 'absent.yaml', which cannot be read"),
-    ("train", ["notes", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upscaled m"),
-    ("sft", ["chats.jsonl", "--model=base", "--output=o"], "trainable is 'auto', and this llama model is a base, not an upsc"),
     ("eval", ["model", "--text", "notes", "--dtype", "float8"], "dtype is 'float8'; expected auto, float32, bfloat16 or float16."),
     ("ask", ["model", "What?", "--dtype", "float8"], "dtype is 'float8'; expected auto, float32, bfloat16 or float16."),
     ("compare", ["compare.yaml"], "base is './no', which does not exist; expected the folder of a model, or its Hub id."),
@@ -121,13 +94,7 @@ MISTAKES = [
     ("compare", ["compare.yaml", "--set", "output_dir=notes/a.txt"], "output_dir is 'notes/a.txt', a file; expected a folder."),
     ("upscale", ["--base=base", "--method=engram", "--set=table=exact", "--set=corpus=no.txt", "--output=o"],
      "corpus is 'no.txt', which does not exist; expected a file, a folder or a dataset id."),
-    ("sft", ["recipe.yaml", MODEL, CHATS, "--max_lenght=1"], "'--max_lenght' is not a key; expected --KEY VALUE (KEY: VALUE in a "),
-    ("sft", ["recipe.yaml", MODEL, CHATS], "dataset_name is 'texts.jsonl', whose rows have text; expected the columns o"),
-    ("sft", ["recipe.yaml", MODEL], "config has no 'dataset_name'; set it in the recipe, or by --dataset_name."),
     ("eval", ["model", "--text", "no.txt"], "text is 'no.txt', which does not exist; expected a file, a folder or a da"),
-    ("eval", ["model", "--text", "wrong.jsonl"], "text 'wrong.jsonl' has no column 'text', only txt; set text_column"),
-    ("cluster build", ["--output", "t", "--corpus", "wrong.jsonl", "--embedding-model", "model", "--tokenizer", "model"],
-     "corpus 'wrong.jsonl' has no column 'text'"),
     ("cluster build", ["--output", "t", "--corpus", "texts.jsonl", "--embedding-model", "no/x", "--tokenizer", "t"],
      "embedding model is 'no/x', which is no folder here, and the Hub cannot be reached"),
 ]  # fmt: skip
@@ -150,23 +117,42 @@ print(json.dumps(endings))
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory) -> list[list]:
-    """How each mistake ends, one behind the other in one process: its status, what it prints, and what is imported by then."""
+def room(upscaled, tmp_path_factory):
+    """A folder with a model, its base, texts and recipes."""
     room = tmp_path_factory.mktemp("room")
+    for name, source in (("model", upscaled()), ("base", upscaled().parent / "base")):
+        shutil.copytree(source, room / name)
     files = {
-        "model/config.json": "{}",
-        "base/config.json": '{"model_type": "llama"}',
         "notes/a.txt": "a",
         "chats.jsonl": '{"prompt": "a", "completion": "b"}',
         "compare.yaml": "base: ./no\noutput_dir: o\nvariants: {a: {}}\ndomain: {a: notes}\ntrain: {corpus: texts.jsonl}\n",
         "full/notes.txt": "",
-        "recipe.yaml": "max_steps: 2\n",
+        "recipe.yaml": "{max_steps: 2, sequence_length: 8, bf16: false}",
+        "chats.yaml": "{max_steps: 2, max_length: 8, bf16: false}",
         "misspelt.yaml": "max_step: 2\n",
+        "odd.yaml": "{1: 2, lr: 3}",
+        "texts.jsonl": '{"text": "a"}',
+        "wrong.jsonl": '{"txt": "a"}',
     }
-    files |= {"texts.jsonl": '{"text": "a"}', "wrong.jsonl": '{"txt": "a"}'}
     for name, content in files.items():
         (room / name).parent.mkdir(exist_ok=True)
         (room / name).write_text(content)
+    return room
+
+
+@pytest.mark.parametrize(("command", "words", "message"), OF_RUNS)
+def test_a_mistake_in_a_run_is_told_in_one_line_and_writes_nothing(command, words, message, room, monkeypatch, capsys):
+    monkeypatch.chdir(room)
+    before = sorted(room.rglob("*"))
+    assert command(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith(f"midus {'train' if command is main else 'sft'}: {message}")
+    assert sorted(room.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def endings(room) -> list[list]:
+    """How each mistake ends, one behind the other in one process: its status, what it prints, and what is imported by then."""
     requests = json.dumps([[*command.split(), *words] for command, words, _ in MISTAKES])
     line = [sys.executable, "-c", ASKED, requests]
     return json.loads(subprocess.run(line, cwd=room, capture_output=True, text=True, check=True).stdout)

@@ -79,7 +79,7 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
             "or set adapters, such as",
         ),
         ("headwise", {"sparse_values": True}, OF_TABLES),
-        ("none", {}, "model_name_or_path is None; expected the folder or Hub id of the model"),
+        ("none", {}, "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         pytest.param(
             *("headwise", {"attn_implementation": "flash_attention_2"}, "expected the folder or Hub id .*FlashAttention2"),

@@ -9,12 +9,13 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
-from midus_hf.cli.train import given_keys, read_arguments
+from midus_hf.cli.run_arguments import read_arguments
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.moc.options import PAPER, ChaptersOptions
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.sft.arguments import SftArguments
 from upscalers.architecture.flops import count_parameters
 from upscalers.plan.placements import place
 
@@ -58,9 +59,10 @@ RUNS = {
 def read(path: Path, *words: str) -> TrainArguments:
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     stated |= {"model_name_or_path"} if "config_name" in stated else set()
-    given = {**GIVEN, "corpus" if path.parent == RECIPES else "dataset_name": "c"}
+    kind = TrainArguments if path.parent == RECIPES else SftArguments
+    given = {**GIVEN, kind.data_key: "c"}
     given = [f"--{key}={value}" for key, value in given.items() if key not in stated]
-    return read_arguments(path.parent.name, given_keys(path.parent.name, [str(path), *given, *words]))
+    return read_arguments(kind, [str(path), *given, *words])
 
 
 def test_nothing_goes_unchecked():

@@ -142,7 +142,7 @@ def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | 
     rows, tables = {}, []
     with needing_harness():
         from midus_hf.evaluation.harness import Tasks
-        from midus_hf.evaluation.quiet import quiet_libraries
+        from midus_hf.library_bars import quiet_libraries
 
         with quiet_libraries():
             questions = Tasks(tasks, data=data)

@@ -15,7 +15,6 @@ from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.arguments import Trainable
-from midus_hf.training.early_checks import nothing_new
 from midus_hf.training.optim.new_rows import frozen_in_rows, train_rows, train_whole, with_trained_rows
 
 _ROLES = get_args(TrainedRole)
@@ -69,7 +68,10 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     record, kind = record_of(config) or UpscaleRecord(), config.model_type
     resolved: Any = record.trainable if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
-        raise nothing_new(kind)
+        raise ValueError(
+            f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: it has no new parameters. Upscale it "
+            "first, set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
+        )
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
         if not resolved or _outside(config, resolved) or len({*resolved}) < len(resolved):
             layers = f"0 <= layer < {config.get_text_config().num_hidden_layers}"
@@ -215,7 +217,7 @@ def set_trainable(
         trainable=resolved,
         layers=[index for index, layer in enumerate(layers) if _num_training(layer)],
         num_layers=len(layers),
-        parameters=_num_training(model) - sum(frozen_in_rows(each, of) for each, of in with_trained_rows(model)),
+        parameters=num_trained(model),
         total_parameters=sum(map(whole_numel, model.parameters())),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in layouts),
@@ -246,6 +248,11 @@ def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.P
 
 def _num_training(module: nn.Module) -> int:
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def num_trained(model: nn.Module) -> int:
+    """Return the number of parameters that train, without the rows of the base's tokens in tables by token."""
+    return _num_training(model) - sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(model))
 
 
 def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:

@@ -1,12 +1,11 @@
 """Arguments of a run of supervised fine-tuning."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trl import SFTConfig
 
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.early_checks import check_data
 
 # Keys of TRL that would have no effect, with the values that they may have and the reason.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -49,6 +48,10 @@ class SftArguments(MemoryArguments, SFTConfig):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
+    command: ClassVar[str] = "sft"
+    data_key: ClassVar[str] = "dataset_name"
+    length_key: ClassVar[str] = "max_length"
+
     dataset_name: str | None = None
     dataset_config: str | None = None
     dataset_train_split: str | None = None
@@ -60,7 +63,6 @@ class SftArguments(MemoryArguments, SFTConfig):
     include_num_input_tokens_seen: Literal[True, False] | str | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_data("dataset_name", self.dataset_name)
         for key, (expected, reason) in REFUSED.items():
             value = getattr(self, key)
             if value not in expected:

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_rows
 from midus_hf.saved_models import beginning_of
-from midus_hf.training.early_checks import format_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+# Columns of the formats, in the order in which they are tried.
+_FORMATS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+)
 # Columns that chats may have in addition to those of their format, and those of instructions.
 _OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
 
@@ -56,7 +63,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     """
     source = arguments.dataset_name
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
-    columns = format_of(source, rows.column_names)
+    columns = _format_of(source, rows.column_names)
     if not len(rows):
         raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
     beside = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
@@ -70,6 +77,18 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     if unread + keys:
         print_note(f"dataset_name {source!r}: not read: {', '.join(unread + keys)}")
     return rows
+
+
+def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
+    """Return the columns of the format that rows with these columns have, or refuse them."""
+    for expected in _FORMATS:
+        if set(expected) <= set(columns):
+            return expected
+    formats = "; ".join(", ".join(expected) for expected in _FORMATS)
+    raise ValueError(
+        f"dataset_name is {source!r}, whose rows have {', '.join(columns) or 'nothing'}; expected the columns of a format "
+        f"({formats}). Rename them."
+    )
 
 
 def _converted(

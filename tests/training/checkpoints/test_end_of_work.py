@@ -87,7 +87,7 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
     monkeypatch.setattr(run.trainer, "save_model", fail)
     with pytest.raises(
         PartialSaveError,
-        match=r"could not be saved in .*out: .*No space left.*resume_from_checkpoint true .*checkpoint-2",
+        match=r"partial_model could not be written: No space left.*resume_from_checkpoint true .*checkpoint-2",
     ):
         run.execute()
     assert not (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / ".partial_model").exists()

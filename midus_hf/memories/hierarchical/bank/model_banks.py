@@ -80,13 +80,22 @@ def check_tree(
     owner: str,
     remedy: str,
     *,
+    shape: tuple[int, int] | None = None,
     roots: int | None = None,
     grown_from: Collection[str] = (),
 ) -> None:
     """Refuse a tree, by its fingerprint, if an open bank was trained with another, unless one was grown from the other.
 
-    Paths may name the nodes of a tree that was grown from the bank's from then on.
+    So is a tree whose levels and branching, `shape`, are not those of the banks. Paths may name the nodes of a tree that was grown
+    from the bank's from then on.
     """
+    for name, layout in banks.layouts.items():
+        needed = (layout.num_levels, layout.blocks.branching)
+        if shape not in (None, needed):
+            raise ValueError(
+                f"the tree of {owner} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree of "
+                f"{needed[0]} levels of {needed[1]}; expected one tree. Give the one that the bank was trained with, or build one."
+            )
     for name, bank in banks.opened.items():
         stored = bank.bank if isinstance(bank, TrainedBank) else bank
         lineage = {*stored.description["grown_from"], *grown_from}

@@ -1,0 +1,151 @@
+"""Recipe and flags of `midus train` and `midus sft`, read by Transformers' `HfArgumentParser` as the arguments of a run."""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from midus_hf.anatomy.record import UpscaleRecord, record_of
+from midus_hf.cli.command_line import is_main_process
+from midus_hf.config.options import alternatives_of
+from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
+from midus_hf.model_names import saved_config
+from midus_hf.training.callbacks import ENOUGH_STEPS
+from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
+
+# Keys that also have a short name.
+_SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
+
+# Keys for a run without a recipe.
+_SHORT_RUN = {"per_device_train_batch_size": 4, "logging_steps": 0.05}
+_RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
+
+_NOT_GIVEN = object()
+
+
+def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
+    """Return the arguments of a run: a recipe with flags over it, or texts with keys for a short run."""
+    command, data_key = arguments_class.command, arguments_class.data_key
+    first, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("", words)
+    is_recipe = first.endswith((".yaml", ".yml"))
+    if first and (Path(first) / "config.json").is_file():
+        raise ValueError(f"{first!r} is a model; expected texts. Run 'midus {command} TEXTS --model {first}'.")
+    given = read_mapping(first) if is_recipe else {data_key: first} if first else {}
+    keys = _with_flags(arguments_class, given, flags)
+    if not is_recipe and first and keys[data_key] != first:
+        raise ValueError(
+            f"{data_key} is given twice, by {first!r} and by --{data_key}; expected it once. Leave one out."
+        )
+    if not is_recipe and "output_dir" not in keys:
+        usage = f"midus {command} TEXTS --model MODEL --output DIR"
+        raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
+    chosen = {} if is_recipe else _short_run(arguments_class, keys)
+    arguments = from_mapping(arguments_class, chosen | keys)
+    if is_main_process() and "num_train_epochs" in keys and arguments.max_steps > 0:
+        steps = f"max_steps={arguments.max_steps} overrides num_train_epochs"
+        print(f"{steps}; pass --max_steps -1 to use epochs", file=sys.stderr)
+    return arguments
+
+
+def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a recipe with those of flags, which replace them."""
+    parser = RunParser(arguments_class)
+    names = [field.name for field in dataclasses.fields(arguments_class) if field.init]
+    known = [*names, *_SHORT_NAMES]
+    keys = argparse.Namespace(**{name: given.get(name, _NOT_GIVEN) for name in names})
+    try:
+        _, unknown = parser.parse_known_args(flags, keys)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from None
+    unknown_keys = [str(name) for name in given if name not in names]
+    unknown_keys += [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if unknown_keys:
+        told = " ".join(_not_a_key(name, known) for name in unknown_keys)
+        raise ValueError(
+            f"{told} Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus {arguments_class.command} --help'."
+        )
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]!r} is not a value of a key; expected TEXTS or a recipe first, then --KEY VALUE."
+        )
+    return {key: value for key, value in vars(keys).items() if value is not _NOT_GIVEN}
+
+
+def _not_a_key(name: str, known: Iterable[str]) -> str:
+    """Return a sentence about an unknown key, with the nearest that is known."""
+    bare = name.removeprefix("--")
+    nearest = difflib.get_close_matches(bare.replace("-", "_"), known, 1)
+    return f"{name!r} is not a key" + (f"; did you mean {name.removesuffix(bare)}{nearest[0]}?" if nearest else ".")
+
+
+def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys for a short run, and print those that are used because the command line does not set them."""
+    recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
+    rates = _RATES["new" if trains_new_parts(keys, recorded) else "all"]
+    epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
+    chosen = {arguments_class.length_key: 256, "num_train_epochs": epochs, **_SHORT_RUN, **rates}
+    if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
+        del chosen["num_train_epochs"]
+    later = f"3 (more for fewer than {ENOUGH_STEPS} steps)"
+    short_run = {key: later if value is None else f"{value:g}" for key, value in chosen.items() if key not in keys}
+    if short_run and is_main_process():
+        print(f"for a short run: {', '.join(f'{key}={value}' for key, value in short_run.items())}", file=sys.stderr)
+    return chosen
+
+
+class RunParser(HfArgumentParser):
+    """The `HfArgumentParser` of a command, which also reads `null`, and YAML for keys that take more than text."""
+
+    def __init__(self, arguments_class: Any, description: str | None = None):
+        self._hints = typing.get_type_hints(arguments_class)
+        described = _descriptions(arguments_class)
+        for field in dataclasses.fields(arguments_class):
+            if field.name in described:
+                field.metadata = MappingProxyType({**field.metadata, "help": described[field.name]})
+        super().__init__(
+            arguments_class,
+            prog=f"midus {arguments_class.command}",
+            usage=f"midus {arguments_class.command} TEXTS|RECIPE [--KEY VALUE ...]",
+            description=description,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        for name, key in _SHORT_NAMES.items():
+            self.add_argument(f"--{name}", dest=key, help=f"Same as --{key}.", default=argparse.SUPPRESS)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        kinds = {*alternatives_of(self._hints.get(action.dest, str))}
+        word = arg_strings[0] if len(arg_strings) == 1 else ""
+        is_yaml = word.startswith(("{", "[")) or word in ("true", "false")
+        if word == "null" or (is_yaml and kinds - {str, type(None)}):
+            return read_yaml(word, f"--{action.dest}")
+        values = super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return values[0] if str in kinds and isinstance(values, list) and len(values) == 1 else values
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with defaults, and with the lines of the description as they are."""
+
+
+def _descriptions(arguments_class: type) -> dict[str, str]:
+    """Return the description of each key from our docstrings; for keys with another default, from the class that sets it."""
+    described: dict[str, str] = {}
+    for kind in arguments_class.__mro__:
+        for name, field in getattr(kind, "__dataclass_fields__", {}).items():
+            if "help" in field.metadata:
+                described.setdefault(name, field.metadata["help"])
+        if kind.__module__.startswith("midus_hf."):
+            arguments = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
+            for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
+                described.setdefault(entry.group(1), " ".join(entry.group(2).split()).replace("%", "%%"))
+    return described
