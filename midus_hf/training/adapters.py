@@ -56,12 +56,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     head = [name for name, module in model.named_children() if module in task_head(model)]
     if head and options["target_modules"] == "all-linear":
         options.setdefault("exclude_modules", head)
-    options["modules_to_save"] = [*new, *(options.get("modules_to_save") or [])] or None
-    if rows:
-        options.setdefault("trainable_token_indices", rows)
-    config = LoraConfig(r=r, lora_alpha=lora_alpha, **options)
-    _refuse_targets_with_rows(model, config)
-    return config
+    return _with_new_parts(model, LoraConfig(r=r, lora_alpha=lora_alpha, **options), list(new), rows)
 
 
 def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
@@ -79,11 +74,14 @@ def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
     return {name.rpartition(".")[2]: list(rows) for name in names}
 
 
-def _refuse_targets_with_rows(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse adapters on tables of which rows train, the head too, if it is tied to one."""
-    targets = config.target_modules
-    if not config.trainable_token_indices or targets == "all-linear":
-        return
+def _with_new_parts(
+    model: PreTrainedModel, config: LoraConfig, new: list[str], rows: dict[str, list[int]]
+) -> LoraConfig:
+    """Let new parts train beside adapters; refuse adapters on tables of which rows train, the head too, if it is tied to one."""
+    config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
+    config.trainable_token_indices = config.trainable_token_indices or rows or None
+    if not config.trainable_token_indices or config.target_modules == "all-linear":
+        return config
     modules = modules_with_rows(model)
     for name, module in model.named_modules():
         if any(module is each for each in modules) and check_target_module_exists(config, name):
@@ -91,6 +89,7 @@ def _refuse_targets_with_rows(model: PreTrainedModel, config: LoraConfig) -> Non
                 f"adapters.target_modules has {name}, whose rows of new tokens train; expected other modules, "
                 "as PEFT cannot train both. Leave it out."
             )
+    return config
 
 
 def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
@@ -110,10 +109,8 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
     """Wrap a model from `from_pretrained` with the adapters of the key `adapters`; also return a sentence on what is trained."""
     config, trains_new = read_adapters(options)
     new = list(new_modules(model)) if trains_new else []
-    config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
     rows = rows_for_peft(model) if trains_new else {}
-    config.trainable_token_indices = config.trainable_token_indices or rows or None
-    _refuse_targets_with_rows(model, config)
+    config = _with_new_parts(model, config, new, rows)
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
         # PEFT refuses modules whose weights are read directly by Mamba kernels, by a list of model types that lacks ours.

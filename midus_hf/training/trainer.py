@@ -264,9 +264,8 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
                     best = self.state.best_model_checkpoint
                     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best)
             except Exception:
-                if (
-                    self.args.should_save and not (folder / MANIFEST_FILE).is_file()
-                ):  # it takes space, and is of no use
+                # What is not whole takes space, and is of no use.
+                if self.args.should_save and not (folder / MANIFEST_FILE).is_file():
                     remove_checkpoint(folder)
                 raise
             finally:
