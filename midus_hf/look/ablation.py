@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
 from midus_hf.look.effects import Effect, effect_between
 from midus_hf.look.page import TextTable
 from midus_hf.look.pictures import Panel, bars
-from midus_hf.models.added_parts import Part, added_parts, switched_off
+from midus_hf.models.added_parts import switched_off
+from midus_hf.models.view import ModelView, Part
 
 HOW_TO_READ = (
     "The effect of a part on a text is how much the text's loss grows without the part. Parts can compensate for one another, so the "
@@ -73,7 +73,8 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
     Raises:
         ValueError: For the reasons of `added_parts` and `row_losses`.
     """
-    parts = added_parts(model)
+    view = ModelView(model)
+    parts = view.parts
 
     def losses_of_texts() -> dict[str, RowLosses]:
         return {text.name: row_losses(model, text, batch_size=batch_size) for text in texts}
@@ -87,7 +88,7 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
         for text, losses in changed.items():
             effect = effect_between(usual[text], losses)
             effects.append(PartEffect(part.name, part.kind, list(part.layers), text, losses.mean, effect))
-    has_whole_base = (record_of(model.config) or UpscaleRecord()).has_whole_base
+    has_whole_base = view.record.has_whole_base
     return Ablation({text: losses.mean for text, losses in usual.items()}, effects, has_whole_base)
 
 

@@ -1,73 +1,13 @@
-"""The parts that were added to a model's base, and contexts in which the model computes without some of them."""
+"""Contexts in which a model computes without some of the parts that were added to its base."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from midus_hf.anatomy.record import record_of
-from midus_hf.memories.entries import NO_MEMORIES, Memories
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.watched_models import depth_heads, held_hooks, hosted_memories
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a model that can be switched off.
-
-    Args:
-        name: Name of the part in tables.
-        kind: `block`: a layer that was inserted for a memory; `layer`: an inserted ordinary layer of the family; `memory`: a
-            memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `bank`: a memory in all layers
-            that share a bank; `all`: all added parts together.
-        layers: Indices of the decoder layers.
-        memory: Name of the attached memory; empty for layers. Default: empty.
-    """
-
-    name: str
-    kind: str
-    layers: tuple[int, ...]
-    memory: str = ""
-
-
-def added_parts(model: Any) -> list[Part]:
-    """Return the parts that the last upscaling added to a model, or all memories if the config has no record of an upscaling.
-
-    Parts are listed one by one in the order of layers, then banks that several layers share, whose layers are listed as well.
-
-    Args:
-        model: A causal language model whose decoder has `layers`.
-
-    Raises:
-        ValueError: If nothing was added.
-    """
-    config = model.config.get_text_config()
-    memories: Memories = config.memories() if hasattr(config, "memories") else NO_MEMORIES
-    record = record_of(config)
-    inserted = {*(memories.inserted if record is None else record.new_layers)}
-    names = {*(memories.attached if record is None else record.new_memories)}
-    parts: list[Part] = []
-    for layer, block in enumerate(decoder_of(model).layers):
-        if layer in inserted:
-            kind = "block" if layer in memories.inserted else "layer"
-            parts.append(Part(f"{kind} {layer}", kind, (layer,)))
-        for name in getattr(block, "sites", {}):
-            depth = depth_heads(block)
-            reads_depth = depth is not None and depth.memory == name
-            only_writes = depth is not None and reads_depth and not depth.slots  # for later layers
-            if name in names and not only_writes:
-                parts.append(Part(f"{name} {layer}", "depth" if reads_depth else "memory", (layer,), name))
-    if not parts:
-        raise ValueError(
-            f"this {config.model_type} model has no layer and no memory that was added to a base; expected one made by upscale."
-        )
-    for name in filter(names.__contains__, memories.attached):
-        for number, tables in enumerate(memories.tables(name)):
-            if len(tables.layers) > 1:
-                label = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
-                parts.append(Part(label, "bank", tables.layers, name))
-    return parts
+from midus_hf.models.view import Part
+from midus_hf.models.watched_models import held_hooks, hosted_memories
 
 
 @contextlib.contextmanager
@@ -80,8 +20,8 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     all compiled models, not only this one, run uncompiled.
 
     Args:
-        model: A model as in `added_parts`.
-        parts: Parts to switch off, as `added_parts` returns them.
+        model: A model as in `ModelView`.
+        parts: Parts to switch off, of `ModelView.parts`.
 
     Raises:
         ValueError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
@@ -93,7 +33,7 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
             if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):
                 raise ValueError(
                     f"part is {part.name!r}, and the model has no {part.memory or 'decoder'} layer {layer}; expected a part of this "
-                    "model, as added_parts returns them."
+                    "model, as ModelView.parts lists them."
                 )
     with contextlib.ExitStack() as passed_by, held_hooks() as hold:
         for part in parts:

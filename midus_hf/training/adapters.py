@@ -11,10 +11,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from transformers import PreTrainedModel
 
 from midus_hf.config.options import read_options
-from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.models.view import ModelView
 from midus_hf.saved_models import as_value_error
-from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows, task_head
-from midus_hf.training.optim.new_rows import modules_with_rows
 
 # PEFT's type of a task, by the end of the name of the model's class.
 _TASKS = {
@@ -42,9 +40,10 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     Raises:
         ValueError: If the config of the model records no new layers or memories, or the model is wrapped already.
     """
-    if has_adapters(model):
+    view = ModelView(model)
+    if view.has_adapters:
         raise ValueError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
-    new, rows = new_modules(model), rows_for_peft(model)
+    new, rows = view.new_modules, rows_for_peft(view)
     if not new and not rows:
         raise ValueError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
@@ -53,37 +52,35 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     kind = type(model).__name__
     task = next((task for name, task in _TASKS.items() if kind.endswith(name)), "CAUSAL_LM")
     options = {"target_modules": "all-linear", "task_type": task, **options}
-    head = [name for name, module in model.named_children() if module in task_head(model)]
+    head = [name for name, module in model.named_children() if module in view.task_head]
     if head and options["target_modules"] == "all-linear":
         options.setdefault("exclude_modules", head)
-    return _with_new_parts(model, LoraConfig(r=r, lora_alpha=lora_alpha, **options), list(new), rows)
+    return _with_new_parts(view, LoraConfig(r=r, lora_alpha=lora_alpha, **options), list(new), rows)
 
 
-def rows_for_peft(model: PreTrainedModel) -> dict[str, list[int]]:
+def rows_for_peft(view: ModelView) -> dict[str, list[int]]:
     """Return the ids of new tokens by the names of the modules that have their rows, as PEFT's `trainable_token_indices`.
 
     PEFT trains these rows beside the module's others. A head that is tied follows the embedding.
     """
-    rows = new_rows(model.config)
+    model, rows = view.model, view.new_rows
     if not rows:
         return {}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    modules = [each for each in modules_with_rows(model) if not (is_tied and each is head)]
+    modules = [each for each in view.tables if not (is_tied and each is head)]
     names = (name for name, module in model.named_modules() if any(module is each for each in modules))
     return {name.rpartition(".")[2]: list(rows) for name in names}
 
 
-def _with_new_parts(
-    model: PreTrainedModel, config: LoraConfig, new: list[str], rows: dict[str, list[int]]
-) -> LoraConfig:
+def _with_new_parts(view: ModelView, config: LoraConfig, new: list[str], rows: dict[str, list[int]]) -> LoraConfig:
     """Let new parts train beside adapters; refuse adapters on tables of which rows train, the head too, if it is tied to one."""
     config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
     config.trainable_token_indices = config.trainable_token_indices or rows or None
     if not config.trainable_token_indices or config.target_modules == "all-linear":
         return config
-    modules = modules_with_rows(model)
-    for name, module in model.named_modules():
+    modules = view.tables
+    for name, module in view.model.named_modules():
         if any(module is each for each in modules) and check_target_module_exists(config, name):
             raise ValueError(
                 f"adapters.target_modules has {name}, whose rows of new tokens train; expected other modules, "
@@ -105,12 +102,12 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
         return read_options(LoraConfig, keys, "config", prefix="adapters."), layers == "base"
 
 
-def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
+def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel, str]:
     """Wrap a model from `from_pretrained` with the adapters of the key `adapters`; also return a sentence on what is trained."""
     config, trains_new = read_adapters(options)
-    new = list(new_modules(model)) if trains_new else []
-    rows = rows_for_peft(model) if trains_new else {}
-    config = _with_new_parts(model, config, new, rows)
+    model, new = view.model, list(view.new_modules) if trains_new else []
+    rows = rows_for_peft(view) if trains_new else {}
+    config = _with_new_parts(view, config, new, rows)
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
         # PEFT refuses modules whose weights are read directly by Mamba kernels, by a list of model types that lacks ours.
@@ -129,7 +126,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
                     f"adapters of {name.removeprefix('base_model.model.')} could not be merged at the end: {error} Change the "
                     "keys of adapters, or leave the module out of target_modules or layers_to_transform."
                 ) from error
-    banks: Banks | None = getattr(model, "banks", None)
+    banks = view.banks
     if banks is not None:
         banks.trainable = trains_new
     training, total = adapted.get_nb_trainable_parameters()
@@ -138,7 +135,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Pe
             f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
-    untrained = 0 if rows else len(new_rows(model.config))
+    untrained = 0 if rows else len(view.new_rows)
     return adapted, (
         f"Training adapters on {'the base, and all new parameters' if new or rows else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"

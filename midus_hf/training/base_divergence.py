@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.models.added_parts import added_parts, switched_off
-from midus_hf.training.optim.freezing import has_adapters, new_modules, new_rows
+from midus_hf.models.added_parts import switched_off
+from midus_hf.models.view import ModelView
 from midus_hf.training.parallel import shares_parameters
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def check_base_divergence(trainer: Any) -> None:
 
 def _refusal(trainer: Any) -> str | None:
     """Return why a Trainer's model cannot be compared with its base, or None."""
-    model = trainer.model
+    model, view = trainer.model, ModelView(trainer.model)
     if model.get_output_embeddings() is None:
         return "the model has no language model's head; expected a causal language model."
     if (
@@ -126,20 +125,20 @@ def _refusal(trainer: Any) -> str | None:
             "the processes share parameters, or run DeepSpeed; expected processes that hold whole models. Start the run with "
             "configs/accelerate/ddp.yaml."
         )
-    if has_adapters(model):
+    if view.has_adapters:
         # What trains outside of adapters is not switched off with them.
         if any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values()):
             return "adapters.bias trains biases of the base; expected none. Leave bias out."
         if getattr(getattr(model.get_base_model(), "banks", None), "trainable", False):
             return "the blocks of a bank train beside adapters; expected adapters alone. Set adapters.layers: all."
         return None
-    if len(new_rows(model.config)):
+    if view.new_rows:
         return "the last upscaling added tokens, which the base cannot read. Leave base_kl out."
-    added = {id(parameter) for module in new_modules(model).values() for parameter in module.parameters()}
+    added = {id(parameter) for module in view.new_modules.values() for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in added:
             return f"{name}, which is the base's, trains; expected added parameters alone. Set trainable: new, or adapters."
-    if not (record_of(model.config) or UpscaleRecord()).has_whole_base:
+    if not view.record.has_whole_base:
         return "the model lacks layers of its base, or repeats them; expected each once, in their order. Leave base_kl out."
     return None
 
@@ -147,7 +146,8 @@ def _refusal(trainer: Any) -> str | None:
 @contextlib.contextmanager
 def as_base(model: Any) -> Iterator[None]:
     """Let a model compute as its base does within the context: without its adapters, or else without all that upscaling added."""
-    with model.disable_adapter() if has_adapters(model) else switched_off(model, added_parts(model)):
+    view = ModelView(model)
+    with model.disable_adapter() if view.has_adapters else switched_off(model, view.parts):
         yield
 
 

@@ -18,13 +18,14 @@ from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
+from midus_hf.models.view import ModelView
 from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.callbacks import ENOUGH_STEPS, GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
-from midus_hf.training.optim.freezing import cast_for_training, new_rows, num_trained, set_trainable
+from midus_hf.training.optim.freezing import cast_for_training, num_trained, set_trainable
 from midus_hf.training.optim.new_rows import has_new_tokens
 from midus_hf.training.output import in_main_process, open_output
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
@@ -100,7 +101,8 @@ def run_training(
             model, files = load_for_training(arguments, config)
             of_model = model_digests(model, arguments) if is_main else {}
             uses_cache = model.config.use_cache
-            model, report = _freeze(model, arguments)
+            view = ModelView(model)
+            model, report = _freeze(view, arguments)
             dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
                 print(report)
@@ -110,7 +112,7 @@ def run_training(
                     print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
-            if is_main and not has_new_tokens(trainer.train_dataset, new_rows(config)):
+            if is_main and not has_new_tokens(trainer.train_dataset, view.new_rows):
                 print_note("the training data has none of the new tokens, whose rows learn from texts with them")
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
@@ -165,7 +167,7 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
         texts = read_texts(arguments, config, tokenizer)
         set_seed(arguments.seed)
         model, _ = load_for_training(arguments, config)
-        model, _ = _freeze(model, arguments)
+        model, _ = _freeze(ModelView(model), arguments)
         cast_for_training(model, bool(arguments.bf16))
         metrics = make_memory_trainer(model, arguments, tokenizer, texts).evaluate()
     return {name: metrics[f"eval_{name}_loss" if name else "eval_loss"] for name in arguments.eval_texts}
@@ -175,14 +177,14 @@ class TrainingError(RuntimeError):
     """Error of a step; the message says how to continue."""
 
 
-def _freeze(model: PreTrainedModel, arguments: MemoryArguments) -> tuple[Any, str]:
+def _freeze(view: ModelView, arguments: MemoryArguments) -> tuple[Any, str]:
     """Freeze untrained parameters, or add adapters; return the model, wrapped then, and a sentence on what is trained."""
     if arguments.adapters is None:
-        return model, str(set_trainable(model, arguments.trainable, arguments.frozen))  # type: ignore[arg-type]
+        return view.model, str(set_trainable(view, arguments.trainable, arguments.frozen))  # type: ignore[arg-type]
     from midus_hf.training.adapters import add_adapters
 
     assert isinstance(arguments.adapters, dict), "checked by the arguments"
-    return add_adapters(model, arguments.adapters)
+    return add_adapters(view, arguments.adapters)
 
 
 def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None) -> Protection | None:

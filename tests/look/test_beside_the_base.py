@@ -14,7 +14,8 @@ from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table
 from midus_hf.look.effects import effect_between
 from midus_hf.look.pictures import draw_panels
-from midus_hf.models.added_parts import Part, added_parts, switched_off
+from midus_hf.models.added_parts import switched_off
+from midus_hf.models.view import ModelView, Part
 from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -38,7 +39,7 @@ def test_without_all_parts_a_model_is_its_base_and_then_itself_again_also_if_the
     base, folder = saved_pair(family, method)
     model = acting(loaded(folder))
     usual, state = logits(model), state_of(model)
-    parts = added_parts(model)
+    parts = ModelView(model).parts
     with pytest.raises(RuntimeError, match="stopped"), switched_off(model, parts):
         without = logits(model)
         raise RuntimeError("stopped")
@@ -52,7 +53,7 @@ def test_without_all_parts_a_model_is_its_base_and_then_itself_again_also_if_the
 
 
 def test_parts_are_named_by_what_they_are():
-    added = {method: added_parts(loaded(saved_pair("llama", method)[1])) for method in METHODS}
+    added = {method: ModelView(loaded(saved_pair("llama", method)[1])).parts for method in METHODS}
     assert {method: [part.name for part in parts] for method, parts in added.items()} == {
         "midus-hml": ["block 1", "block 4"],
         "midus-pkm": ["block 1", "block 4"],
@@ -68,7 +69,7 @@ def test_parts_are_named_by_what_they_are():
 def test_slots_are_written_while_the_depth_is_not_read():
     base, folder = saved_pair("llama", "moda", attention_slots="projected")
     model = acting(loaded(folder))
-    with switched_off(model, added_parts(model)):
+    with switched_off(model, ModelView(model).parts):
         assert torch.equal(logits(model), logits(loaded(base)))
 
 
@@ -80,8 +81,8 @@ def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
     model = acting(loaded(tmp_path / "second"))
     model.model.layers[1].load_state_dict(loaded(first := tmp_path / "trained").model.layers[1].state_dict())
     model.model.layers[4].load_state_dict(loaded(first).model.layers[4].state_dict())
-    assert [part.name for part in added_parts(model)][:2] == ["chapters 0", "chapters 5"]
-    with switched_off(model, added_parts(model)):
+    assert [part.name for part in ModelView(model).parts][:2] == ["chapters 0", "chapters 5"]
+    with switched_off(model, ModelView(model).parts):
         assert torch.equal(logits(model), logits(loaded(first)))
 
 
@@ -89,7 +90,7 @@ def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
 def test_losses_are_those_of_the_model_without_each_part(method):
     base, folder = saved_pair("llama", method)
     model = acting(loaded(folder))
-    parts, state = added_parts(model), state_of(model)
+    parts, state = ModelView(model).parts, state_of(model)
     result = ablate(model, [TEXT], batch_size=2)
     assert state_of(model) == state
     usual = row_losses(model, TEXT, batch_size=2)
@@ -127,7 +128,7 @@ def test_a_part_that_the_model_does_not_have_is_refused_at_once(part, missing):
     model = loaded(saved_pair("llama", "moc")[1])
     before = state_of(model)
     with refused(f"part is '{part.name}', and the model has no {missing}; expected a part of this"):
-        switched_off(model, [*added_parts(model), part]).__enter__()
+        switched_off(model, [*ModelView(model).parts, part]).__enter__()
     assert state_of(model) == before
 
 

@@ -14,7 +14,7 @@ from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
-from midus_hf.models.added_parts import added_parts
+from midus_hf.models.view import ModelView
 from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale
 
@@ -63,7 +63,7 @@ def loaded(folder: Path) -> PreTrainedModel:
 def acting(model: PreTrainedModel) -> PreTrainedModel:
     """The model with new parts that are moved off their start, so that they act; what is of the base stays."""
     torch.manual_seed(5)
-    inserted = [f"layers.{part.layers[0]}." for part in added_parts(model) if part.kind in ("block", "layer")]
+    inserted = [f"layers.{part.layers[0]}." for part in ModelView(model).parts if part.kind in ("block", "layer")]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "memor" in name or any(layer in name for layer in inserted):

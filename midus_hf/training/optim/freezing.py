@@ -10,10 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import TrainedRole
-from midus_hf.memories.entries import ATTACHED, TABLES
-from midus_hf.memories.hierarchical.bank.model_banks import Banks
-from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.tables import DeclaredModule
+from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.optim.new_rows import frozen_in_rows, train_rows, train_whole, with_trained_rows
 
@@ -79,14 +77,15 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
                 f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
-        rows_alone = bool(new_rows(config)) and resolved == "new"
-        if not new_layers(config) and not record.new_memories and not rows_alone:
+        rows_alone = bool(record.new_rows) and resolved == "new"
+        if not record.new_layers and not record.new_memories and not rows_alone:
             raise ValueError(
                 f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
-        types = {entry.get("name", entry["type"]): entry["type"] for entry in _memory_entries(config)}
-        if not new_layers(config) and {types.get(name) for name in record.new_memories} == {"packs"}:
+        entries = getattr(config.get_text_config(), "memory", None) or []
+        types = {entry.get("name", entry["type"]): entry["type"] for entry in entries}
+        if not record.new_layers and {types.get(name) for name in record.new_memories} == {"packs"}:
             raise ValueError(
                 "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "
                 "adapters, such as adapters: {r: 16}."
@@ -99,51 +98,12 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     return cast(Resolved, resolved)
 
 
-def _memory_entries(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    return getattr(config.get_text_config(), "memory", None) or []
-
-
 def _outside(config: PreTrainedConfig, layers: Sequence[int]) -> list[int]:
     return [layer for layer in layers if not 0 <= layer < config.get_text_config().num_hidden_layers]
 
 
-def new_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them; empty if there are none."""
-    layers = sorted((record_of(config) or UpscaleRecord()).new_layers)
-    if outside := _outside(config, layers):
-        raise ValueError(
-            f"upscale.new_layers of the config names {outside}, which the model does not have. Upscale the base again."
-        )
-    return layers
-
-
-def new_rows(config: PreTrainedConfig) -> range:
-    """Return the ids of the tokens that the last upscaling added, as `upscale` recorded them; empty if it added none."""
-    return (record_of(config) or UpscaleRecord()).new_rows
-
-
-def new_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the layers and memories that were added to the base, and tables that layers share, by name; may be empty."""
-    stack = decoder_of(model).layers
-    modules = dict(model.named_modules())
-    name_of_stack = next(name for name, module in modules.items() if module is stack)
-    new = {f"{name_of_stack}.{layer}": stack[layer] for layer in new_layers(model.config)}
-    for memory in (record_of(model.config) or UpscaleRecord()).new_memories:
-        attached = {
-            name: module
-            for name, module in modules.items()
-            if name.endswith(f".{ATTACHED}.{memory}") or name.rpartition(".")[0].endswith(f".{TABLES}.{memory}")
-        }
-        if not attached:
-            raise ValueError(
-                f"upscale.new_memories of the config names {memory!r}, which the model does not have. Upscale the base again."
-            )
-        new |= attached
-    return new
-
-
 def set_trainable(
-    model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[TrainedRole] = ()
+    model: PreTrainedModel | ModelView, trainable: Trainable = "auto", frozen: Sequence[TrainedRole] = ()
 ) -> TrainableReport:
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
@@ -156,7 +116,7 @@ def set_trainable(
     `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
 
     Args:
-        model: A causal language model, or a model with another head, whose decoder has `layers`.
+        model: A causal language model, or a model with another head, whose decoder has `layers`; or its view.
         trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors. Default:
             `"auto"`.
         frozen: Roles of memory tensors that stay frozen whatever `trainable` says, in all memories of the model.
@@ -166,38 +126,38 @@ def set_trainable(
         ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
             a role in `frozen` has no tensor that would be trained, or nothing is left to train.
     """
-    kind = model.config.model_type
-    if has_adapters(model):
+    view = model if isinstance(model, ModelView) else ModelView(model)
+    kind = view.model.config.model_type
+    if view.has_adapters:
         raise ValueError(
             f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
-    resolved, rows = resolve_trainable(model.config, trainable), range(0)
-    layers: nn.ModuleList = decoder_of(model).layers
-    trained: list[nn.Module | nn.Parameter] = list(task_head(model))
+    resolved, rows = resolve_trainable(view.model.config, trainable), range(0)
+    trained: list[nn.Module | nn.Parameter] = list(view.task_head)
     if resolved == "all":
-        trained.append(model)
+        trained.append(view.model)
     elif resolved == "new":
-        trained += new_modules(model).values()
-        rows = new_rows(model.config)
+        trained += view.new_modules.values()
+        rows = view.new_rows
     elif isinstance(resolved[0], int):
-        trained += [layers[index] for index in cast(list[int], resolved)]
+        trained += [view.layers[index] for index in cast(list[int], resolved)]
     else:
-        tensors = _tensors_of(new_modules(model).values(), resolved)
+        tensors = _tensors_of(view.new_modules.values(), resolved)
         if not tensors:
             raise ValueError(
                 f"trainable is {resolved}, but the new memories of this {kind} model have no tensors of these roles; expected roles "
                 "that they have, or trainable: new."
             )
         trained += tensors
-    train_whole(model)
-    model.requires_grad_(False)
+    train_whole(view.model)
+    view.model.requires_grad_(False)
     for module in trained:
         module.requires_grad_(True)
     if rows:
-        train_rows(model, rows)
+        train_rows(view.tables, rows)
     for role in frozen:
-        tensors = [tensor for tensor in _tensors_of([model], [role]) if tensor.requires_grad]
+        tensors = [tensor for tensor in _tensors_of([view.model], [role]) if tensor.requires_grad]
         if not tensors:
             raise ValueError(
                 f"frozen is {list(frozen)}, but this {kind} model has no memory tensors of the role {role!r} that would train; leave "
@@ -205,38 +165,25 @@ def set_trainable(
             )
         for tensor in tensors:
             tensor.requires_grad_(False)
-    if frozen and not _num_training(model):
+    if frozen and not _num_training(view.model):
         raise ValueError(
             f"frozen is {list(frozen)}, which leaves nothing to train; freeze less, or set trainable: all."
         )
-    banks: Banks | None = getattr(model, "banks", None)
+    banks = view.banks
     if banks is not None:
         banks.trainable = resolved in ("new", "all")
     layouts = list(banks.layouts.values()) if banks is not None and banks.trainable else []
     return TrainableReport(
         trainable=resolved,
-        layers=[index for index, layer in enumerate(layers) if _num_training(layer)],
-        num_layers=len(layers),
-        parameters=num_trained(model),
-        total_parameters=sum(map(whole_numel, model.parameters())),
+        layers=[index for index, layer in enumerate(view.layers) if _num_training(layer)],
+        num_layers=len(view.layers),
+        parameters=num_trained(view.model),
+        total_parameters=sum(map(whole_numel, view.model.parameters())),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in layouts),
         fetched=sum(layout.fetched for layout in layouts),
         tokens=len(rows),
     )
-
-
-def task_head(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a head that the base lacks; none for a language model, which has the base's head, or a bare stack."""
-    stack = decoder_of(model)
-    if stack is model or model.get_output_embeddings() is not None:
-        return []
-    return [module for module in model.children() if module is not stack]
-
-
-def has_adapters(model: Any) -> bool:
-    """Return whether PEFT has wrapped a model; PEFT need not be installed."""
-    return hasattr(model, "peft_config")
 
 
 def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.Parameter]:

@@ -8,21 +8,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from midus_hf.anatomy.types import model_type_of
-from midus_hf.memories.hosting.parts import decoder_of
-
 _MARK = "trained_rows"
 # Hooks by the parameter whose gradient they cut. A copy of a parameter has none of its hooks.
 _HOOKS = WeakIdKeyDictionary()
-
-
-def modules_with_rows(model: Any) -> list[nn.Module]:
-    """Return the modules of a model that have a row for each token: the head, and those that it reads by ids, each once."""
-    stack = decoder_of(model)
-    names = model_type_of(model.config.get_text_config().model_type).tables.inputs
-    tables = [stack.get_submodule(name.removeprefix("model.").rpartition(".")[0]) for name in names]
-    head = model.get_output_embeddings()
-    return [*tables, *([] if head is None else [head])]
 
 
 def has_new_tokens(sequences: Iterable[Mapping[str, Any]], rows: range) -> bool:
@@ -30,13 +18,13 @@ def has_new_tokens(sequences: Iterable[Mapping[str, Any]], rows: range) -> bool:
     return not rows or any(rows.start <= max(each["input_ids"]) for each in sequences)
 
 
-def train_rows(model: Any, rows: range) -> None:
+def train_rows(tables: Iterable[nn.Module], rows: range) -> None:
     """Let some rows of the tables by token train, those of the ids `rows`, by zero gradients of all others.
 
     The choice is the modules', so that a deep copy of the model trains the same rows. An optimizer must not decay these parameters:
     `parameter_groups` says so.
     """
-    for module in modules_with_rows(model):
+    for module in tables:
         setattr(module, _MARK, rows)
         module.requires_grad_(True)
         if not any(getattr(hook, "func", None) is _cut_gradients for hook in module._forward_pre_hooks.values()):
