@@ -100,8 +100,6 @@ def grouped(rows: list[Row], cell: Callable[[Row], str], *, by: str) -> list[str
     return lines
 
 
-
-
 def composite_row_of(model_type: str) -> Row:
     """Return the row of a type that contains a language model, after trying some methods."""
     methods, refusal = [], ""

@@ -19,7 +19,7 @@ MAIN_TYPES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "ol
 
 #: Types of memory that are proven one by one, by their site inside a part of a layer. At other sites all are wired alike.
 INSIDE = {
-    "inside-attention": ("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention"),
+    "inside-attention": ("hier-lora-qk", "hier-lora-vo", "hier-kv", "moda"),
     "inside-ffn": ("hier-lora-ffn",),
 }
 #: What is proven of a type: sites, and types of memory inside a part.

@@ -20,11 +20,11 @@ ENTRY_MODULE = "modeling_midus"
 MEMORY_TYPES: dict[str, Any] = {}
 
 
-def register_memory(name: str) -> Any:
+def register_memory(name: str, default_name: str = "") -> Any:
     """Return a decorator that registers the options class of a type of memory."""
 
     def decorate(cls: Any) -> Any:
-        cls.type = name
+        cls.type, cls.default_name = name, default_name or name
         MEMORY_TYPES[name] = cls
         return cls
 

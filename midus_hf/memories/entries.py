@@ -156,7 +156,7 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             )
     option_values = {key: value for key, value in values.items() if key not in placing and key not in _BITS}
     options = read_options(options_class, option_values, f"memory entry of type {values['type']!r}")
-    name = "" if site == "inserted" else values.get("name", values["type"])
+    name = "" if site == "inserted" else values.get("name", options_class.default_name)
     check_place(options, values, name, sizes)
     return MemoryEntry(options, site, tuple(values["layers"]), name, tuple(values.get("into", ())))
 
@@ -169,7 +169,7 @@ def check_entry(values: Any) -> None:
     """
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."
+            f"memory entry is {values!r}; expected a mapping such as {{'type': 'midus-hml', 'layers': [1]}}."
         )
     sites = memory_type(values.get("type")).sites
     site = values.get("site", sites[0])

@@ -23,6 +23,17 @@ Layer = TypeVar("Layer", bound=type)
 #: Options classes of the registered types, by type. Types of other packages are added when `memory_type` looks for one.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
 
+# Types in checkpoints from before types had the names of their methods, which are read until 1.0.
+_EARLIER_TYPES = {
+    "chapters": "moc",
+    "depth-attention": "moda",
+    "headwise": "midus-hml",
+    "linear": "midus-linear",
+    "ngram": "engram",
+    "product-key": "midus-pkm",
+    "ultramem": "ultramem-v2",
+}
+
 _PAGED: dict[type[MemoryOptions], Any] = {}
 
 _WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
@@ -32,11 +43,12 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
 
 
-def register_memory(name: str) -> Callable[[type[Options]], type[Options]]:
+def register_memory(name: str, default_name: str | None = None) -> Callable[[type[Options]], type[Options]]:
     """Return a decorator that registers the options of a type of memory under the `type` that configs name.
 
     Args:
         name: Lower case words joined by hyphens.
+        default_name: Name of an attached memory in the names of its tensors. Default: `name`.
 
     Raises:
         ValueError: If the name has another form or belongs to another class, or if `check_declaration` refuses
@@ -53,7 +65,7 @@ def register_memory(name: str) -> Callable[[type[Options]], type[Options]]:
             raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
         if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test checks the types of this package
             check_declaration(name, cls)
-        cls.type = name
+        cls.type, cls.default_name = name, default_name or name
         MEMORY_TYPES[name] = cls
         return cls
 
@@ -136,6 +148,8 @@ def memory_type(name: Any) -> type[MemoryOptions]:
     Raises:
         ValueError: If no package has the type.
     """
+    if isinstance(name, str):
+        name = _EARLIER_TYPES.get(name, name)
     if isinstance(name, str) and name not in MEMORY_TYPES:
         load_plugins("midus_hf.memories")
     if not isinstance(name, str) or name not in MEMORY_TYPES:

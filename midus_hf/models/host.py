@@ -86,8 +86,10 @@ class MemoryConfig(CodeMixin):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.memories()
+        memories = self.memories()
         self.memory = copy.deepcopy(self.memory or [])
+        for values, entry in zip(self.memory, memories.entries, strict=True):
+            values["type"] = entry.options.type  # which had another name in earlier versions
         layer_types = getattr(self, "layer_types", None)
         if layer_types is not None and len(layer_types) != self.num_hidden_layers:
             raise ValueError(

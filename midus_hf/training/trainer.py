@@ -98,7 +98,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
             check_sparse_values(self)
         if self.label_smoother is not None or self.compute_loss_func is not None:
             config = getattr(model, "config", None)
-            has_chapters = any(entry.get("type") == "chapters" for entry in getattr(config, "memory", None) or [])
+            has_chapters = any(entry.get("type") == "moc" for entry in getattr(config, "memory", None) or [])
             if has_chapters or getattr(config, "output_router_logits", False):
                 key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
                 raise ValueError(

@@ -32,9 +32,9 @@ class UnprovenArchitecture(ValueError):
     """A model type on which a memory at a site computes something else than it should; the message says what differed."""
 
 
-_TABLE = {"type": "ultramem", "n": 8, "k": 4}
+_TABLE = {"type": "ultramem-v2", "n": 8, "k": 4}
 # Chunks keep a state of the sequence, which passes with a cache need.
-_CHAPTERS = {"type": "chapters", "chunk_size": 4, "memory_tokens": 32, "chapters": 8, "k": 2}
+_CHAPTERS = {"type": "moc", "chunk_size": 4, "memory_tokens": 32, "chapters": 8, "k": 2}
 _TREE = {"sizes": [3, 0, 2], "branching": 3}
 # For each wiring, the entry of a small memory. Memories at one site are wired alike, but inside a part each type in its own way.
 _ENTRIES: dict[str, dict[str, Any]] = {
@@ -42,12 +42,12 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "skip": {**_TABLE, "site": "skip"},
     "behind-attention": {**_CHAPTERS, "site": "behind-attention"},
     "behind-layer": {**_CHAPTERS, "site": "behind-layer"},
-    "inserted": {"type": "headwise", "n": 8, "k": 3, "site": "inserted"},
+    "inserted": {"type": "midus-hml", "n": 8, "k": 3, "site": "inserted"},
     "hier-lora-qk": {"type": "hier-lora-qk", **_TREE, "site": "inside-attention"},
     "hier-lora-vo": {"type": "hier-lora-vo", **_TREE, "site": "inside-attention"},
     "hier-lora-ffn": {"type": "hier-lora-ffn", **_TREE, "site": "inside-ffn"},
     "hier-kv": {"type": "hier-kv", **_TREE, "site": "inside-attention"},
-    "depth-attention": {"type": "depth-attention", "site": "inside-attention"},
+    "moda": {"type": "moda", "site": "inside-attention"},
 }
 
 _LENGTH, _PADDED, _NEW_TOKENS = 12, 4, 3

@@ -30,7 +30,7 @@ from scripts.anatomy.architecture import (
 )
 
 #: Types of memory whose statement adds in another order, so that sums may be rounded otherwise.
-SUMS_IN_ANOTHER_ORDER = ("hier-kv", "depth-attention")
+SUMS_IN_ANOTHER_ORDER = ("hier-kv", "moda")
 
 
 class Heads(NamedTuple):

@@ -23,6 +23,7 @@ from training.tiny_run import (
 from transformers import AutoModelForCausalLM
 
 from midus_hf.config.wording import install_extra
+from midus_hf.models.view import ModelView
 from midus_hf.training.adapters import add_adapters, read_adapters
 from midus_hf.training.run import run_training
 from upscalers.runs.upscale import upscale
@@ -174,7 +175,7 @@ def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscal
     model.model.layers[0].self_attn.out_proj = torch.nn.Linear(32, 32)
     model.config.model_type = "midus_falcon_h1"
     with refused("cannot be put on this model: .*'out_proj' is incompatible with Mamba-based models"):
-        add_adapters(model, {"layers": "all", "target_modules": ["out_proj"]})
+        add_adapters(ModelView(model), {"layers": "all", "target_modules": ["out_proj"]})
 
 
 def test_defaults_are_those_of_the_commands_and_without_peft_it_is_named(base, config_for, without):

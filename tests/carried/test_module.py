@@ -192,9 +192,9 @@ def test_a_config_with_other_options_builds_the_memory_of_these_options(method, 
     [
         (
             {"site": "skip"},
-            "memory of type 'chapters' has site = 'skip'; expected 'behind-attention' or 'behind-layer', for which",
+            "memory of type 'moc' has site = 'skip'; expected 'behind-attention' or 'behind-layer', for which",
         ),
-        ({"type": "headwise"}, "memory type is 'headwise'; expected 'chapters', for which"),
+        ({"type": "midus-hml"}, "memory type is 'midus-hml'; expected 'moc', for which"),
     ],
 )
 def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(change, message, checkpoints):

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, pipeline
 from transformers.cli.serving.model_manager import ModelManager
 found, manager = {}, ModelManager(device="cpu", trust_remote_code=True)  # what `transformers serve` loads models with
-for name in ("headwise", "chapters"):
+for name in ("midus-hml", "chapters"):
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
     text = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False)
@@ -56,7 +56,7 @@ def folder(checkpoints, tmp_path_factory) -> Path:
     """A folder with two checkpoints of one family, each with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("served")
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    for name, method in {"headwise": "midus-hml", "chapters": "moc"}.items():
+    for name, method in {"midus-hml": "midus-hml", "chapters": "moc"}.items():
         shutil.copytree(checkpoints("llama", method), folder / name)
         save_tiny_tokenizer(folder / name, chat_template=template)
     return folder
@@ -81,26 +81,26 @@ def environment(folder: Path, offline: str = "1") -> dict[str, str]:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("headwise",))])
+@pytest.mark.parametrize(("package_present", "models"), [(False, ()), (True, ("midus-hml",))])
 def test_a_server_of_one_model_or_many_answers_what_generate_does(package_present, models, folder, alone):
     """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
     serve = command(package_present, "serve", *models, "--trust-remote-code", "--device", "cpu")
     with answering(serve, folder / f"log-{package_present}", cwd=folder, env=environment(folder)) as address:
-        for name in models or ("headwise", "chapters"):  # classes of the same names, of two modules
+        for name in models or ("midus-hml", "chapters"):  # classes of the same names, of two modules
             messages = [{"role": "user", "content": QUESTION}]
             chat = choice_of(address, "chat/completions", model=name, max_tokens=8, messages=messages)
             assert chat["message"]["content"] == alone[name]["text"]
             prompt = f"{QUESTION} "  # what the template makes of the question
             completion = choice_of(address, "completions", model=name, max_tokens=8, prompt=prompt)
             assert completion["text"] == alone[name]["text"]
-        words = ("chat", "headwise", f"{address}/v1", "max_new_tokens=8", "do_sample=false")
+        words = ("chat", "midus-hml", f"{address}/v1", "max_new_tokens=8", "do_sample=false")
         # Offline, its client refuses to ask any server.
         talk = subprocess.run(
             command(package_present, *words),
             **{"cwd": folder, "env": environment(folder, offline="0"), "input": f"{QUESTION}\n!exit\n", "text": True},
             **{"capture_output": True, "timeout": MOST_SECONDS},
         )
-    assert alone["headwise"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
+    assert alone["midus-hml"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
 
 
 def test_pipelines_continuous_batching_and_what_serves_run_the_code_of_a_checkpoint(alone):
@@ -108,7 +108,7 @@ def test_pipelines_continuous_batching_and_what_serves_run_the_code_of_a_checkpo
         assert result["module"].endswith(".modeling_midus")
         assert result["pipeline"] == result["text"]
         assert result["served"] == [result["module"], result["text"]]
-    assert alone["headwise"]["batched"] == [alone["headwise"]["tokens"]]
+    assert alone["midus-hml"]["batched"] == [alone["midus-hml"]["tokens"]]
     assert alone["chapters"]["batched"].startswith(
         "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters'"
     )

@@ -89,7 +89,7 @@ def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, g
 
 
 def entry(**options: Any) -> dict[str, Any]:
-    return {"type": "depth-attention", "layers": [0, 1, 2, 3], **options}
+    return {"type": "moda", "layers": [0, 1, 2, 3], **options}
 
 
 @pytest.mark.parametrize(

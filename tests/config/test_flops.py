@@ -142,15 +142,15 @@ def second_layer(family: str, *inserted: str) -> dict[str, int]:
 
 
 def test_an_inserted_memory_has_attention_and_no_feed_forward_network():
-    block = second_layer("llama", "headwise")
+    block = second_layer("llama", "midus-hml")
     assert "feed-forward" not in block and "residual adds" not in block
     assert second_layer("llama")["attention"] - block["attention"] == linear(ROWS, 32, 32)
     assert block["norms"] == norm(32)
-    of_block = sum(count for name, count in block.items() if name.startswith("headwise: "))
+    of_block = sum(count for name, count in block.items() if name.startswith("midus-hml: "))
     assert of_block == sum(of_memory(HeadwiseOptions(n=4, k=2)).values())
-    with_output = second_layer("gemma2", "product-key")
+    with_output = second_layer("gemma2", "midus-pkm")
     assert (with_output["attention"], with_output["norms"]) == (second_layer("gemma2")["attention"], 2 * norm(32))
-    assert second_layer("olmo2", "headwise")["norms"] == norm(32) + norm(16)
+    assert second_layer("olmo2", "midus-hml")["norms"] == norm(32) + norm(16)
 
 
 def test_a_headwise_memory_scores_chooses_weighs_and_sums():
@@ -254,7 +254,7 @@ def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
         ({}, 0, 1, "sequence length is 0; expected 1 or more"),
         ({}, 8, 0, "batch is 0; expected 1 or more"),
         ({"hidden_act": "laplace"}, 8, 1, "the activation is 'laplace', whose FLOPs are unknown; expected one of: silu, swish"),
-        ({"memory": [{"type": "headwise", "layers": [9]}]}, 8, 1, "names layer 9; expected 0 <= layer < 4"),
+        ({"memory": [{"type": "midus-hml", "layers": [9]}]}, 8, 1, "names layer 9; expected 0 <= layer < 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(changes, tokens, batch, message):

@@ -9,67 +9,67 @@ from tiny import FAMILIES, save_tiny_model
 
 from midus_hf.memories.entries import read_memories
 from midus_hf.memories.midus_hml.options import HeadwiseOptions
-from midus_hf.memories.registry import MEMORY_TYPES
+from midus_hf.memories.registry import MEMORY_TYPES, memory_type
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base
 
 
 def test_an_entry_names_a_type_its_options_a_site_and_layers():
-    entry = read_entry({"type": "headwise", "layers": [1, 4], "n": 8, "k": 2})
+    entry = read_entry({"type": "midus-hml", "layers": [1, 4], "n": 8, "k": 2})
     assert entry.options == HeadwiseOptions(n=8, k=2)
-    assert (entry.options.type, entry.site, entry.layers) == ("headwise", "inserted", (1, 4))
+    assert (entry.options.type, entry.site, entry.layers) == ("midus-hml", "inserted", (1, 4))
     assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
 
 
 def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_without_that():
-    assert read_entry({"type": "headwise", "layers": [1], "value_bits": None}).options == HeadwiseOptions()
+    assert read_entry({"type": "midus-hml", "layers": [1], "value_bits": None}).options == HeadwiseOptions()
 
 
-@pytest.mark.parametrize("memory_type", MEMORY_TYPES)
-def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
-    entry = read_entry({"type": memory_type, "layers": [1, 4]})
+@pytest.mark.parametrize("name", MEMORY_TYPES)
+def test_an_entry_written_out_is_read_as_what_it_was(name):
+    entry = read_entry({"type": name, "layers": [1, 4]})
     assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
 WRONG = [
-    ({"type": "headwise"}, "memory entry is 'type'; expected a mapping such as"),
-    (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
+    ({"type": "midus-hml"}, "memory entry is 'type'; expected a mapping such as"),
+    (["midus-hml"], r"memory entry is 'midus-hml'; expected a mapping such as \{'type': 'midus-hml', 'layers': \[1\]\}"),
     ([5], "memory entry is 5; expected a mapping"),
-    ([{"layers": [1]}], "memory type is None; expected one of: chapters, depth-attention, headwise, "),
+    ([{"layers": [1]}], "memory type is None; expected one of: engram, hier-ffn, "),
     ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* Do not rename a type"),
-    ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: chapters, depth-attention, headwise"),
-    ([{"type": ["headwise"], "layers": [1]}], r"memory type is \['headwise'\]; expected one of"),
-    ([{"type": "headwise"}], "type 'headwise' has no 'layers'; expected the indices of the layers that hold it"),
+    ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: engram, hier-ffn"),
+    ([{"type": ["midus-hml"], "layers": [1]}], r"memory type is \['midus-hml'\]; expected one of"),
+    ([{"type": "midus-hml"}], "type 'midus-hml' has no 'layers'; expected the indices of the layers that hold it"),
     (
-        [{"type": "headwise", "layers": [1], "sub_keys": 4}],
-        r"memory entry of type 'headwise' has no option 'sub_keys'\. Expected one of: k, query_norm",
+        [{"type": "midus-hml", "layers": [1], "sub_keys": 4}],
+        r"memory entry of type 'midus-hml' has no option 'sub_keys'\. Expected one of: k, query_norm",
     ),
     (
-        [{"type": "headwise", "layers": [1], "value_bits": 8}],
-        "type 'headwise' has value_bits = 8: its values are integers, no longer read; expected values that train. Load the",
+        [{"type": "midus-hml", "layers": [1], "value_bits": 8}],
+        "type 'midus-hml' has value_bits = 8: its values are integers, no longer read; expected values that train. Load the",
     ),
-    ([{"type": "chapters", "layers": [1], "bank_bits": 4}], "type 'chapters' has bank_bits = 4: its values are integers"),
-    ([{"type": "linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Expected one of: "),
-    ([{"type": "headwise", "layers": [1], "site": "beside"}], "'headwise' has site = 'beside'; expected one of: inserted"),
-    ([{"type": "headwise", "layers": 1}], "layers is 1; expected a list of layer indices"),
-    ([{"type": "headwise", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),
-    ([{"type": "headwise", "layers": [True]}], r"layers is \[True\]; expected a list of layer indices"),
-    ([{"type": "headwise", "layers": None}], "layers is None; expected a list of layer indices"),
-    ([{"type": "headwise", "layers": [4, 1]}], r"layers is \[4, 1\]; expected ascending indices, each once"),
-    ([{"type": "headwise", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
-    ([{"type": "headwise", "layers": [6]}], "'headwise' names layer 6; expected 0 <= layer < 6"),
-    ([{"type": "headwise", "layers": [-1]}], "'headwise' names layer -1; expected 0 <= layer < 6"),
+    ([{"type": "moc", "layers": [1], "bank_bits": 4}], "type 'moc' has bank_bits = 4: its values are integers"),
+    ([{"type": "midus-linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Expected one of: "),
+    ([{"type": "midus-hml", "layers": [1], "site": "beside"}], "'midus-hml' has site = 'beside'; expected one of: inserted"),
+    ([{"type": "midus-hml", "layers": 1}], "layers is 1; expected a list of layer indices"),
+    ([{"type": "midus-hml", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),
+    ([{"type": "midus-hml", "layers": [True]}], r"layers is \[True\]; expected a list of layer indices"),
+    ([{"type": "midus-hml", "layers": None}], "layers is None; expected a list of layer indices"),
+    ([{"type": "midus-hml", "layers": [4, 1]}], r"layers is \[4, 1\]; expected ascending indices, each once"),
+    ([{"type": "midus-hml", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
+    ([{"type": "midus-hml", "layers": [6]}], "'midus-hml' names layer 6; expected 0 <= layer < 6"),
+    ([{"type": "midus-hml", "layers": [-1]}], "'midus-hml' names layer -1; expected 0 <= layer < 6"),
     (
-        [{"type": "headwise", "layers": [1]}, {"type": "linear", "layers": [1]}],
+        [{"type": "midus-hml", "layers": [1]}, {"type": "midus-linear", "layers": [1]}],
         "layer 1 holds two inserted memories; expected at most one",
     ),
-    ([{"type": "headwise", "layers": [1], "n": 0}], "n is 0; expected at least one sub-key per side"),
-    ([{"type": "headwise", "layers": [1], "n": 8, "k": 0}], "k is 0; expected 1 <= k <= n = 8"),
-    ([{"type": "headwise", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
-    ([{"type": "product-key", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
-    ([{"type": "product-key", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
-    ([{"type": "linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
-    ([{"type": "linear", "layers": [1], "query_norm": "rms"}], "query_norm is 'rms'; expected one of: none, batch, layer"),
+    ([{"type": "midus-hml", "layers": [1], "n": 0}], "n is 0; expected at least one sub-key per side"),
+    ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 0}], "k is 0; expected 1 <= k <= n = 8"),
+    ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
+    ([{"type": "midus-pkm", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
+    ([{"type": "midus-pkm", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
+    ([{"type": "midus-linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
+    ([{"type": "midus-linear", "layers": [1], "query_norm": "rms"}], "query_norm is 'rms'; expected one of: none, batch, layer"),
 ]  # fmt: skip
 
 
@@ -82,9 +82,9 @@ def test_a_wrong_list_is_refused(memory, message):
 @pytest.mark.parametrize(
     "memory",
     [
-        [{"type": "linear", "layers": [1], "slotz": 9}],
-        [{"type": "headwise", "layers": [1]}] * 2,
-        [{"type": "headwise"}],
+        [{"type": "midus-linear", "layers": [1], "slotz": 9}],
+        [{"type": "midus-hml", "layers": [1]}] * 2,
+        [{"type": "midus-hml"}],
     ],
     ids=["unknown option", "two memories on one layer", "no layers"],
 )
@@ -98,3 +98,19 @@ def test_planning_and_models_refuse_it_with_the_same_words(memory, tmp_path):
     with pytest.raises(ValueError) as by_model, torch.device("meta"):
         HOSTS["llama"].config_class(**fields, memory=memory)
     assert str(by_planning.value) == str(by_model.value)
+
+
+def test_entries_of_checkpoints_from_before_types_were_called_after_methods_are_read():
+    earlier = {
+        "chapters": "moc", "depth-attention": "moda", "headwise": "midus-hml", "linear": "midus-linear", "ngram": "engram",
+        "product-key": "midus-pkm", "ultramem": "ultramem-v2",
+    }  # fmt: skip
+    for before, now in earlier.items():
+        assert memory_type(before) is memory_type(now) is MEMORY_TYPES[now]
+    config = HOSTS["llama"].config_class(
+        num_hidden_layers=2, memory=[{"type": "chapters", "layers": [1], "name": "kept"}]
+    )
+    assert config.memory == [{"type": "moc", "layers": [1], "name": "kept"}]
+    assert list(config.memories().attached) == ["kept"]
+    unnamed = HOSTS["llama"].config_class(num_hidden_layers=2, memory=[{"type": "ngram", "layers": [1]}])
+    assert list(unnamed.memories().attached) == ["ngram"]  # as its tensors are called

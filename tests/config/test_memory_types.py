@@ -61,12 +61,12 @@ def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
 def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(table):
     rival = type("HeadwiseOptions", (Example,), {"__module__": "another_package"})
     for other in (Example, rival):
-        message = "memory type 'headwise' is already registered by HeadwiseOptions; choose another"
+        message = "memory type 'midus-hml' is already registered by HeadwiseOptions; choose another"
         with pytest.raises(ValueError, match=message):
-            register_memory("headwise")(other)
-    names = {"__qualname__": "HeadwiseOptions", "__module__": table["headwise"].__module__}
-    again = type("HeadwiseOptions", (table["headwise"],), names)
-    assert register_memory("headwise")(again) is again
+            register_memory("midus-hml")(other)
+    names = {"__qualname__": "HeadwiseOptions", "__module__": table["midus-hml"].__module__}
+    again = type("HeadwiseOptions", (table["midus-hml"],), names)
+    assert register_memory("midus-hml")(again) is again
 
 
 @pytest.mark.parametrize("name", ["", "Example", "two words", "a.b", "a--b", "-a", "a-"])
@@ -134,15 +134,15 @@ def test_words_of_torch_modules_are_those_that_a_container_has():
 @pytest.mark.parametrize(
     ("memory_type", "options", "trained", "shuffled"),
     [
-        ("headwise", {}, ("value", "transform"), ("value_bank",)),
-        ("product-key", {}, ("value",), ("value_bank",)),
-        ("linear", {}, ("value",), ("value_bank",)),
-        ("ngram", {}, ("value", "transform"), ("value_table",)),
-        ("ultramem", {}, ("value",), TABLES),
-        ("ultramem", {"share": "ring:4"}, ("value",), TABLES),
-        ("ultramem", {"zero": "projection"}, (), TABLES),  # a projection that is frozen at zero
-        ("chapters", {"share": "all"}, ("value", "projection"), ("bank",)),
-        ("chapters", {"share": "none"}, ("value", "projection"), ("bank",)),
+        ("midus-hml", {}, ("value", "transform"), ("value_bank",)),
+        ("midus-pkm", {}, ("value",), ("value_bank",)),
+        ("midus-linear", {}, ("value",), ("value_bank",)),
+        ("engram", {}, ("value", "transform"), ("value_table",)),
+        ("ultramem-v2", {}, ("value",), TABLES),
+        ("ultramem-v2", {"share": "ring:4"}, ("value",), TABLES),
+        ("ultramem-v2", {"zero": "projection"}, (), TABLES),  # a projection that is frozen at zero
+        ("moc", {"share": "all"}, ("value", "projection"), ("bank",)),
+        ("moc", {"share": "none"}, ("value", "projection"), ("bank",)),
     ],
 )
 def test_memories_that_retrieve_rows_have_every_control_that_fits_their_tensors(
@@ -157,17 +157,20 @@ def test_memories_that_retrieve_rows_have_every_control_that_fits_their_tensors(
 def test_memories_whose_slots_are_not_chosen_by_content_have_no_control():
     choosing = {name for name, cls in MEMORY_TYPES.items() if "addressing" in {field.name for field in fields(cls)}}
     assert {name for name, cls in MEMORY_TYPES.items() if controls_of(cls(), SIZES)} == choosing
-    assert choosing == {"chapters", "headwise", "linear", "ngram", "product-key", "ultramem"}
+    assert choosing == {"moc", "midus-hml", "midus-linear", "engram", "midus-pkm", "ultramem-v2"}
 
 
 @pytest.mark.parametrize(
     ("memory_type", "options", "rows"),
     [
-        ("headwise", {}, {"value_bank": (1, 8)}),
-        ("product-key", {}, {"value_bank": (1, 32)}),
-        ("linear", {}, {"value_bank": (1, 32)}),
-        *(("ultramem", {"share": share}, {"value_table": (1, 6), "pre_value_table": (1, 2)}) for share in ("none", "all", "ring:4")),
-        ("chapters", {}, {"bank": (1, 32)}),
+        ("midus-hml", {}, {"value_bank": (1, 8)}),
+        ("midus-pkm", {}, {"value_bank": (1, 32)}),
+        ("midus-linear", {}, {"value_bank": (1, 32)}),
+        *(
+            ("ultramem-v2", {"share": share}, {"value_table": (1, 6), "pre_value_table": (1, 2)})
+            for share in ("none", "all", "ring:4")
+        ),
+        ("moc", {}, {"bank": (1, 32)}),
     ],
 )  # fmt: skip
 def test_a_memory_of_one_row_has_one(memory_type, options, rows):
@@ -176,17 +179,17 @@ def test_a_memory_of_one_row_has_one(memory_type, options, rows):
     tables = [shared.tensors for shared in options.tables(SIZES, (0, 1, 2, 3))]
     for tensors in tables or [options.tensors(SIZES)]:
         assert {name: tensor.shape for name, tensor in tensors.items() if tensor.role == "value"} == rows
-    assert len(tables) == (memory_type == "chapters") and "shuffled-addresses" not in controls_of(options, SIZES)
+    assert len(tables) == (memory_type == "moc") and "shuffled-addresses" not in controls_of(options, SIZES)
 
 
 def test_layers_say_how_tables_are_shared():
-    options = MEMORY_TYPES["ultramem"](share="ring:5")
+    options = MEMORY_TYPES["ultramem-v2"](share="ring:5")
     with pytest.raises(ValueError, match="share is 'ring:5', but 4 layers have the memory"):
         controls_of(options, SIZES)
     assert len(controls_of(options, SIZES, (0, 1, 2, 3, 4))) == 4
 
 
-@pytest.mark.parametrize("memory_type", ["chapters", "headwise", "linear", "product-key", "ultramem"])
+@pytest.mark.parametrize("memory_type", ["moc", "midus-hml", "midus-linear", "midus-pkm", "ultramem-v2"])
 def test_addressing_changes_no_tensor_and_no_price(memory_type):
     content, random = (MEMORY_TYPES[memory_type](addressing=addressing) for addressing in ("content", "random"))
     assert content == MEMORY_TYPES[memory_type]()

@@ -16,17 +16,17 @@ from upscalers.architecture.flops import count_parameters
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 # Entries of memories, and how many numbers their banks hold.
 MEMORIES: list[tuple[dict[str, Any], int]] = [
-    ({"type": "headwise", "n": 4, "k": 2, "query_norm": "batch", "layers": [1]}, 16 * 8),
-    ({"type": "headwise", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
-    ({"type": "product-key", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
-    ({"type": "linear", "slots": 8, "layers": [3]}, 8 * 32),
-    ({"type": "chapters", "share": "all", "layers": [0, 2, 3]}, 4096 * 32),
-    ({"type": "chapters", "share": "every:2", "layers": [0, 2, 3]}, 2 * 4096 * 32),
-    ({"type": "chapters", "share": "none", "layers": [0, 2]}, 2 * 4096 * 32),
-    ({"type": "ultramem", "n": 8, "k": 2, "layers": [0, 1, 3]}, 3 * 64 * (6 + 2)),
-    ({"type": "ultramem", "n": 8, "k": 2, "pre_value_width": 0, "share": "all", "layers": [0, 2]}, 64 * 6),
-    ({"type": "ultramem", "n": 8, "k": 2, "share": "ring:3", "layers": [0, 1, 3]}, 3 * 64 * 8),
-    ({"type": "ultramem", "n": 8, "k": 2, "share": "ring:2", "heads": 2, "layers": [0, 1, 2, 3]}, 4 * 64 * 8),
+    ({"type": "midus-hml", "n": 4, "k": 2, "query_norm": "batch", "layers": [1]}, 16 * 8),
+    ({"type": "midus-hml", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
+    ({"type": "midus-pkm", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
+    ({"type": "midus-linear", "slots": 8, "layers": [3]}, 8 * 32),
+    ({"type": "moc", "share": "all", "layers": [0, 2, 3]}, 4096 * 32),
+    ({"type": "moc", "share": "every:2", "layers": [0, 2, 3]}, 2 * 4096 * 32),
+    ({"type": "moc", "share": "none", "layers": [0, 2]}, 2 * 4096 * 32),
+    ({"type": "ultramem-v2", "n": 8, "k": 2, "layers": [0, 1, 3]}, 3 * 64 * (6 + 2)),
+    ({"type": "ultramem-v2", "n": 8, "k": 2, "pre_value_width": 0, "share": "all", "layers": [0, 2]}, 64 * 6),
+    ({"type": "ultramem-v2", "n": 8, "k": 2, "share": "ring:3", "layers": [0, 1, 3]}, 3 * 64 * 8),
+    ({"type": "ultramem-v2", "n": 8, "k": 2, "share": "ring:2", "heads": 2, "layers": [0, 1, 2, 3]}, 4 * 64 * 8),
 ]
 
 
@@ -75,14 +75,14 @@ def test_memories_have_as_many_parameters_as_their_models(native_family, memory,
 @pytest.mark.parametrize(
     ("memory", "read"),
     [
-        ({"type": "headwise", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 8),
-        ({"type": "product-key", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 32),
+        ({"type": "midus-hml", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 8),
+        ({"type": "midus-pkm", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 32),
         (
-            {"type": "ultramem", "n": 8, "k": 5, "heads": 2, "share": "ring:2", "layers": [0, 1, 2]},
+            {"type": "ultramem-v2", "n": 8, "k": 5, "heads": 2, "share": "ring:2", "layers": [0, 1, 2]},
             3 * 2 * 5 * (6 + 2),
         ),
-        ({"type": "ultramem", "n": 8, "k": 5, "pre_value_width": 0, "value_width": 7, "layers": [0]}, 5 * 7),
-        ({"type": "chapters", "memory_tokens": 64, "chapters": 8, "k": 2, "layers": [1, 2]}, 2 * 3 * 8 * 32),
+        ({"type": "ultramem-v2", "n": 8, "k": 5, "pre_value_width": 0, "value_width": 7, "layers": [0]}, 5 * 7),
+        ({"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 2, "layers": [1, 2]}, 2 * 3 * 8 * 32),
     ],
     ids=str,
 )

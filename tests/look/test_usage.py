@@ -16,10 +16,10 @@ from midus_hf.look.usage import every_count, record_usage, summarise, usage_curv
 
 # Memories that retrieve slots.
 KINDS = {
-    "headwise": {},
+    "midus-hml": {},
     "headwise with layer norm": {"memory_options": {"n": 5, "k": 2, "query_norm": "layer"}},
-    "product-key": {"memory_type": "product-key"},
-    "linear": {"memory_type": "linear"},
+    "midus-pkm": {"memory_type": "midus-pkm"},
+    "linear": {"memory_type": "midus-linear"},
 }
 
 

@@ -38,7 +38,7 @@ def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
 WATCHES = {
     "slots": Watch(lambda folder: upscaled_model("llama"), record_usage, tokens_of(4 * 3), "memory"),
     "slots of product keys": Watch(
-        lambda folder: upscaled_model("llama", memory_type="product-key"), record_usage, tokens_of(4 * 3), "memory"
+        lambda folder: upscaled_model("llama", memory_type="midus-pkm"), record_usage, tokens_of(4 * 3), "memory"
     ),
     "opened chapters": Watch(
         lambda folder: chapter_model(routing="chunk", dtype=torch.float32), record_usage, tokens_of(2), "memories.chapters",

@@ -19,7 +19,7 @@ def build(memory_type: str, *, hidden_size: int, num_heads: int, head_dim: int =
 
 
 # Types of memory whose heads retrieve slots by keys.
-RETRIEVING = ("headwise", "product-key", "linear")
+RETRIEVING = ("midus-hml", "midus-pkm", "midus-linear")
 
 
 def retrieving(
@@ -27,7 +27,7 @@ def retrieving(
 ) -> Any:
     """Build a memory of one of these types with `size` sub-keys on a side, or slots if it is linear; in training mode."""
     torch.manual_seed(seed)
-    sizes = {"slots" if memory_type == "linear" else "n": size}
+    sizes = {"slots" if memory_type == "midus-linear" else "n": size}
     return build(memory_type, hidden_size=hidden_size, num_heads=num_heads, **{"k": 2, **sizes, **options})
 
 

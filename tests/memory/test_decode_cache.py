@@ -23,7 +23,7 @@ from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 
 
 def headwise() -> Any:
-    memory = build("headwise", hidden_size=32, num_heads=4, head_dim=8, n=8, k=3)
+    memory = build("midus-hml", hidden_size=32, num_heads=4, head_dim=8, n=8, k=3)
     with torch.no_grad():
         memory.value_bank.normal_()
     return memory
@@ -50,7 +50,7 @@ class Keeper:
 KEYS = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
 CHAPTERS = ("bank", "key_projection.weight", "value_projection.weight")
 KEEPERS = {
-    "headwise": Keeper(headwise, 32, ("value_bank", "value_transform")),
+    "midus-hml": Keeper(headwise, 32, ("value_bank", "value_transform")),
     "ultramem": Keeper(ultramem, 32, KEYS, is_exact=True),
     "ultramem heads": Keeper(lambda: ultramem(heads=2, rank=3), 32, KEYS, is_exact=True),
     "chapters": Keeper(lambda: chapter_layer(routing="token").float(), 8, CHAPTERS),
@@ -169,7 +169,7 @@ def test_no_pass_returns_what_older_weights_gave(keeper, name, change, memory, i
     assert_never_stale(memory, memory, inputs, lambda: torch.no_grad()(change)(memory, name))
 
 
-@pytest.mark.parametrize(("keeper", "change"), in_turn(("headwise", "ultramem heads"), CHANGES), indirect=["keeper"])
+@pytest.mark.parametrize(("keeper", "change"), in_turn(("midus-hml", "ultramem heads"), CHANGES), indirect=["keeper"])
 def test_no_compiled_pass_does(keeper, change, memory, inputs):
     torch._dynamo.reset()
 
@@ -180,7 +180,7 @@ def test_no_compiled_pass_does(keeper, change, memory, inputs):
     assert_never_stale(memory, torch.compile(memory, backend="eager"), inputs, changed)
 
 
-@pytest.mark.parametrize("keeper", by_default(("headwise", "ultramem heads", "chapters"), KEEPERS), indirect=True)
+@pytest.mark.parametrize("keeper", by_default(("midus-hml", "ultramem heads", "chapters"), KEEPERS), indirect=True)
 def test_one_graph_for_all_contexts_reads_what_is_kept(keeper, memory, inputs):
     torch._dynamo.reset()
     graphs = []
@@ -267,7 +267,7 @@ def test_what_was_kept_in_inference_mode_serves_there(keeper, memory, inputs):
     assert memory.get_parameter(keeper.sources[0]).grad.any()
 
 
-@pytest.mark.parametrize("case", ["headwise", "chunk", "ultramem own", "ultramem ring", "ultramem heads"])
+@pytest.mark.parametrize("case", ["midus-hml", "chunk", "ultramem own", "ultramem ring", "ultramem heads"])
 def test_generate_keeps_them_for_the_length_of_one_call_and_follows_weights(native_family, case, tmp_path):
     case, seen = CASES[case], []
     model = case.model(native_family, tmp_path)

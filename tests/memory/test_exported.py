@@ -23,7 +23,7 @@ class _LogitsOf(torch.nn.Module):
 
 # docs/serve.md exports head-wise memory.
 @pytest.mark.parametrize(
-    "kind", by_default(["ultramem own"], ("headwise", "product-key", "ultramem own"), fewest=["headwise"])
+    "kind", by_default(["ultramem own"], ("midus-hml", "midus-pkm", "ultramem own"), fewest=["midus-hml"])
 )
 def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind):
     model, tokens = CASES[kind].model("llama", None, torch.float32, small=True), prompt(7)

@@ -16,7 +16,7 @@ HIDDEN = 64
 
 def build(memory_type, **options):
     """Build a memory of sixteen slots, of which each head of a token reads one."""
-    size = 16 if memory_type == "linear" else 4
+    size = 16 if memory_type == "midus-linear" else 4
     return retrieving(memory_type, hidden_size=HIDDEN, num_heads=2, size=size, k=1, **options)
 
 
@@ -30,11 +30,11 @@ def slots_read(memory_type, addressing):
 
     Keys have one length and right angles to each other, so that none is nearer to a random direction than the next.
     """
-    if memory_type == "chapters":
+    if memory_type == "moc":
         memory = chapter_layer(routing="token", shared_chapters=0, k=1, addressing=addressing)
         keys = [memory.router_weight.unsqueeze(0)]
         memory.router_bias.data.zero_()
-    elif memory_type == "ultramem":
+    elif memory_type == "ultramem-v2":
         memory = build_ultramem(n=4, k=1, rank=2, addressing=addressing, zero="none")
         keys = [key[0, 0].transpose(0, 1) for key in (memory.row_keys, memory.column_keys)]
     else:
@@ -43,10 +43,10 @@ def slots_read(memory_type, addressing):
     with torch.no_grad():
         for key in keys:
             key.copy_(torch.eye(max(key.shape[1:]))[: key.shape[1], : key.shape[2]].expand_as(key))
-    width = keys[0].shape[-1] if memory_type == "chapters" else HIDDEN
+    width = keys[0].shape[-1] if memory_type == "moc" else HIDDEN
     token = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1)).to(keys[0].dtype)
     torch.manual_seed(0)
-    if memory_type == "chapters":
+    if memory_type == "moc":
         return memory.route(token.expand(1, TOKENS, width)).chosen, memory.num_chapters
     return memory.eval().retrieve(token.expand(1, TOKENS, width))[1], 16
 
@@ -58,7 +58,7 @@ def chi_square(slots, num_slots):
     return ((counts - expected).square() / expected).sum().item() / (num_slots - 1)
 
 
-@pytest.mark.parametrize("memory_type", [*RETRIEVING, "ultramem", "chapters"])
+@pytest.mark.parametrize("memory_type", [*RETRIEVING, "ultramem-v2", "moc"])
 def test_every_slot_is_read_about_equally_often_though_tokens_hold_the_same(memory_type):
     assert chi_square(*slots_read(memory_type, "random")) < 2
     assert chi_square(*slots_read(memory_type, "content")) > 100
@@ -74,7 +74,7 @@ def test_no_gradient_goes_back_to_what_would_be_asked(memory_type, training):
     assert states.grad is None
     asking = {name for name, parameter in memory.named_parameters() if parameter.grad is None}
     assert asking == {"query_norm_weight", "query_norm_bias"} | (
-        {"query_projection.weight"} if memory_type != "headwise" else set()
+        {"query_projection.weight"} if memory_type != "midus-hml" else set()
     )
 
 
@@ -92,7 +92,7 @@ def test_reading_by_content_draws_nothing(memory_type):
     memory(torch.ones(1, 9, HIDDEN))
     assert torch.equal(torch.get_rng_state(), before)
     assert "addressing" not in memory.extra_repr()
-    assert memory_type != "headwise" or "addressing=random" in build("headwise", addressing="random").extra_repr()
+    assert memory_type != "midus-hml" or "addressing=random" in build("midus-hml", addressing="random").extra_repr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

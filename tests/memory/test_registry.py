@@ -126,7 +126,7 @@ def test_a_linear_layer_with_the_name_of_something_that_modules_have_is_refused_
 
 
 def test_what_a_checkpoint_has_filled_is_not_initialised_again():
-    memory = build_memory(MEMORY_TYPES["headwise"](n=4, k=2), SIZES)
+    memory = build_memory(MEMORY_TYPES["midus-hml"](n=4, k=2), SIZES)
     filled = torch.nn.Parameter(torch.ones_like(memory.value_bank))
     filled._is_hf_initialized = True
     memory.value_bank = filled

@@ -20,14 +20,14 @@ TRANSFORM = DeclaredTensor((4, 6, 6), "transform", Normal(1 / math.sqrt(6)))
 PROJECTION = DeclaredTensor((24, 24), "projection", Normal(1 / math.sqrt(24)))
 # With four heads of six features, and six sub-keys or slots.
 TENSORS = {
-    "headwise": {"row_keys": KEYS, "column_keys": KEYS, "value_bank": VALUES, "value_transform": TRANSFORM},
-    "product-key": {
+    "midus-hml": {"row_keys": KEYS, "column_keys": KEYS, "value_bank": VALUES, "value_transform": TRANSFORM},
+    "midus-pkm": {
         "query_projection.weight": PROJECTION,
         "row_keys": KEYS,
         "column_keys": KEYS,
         "value_bank": SHARED,
     },
-    "linear": {"query_projection.weight": PROJECTION, "slot_keys": SLOTS, "value_bank": FEW},
+    "midus-linear": {"query_projection.weight": PROJECTION, "slot_keys": SLOTS, "value_bank": FEW},
 }
 OF_NORM = {
     "query_norm_weight": DeclaredTensor((4, 6), "norm", ONES),
@@ -42,10 +42,10 @@ def test_tensors_have_the_shapes_roles_and_initial_values_of_the_paper(memory_ty
     assert memory.declared == {**TENSORS[memory_type], **OF_NORM}
     for name, tensor in memory.declared.items():
         assert memory.declared_tensor(name).any() == (tensor.initial != ZEROS)
-    assert memory_type == "linear" or not torch.equal(memory.row_keys, memory.column_keys)
+    assert memory_type == "midus-linear" or not torch.equal(memory.row_keys, memory.column_keys)
 
 
-@pytest.mark.parametrize("name", ["product-key", "linear"])
+@pytest.mark.parametrize("name", ["midus-pkm", "midus-linear"])
 def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
     """Transformers' own initialisation of linear layers, with a deviation of 0.02, must not come last."""
     config = memory_config(tiny_model(family, hidden_size=64), memory_type=name, query_norm="batch")
@@ -138,18 +138,18 @@ def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
 
 
 def test_their_text_names_the_options_that_differ_from_defaults():
-    assert repr(retrieving("headwise")) == "HeadwiseMemory(k=2, n=6)"
-    assert "\n  k=2, query_norm=none, n=6\n" in repr(retrieving("product-key"))
-    assert "\n  k=2, slots=6\n" in repr(retrieving("linear", query_norm="batch"))
+    assert repr(retrieving("midus-hml")) == "HeadwiseMemory(k=2, n=6)"
+    assert "\n  k=2, query_norm=none, n=6\n" in repr(retrieving("midus-pkm"))
+    assert "\n  k=2, slots=6\n" in repr(retrieving("midus-linear", query_norm="batch"))
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("linear", {"hidden_size": 26}, "hidden_size is 26; expected a multiple of the 4 attention heads"),
-        ("headwise", {"head_dim": 15}, "head_dim is 15; expected an even number, half for rows and half for columns"),
+        ("midus-linear", {"hidden_size": 26}, "hidden_size is 26; expected a multiple of the 4 attention heads"),
+        ("midus-hml", {"head_dim": 15}, "head_dim is 15; expected an even number, half for rows and half for columns"),
         (
-            "product-key",
+            "midus-pkm",
             {"hidden_size": 20},
             "hidden_size / num_attention_heads is 5; expected an even number, half for rows",
         ),
@@ -161,15 +161,15 @@ def test_sizes_that_do_not_fit_are_refused(name, sizes, message):
 
 
 def test_queries_of_linear_memory_need_not_be_halved():
-    assert retrieving("linear", hidden_size=20).query_width == 5
+    assert retrieving("midus-linear", hidden_size=20).query_width == 5
 
 
 @pytest.mark.parametrize(
     ("memory_type", "size", "keeps"),
     [
-        ("headwise", {"n": 64, "query_norm": "none"}, False),
-        ("product-key", {"n": 64, "query_norm": "batch"}, True),
-        ("linear", {"slots": 4096, "query_norm": "batch"}, True),
+        ("midus-hml", {"n": 64, "query_norm": "none"}, False),
+        ("midus-pkm", {"n": 64, "query_norm": "batch"}, True),
+        ("midus-linear", {"slots": 4096, "query_norm": "batch"}, True),
     ],
 )
 def test_by_default_they_are_as_in_the_paper(memory_type, size, keeps):
@@ -182,7 +182,7 @@ def test_by_default_they_are_as_in_the_paper(memory_type, size, keeps):
 
 def small(memory_type, **options):
     """Build a memory of three heads with queries of six numbers, or four if they are projected, in training mode."""
-    width = {"head_dim": 6} if memory_type == "headwise" else {}
+    width = {"head_dim": 6} if memory_type == "midus-hml" else {}
     return retrieving(memory_type, hidden_size=12, num_heads=3, size=5, **width, **options)
 
 

@@ -78,7 +78,7 @@ def _ultramem(family, folder, dtype, acting, small, *, kind):
 def _ngrams(family, folder, dtype, acting, small, **options):
     sizes = {"num_hidden_layers": 2} if small else {}
     entry = {
-        "type": "ngram",
+        "type": "engram",
         "layers": [0, 1] if small else [1, 3],
         "rows": 199,
         "width": 16,
@@ -109,13 +109,13 @@ def _fetched(family, folder, dtype, acting, small, *, kind):
 
 
 INSERTED = {
-    "headwise": {},
+    "midus-hml": {},
     "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
     "headwise with everything": {
         "memory_options": {"output_projection": True, "inner_residual": True, "query_norm": "batch"}
     },
-    "product-key": {"memory_type": "product-key"},
-    "linear": {"memory_type": "linear"},
+    "midus-pkm": {"memory_type": "midus-pkm"},
+    "linear": {"memory_type": "midus-linear"},
 }
 CHAPTERS = {
     "chunk": {"routing": "chunk"},
@@ -145,11 +145,11 @@ CASES = (
 
 # Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
 # layer, in test_depth.py, test_ultramem.py and test_hierarchical.py, which have a test for each kind.
-_REPEATED = {"headwise", "ultramem own", "ultramem ring", *hierarchical_models.KINDS} - {"hier-kv"}
+_REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *hierarchical_models.KINDS} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
 USUAL = [name for name in CASES if name not in _REPEATED]
 # One for each module of memory, at every site, where versions are the oldest and the newest have run the usual ones.
-FEWEST = ["headwise", "product-key", "chunk", "token behind layers", "ngram", "ultramem shared skip"]
+FEWEST = ["midus-hml", "midus-pkm", "chunk", "token behind layers", "ngram", "ultramem shared skip"]
 FEWEST += ["depth reused", "depth projected", "packs", "all fetched"]
 
 

@@ -21,7 +21,7 @@ _SPREAD = {"router_weight": 8.0, "router_bias": 0.5, "norm_weight": 1.0}
 def entry(name: str = "chapters", layers: tuple[int, ...] = LAYERS, **options: Any) -> dict[str, Any]:
     """An entry of `memory` in a config."""
     site = options.pop("site", "behind-attention")
-    return {"type": "chapters", "name": name, "site": site, "layers": list(layers), **SMALL, **options}
+    return {"type": "moc", "name": name, "site": site, "layers": list(layers), **SMALL, **options}
 
 
 def chapter_pair(

@@ -33,7 +33,7 @@ def depth_model(
 ) -> Any:
     """A tiny model whose heads read the depth, in eval mode; one that does not act has zeros where a new one has them."""
     layers = list(range(num_hidden_layers))
-    entry = {"type": "depth-attention", "layers": layers, **KINDS[kind], **options}
+    entry = {"type": "moda", "layers": layers, **KINDS[kind], **options}
     native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {}))
     model = host_of(native, entry)
     for memory in model.modules():

@@ -14,11 +14,11 @@ from transformers import CompileConfig, StaticCache
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.parts import CACHE
 
-MEMORIES = ["headwise", "product-key", "linear", "chunk", "ultramem own", "ultramem skip"]
+MEMORIES = ["midus-hml", "midus-pkm", "linear", "chunk", "ultramem own", "ultramem skip"]
 MEMORIES += ["depth default", "depth joint", "depth projected"]
 USUAL = [("llama", case) for case in ("chunk", "ultramem skip", "depth default")]
-USUAL += [("gemma3", "product-key")]
-FEWEST = [("llama", "chunk"), ("gemma3", "product-key")]
+USUAL += [("gemma3", "midus-pkm")]
+FEWEST = [("llama", "chunk"), ("gemma3", "midus-pkm")]
 ALL = [(family, case) for family in ("llama", "qwen3", "gemma3") for case in MEMORIES]
 LENGTH = 16
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from midus_hf.memories.module import MemoryModule
 from midus_hf.models import FAMILIES as MEMORY_FAMILIES
 
-ENTRY = {"type": "headwise", "layers": [1, 4], "n": 8, "k": 3}
+ENTRY = {"type": "midus-hml", "layers": [1, 4], "n": 8, "k": 3}
 
 
 def config_of(family: str, **changes):
@@ -54,11 +54,11 @@ def test_without_entries_the_model_is_the_family_s_own(family, memory, tmp_path)
 
 
 def test_a_config_does_not_share_its_entries_with_the_caller(family):
-    entry = {"type": "headwise", "layers": [1], "n": 8, "k": 3}
+    entry = {"type": "midus-hml", "layers": [1], "n": 8, "k": 3}
     config = config_of(family, memory=[entry])
     entry["n"] = 99
     entry["layers"].append(2)
-    assert config.memory == [{"type": "headwise", "layers": [1], "n": 8, "k": 3}]
+    assert config.memory == [{"type": "midus-hml", "layers": [1], "n": 8, "k": 3}]
 
 
 def test_wrong_memory_is_refused_when_the_config_is_made_and_when_it_is_read(family, tmp_path):

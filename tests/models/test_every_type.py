@@ -57,18 +57,18 @@ OTHER_LOGITS = "and of a base that states what it computes differ by up to"
 EXCEPTIONS = [
     (
         ("recurrent_gemma",),
-        [wiring for wiring in WIRINGS if wiring not in ("hier-lora-ffn", "depth-attention")],
+        [wiring for wiring in WIRINGS if wiring not in ("hier-lora-ffn", "moda")],
         "the model returns no cache; expected one",
     ),
     # The residual stream is in float32, and memories in bfloat16.
     (("zaya",), ["behind-layer"], "the proof ended with RuntimeError"),
     # Norms stand behind the rotation, or attention has another output per head, or another function rotates.
-    (("hunyuan_v1_dense", "hunyuan_v1_moe"), ["hier-kv", "depth-attention"], OTHER_LOGITS),
-    (("stablelm", "diffllama", "llama4_text"), ["hier-kv", "depth-attention"], "the proof ended with"),
+    (("hunyuan_v1_dense", "hunyuan_v1_moe"), ["hier-kv", "moda"], OTHER_LOGITS),
+    (("stablelm", "diffllama", "llama4_text"), ["hier-kv", "moda"], "the proof ended with"),
     # Masks that depend on values, norms of values, and sinks, which take a share of the softmax.
     (
         ("gpt_oss", "doge", "flint", "gemma4_text", "gemma4_unified_text", "recurrent_gemma"),
-        ["depth-attention"],
+        ["moda"],
         OTHER_LOGITS,
     ),
     # An inserted layer moves what follows from the index of a layer, not from a list in the config.
@@ -89,7 +89,7 @@ SAMPLE = [pair for pair in SAMPLE if pair[0] in TYPES]
 LARGE_BEFORE = ("cohere_compass_text",)
 # Sites of the wirings that are named after a type of memory.
 INSIDE = {
-    **dict.fromkeys(("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention"), "inside-attention"),
+    **dict.fromkeys(("hier-lora-qk", "hier-lora-vo", "hier-kv", "moda"), "inside-attention"),
     "hier-lora-ffn": "inside-ffn",
 }
 NO_PART = "has no part for a memory at the site '{}'; expected another site, such as 'behind-layer', or a layer that has the part."
@@ -289,10 +289,10 @@ WRONG_INSIDE = [
     ),
     ("qwen3", "hier-kv", sites, "unrotated", left_as_they_are),
     ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
-    ("qwen3", "depth-attention", DepthHeads, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),
-    ("qwen3", "depth-attention", DepthHeads, "__init__", without_the_oldest_slot),
-    ("qwen3", "depth-attention", depth_site, "rotated", left_as_they_are),
-    ("qwen3", "depth-attention", depth_site, "normalised_keys", left_as_they_are),
+    ("qwen3", "moda", DepthHeads, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),
+    ("qwen3", "moda", DepthHeads, "__init__", without_the_oldest_slot),
+    ("qwen3", "moda", depth_site, "rotated", left_as_they_are),
+    ("qwen3", "moda", depth_site, "normalised_keys", left_as_they_are),
 ]
 
 
@@ -411,7 +411,7 @@ def test_an_inserted_layer_without_heads_is_refused(model_type):
         for key, value in tiny_config(model_type).to_dict().items()
         if key not in ("model_type", "architectures")
     }
-    config = hosting.config_class(**fields, memory=[{"type": "linear", "slots": 4, "k": 2, "layers": [0]}])
+    config = hosting.config_class(**fields, memory=[{"type": "midus-linear", "slots": 4, "k": 2, "layers": [0]}])
     with pytest.raises(MissingPart, match=r"^layer 0 of class \w+ " + re.escape(NO_PART.format("inserted"))):
         hosting(config)
 

@@ -83,7 +83,15 @@ def test_beams_depend_neither_on_the_cache_nor_on_other_rows(native_family, case
     assert torch.equal(alone.sequences, expected.sequences[:2])
 
 
-ASSISTED = ["headwise", "packs", "token behind layers", "ultramem own", "depth default", "depth projected", "hier-ffn"]
+ASSISTED = [
+    "midus-hml",
+    "packs",
+    "token behind layers",
+    "ultramem own",
+    "depth default",
+    "depth projected",
+    "hier-ffn",
+]
 
 
 @pytest.mark.parametrize("help_", ["assistant", "lookup"])

@@ -38,7 +38,7 @@ def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(nati
     assert torch.equal(decodes.generate(prompt(), **TWO_TOKENS, **arguments), generated)
 
 
-@pytest.mark.parametrize("case", by_default(["headwise", "chunk", "all fetched"], CASES))
+@pytest.mark.parametrize("case", by_default(["midus-hml", "chunk", "all fetched"], CASES))
 def test_an_automatic_device_map_never_splits_a_layer(native_family, case, tmp_path):
     model = CASES[case].model(native_family, tmp_path, torch.float32)
     assert {type(layer).__name__ for layer in model.model.layers} <= set(model._no_split_modules)

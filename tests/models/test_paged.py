@@ -15,7 +15,7 @@ from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import CachedHeads
 from midus_hf.memories.packs.glossary import Glossary
 
-ENGRAM = {"type": "ngram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
+ENGRAM = {"type": "engram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
 FAMILIES = ["llama", "gemma3", "qwen2"]
 
 

@@ -20,9 +20,9 @@ def inserted(memory_type):
 
 
 MODELS = {
-    "headwise": inserted("headwise"),
-    "product-key": inserted("product-key"),
-    "linear": inserted("linear"),
+    "midus-hml": inserted("midus-hml"),
+    "midus-pkm": inserted("midus-pkm"),
+    "linear": inserted("midus-linear"),
     "ultramem": lambda family, **options: ultramem_model(family, dtype=torch.float32, addressing="random", **options),
     "chapters": lambda family, **options: chapter_model(family, dtype=torch.float32, addressing="random", **options),
 }
@@ -75,14 +75,14 @@ def test_a_batch_norm_learns_the_statistics_of_what_would_be_asked():
     statistics = []
     for addressing in ("content", "random"):
         model = upscaled_model(
-            "llama", memory_type="product-key", new_layers=(1,), memory_options={"addressing": addressing}
+            "llama", memory_type="midus-pkm", new_layers=(1,), memory_options={"addressing": addressing}
         ).train()
         model(prompt(), use_cache=False)
         statistics.append(model.model.layers[1].memory.query_mean.clone())
     assert torch.equal(*statistics) and statistics[0].any()
 
 
-@pytest.mark.parametrize("kind", by_default(["headwise", "ultramem", "chapters"], MODELS, fewest=["headwise"]))
+@pytest.mark.parametrize("kind", by_default(["midus-hml", "ultramem", "chapters"], MODELS, fewest=["midus-hml"]))
 def test_a_memory_is_one_graph(kind):
     torch._dynamo.reset()
     own_tables = {"share": "none"} if kind == "chapters" else {}

@@ -80,7 +80,7 @@ NEW = 8
 LENGTHS = (5, 2 * WINDOW, 9, 3 * WINDOW)
 # Small: by default the cache takes most of the machine's memory.
 SMALL = {"num_blocks": 16, "max_batch_tokens": 64}
-USUAL = ["headwise", "product-key", "linear", "token behind layers", "ultramem own", "ultramem skip", "all fetched"]
+USUAL = ["midus-hml", "midus-pkm", "linear", "token behind layers", "ultramem own", "ultramem skip", "all fetched"]
 LOOK_AT_ONE_TOKEN = [
     name for name in CASES if name not in ("chunk", "ngram", "ngram behind layers") and not name.startswith("depth")
 ]

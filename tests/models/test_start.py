@@ -82,7 +82,7 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
 def test_a_model_from_a_config_has_the_declared_start_values_in_every_layer(native_family):
     """Build depth attention, whose first layer holds linear layers alone."""
     native = tiny_model(native_family)
-    model = host_of(native, {"type": "depth-attention", "layers": [0, 1, 2]})
+    model = host_of(native, {"type": "moda", "layers": [0, 1, 2]})
     fresh = type(model)(model.config)
     for memory in (module for module in fresh.modules() if isinstance(module, MemoryModule)):
         for name, tensor in memory.declared.items():

@@ -101,7 +101,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
 COMPILED = [("llama", "chunk", "eager"), ("llama", "all fetched", "eager"), ("llama", "depth default", "aot_eager")]
 # With the oldest versions, which generate with fewer graphs.
 ALSO_COMPILED = [*COMPILED, ("llama", "ultramem skip", "eager")]
-COMPILED_CASES = ["headwise", "product-key", "chunk", "all fetched", "hier-kv"]
+COMPILED_CASES = ["midus-hml", "midus-pkm", "chunk", "all fetched", "hier-kv"]
 COMPILED_CASES += ["ultramem heads", "ultramem skip", "depth default", "depth reused"]
 ALL_COMPILED = itertools.product(("llama", "gemma3"), COMPILED_CASES, ("eager", "aot_eager"))
 

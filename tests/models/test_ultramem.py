@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.look.usage import record_usage
 from midus_hf.models import FAMILIES
 
-ENTRY = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3}
+ENTRY = {"type": "ultramem-v2", "layers": [1, 3], "n": 8, "k": 3}
 
 
 def built(family, memory=ENTRY):
@@ -24,7 +24,7 @@ def built(family, memory=ENTRY):
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("is_there", [True, False], ids=["beside it", "beside another memory"])
 def test_projections_that_write_to_the_residual_stream_are_drawn_narrower_once_and_no_others(family, is_there):
-    model, seen = built(family, ENTRY if is_there else {"type": "headwise", "layers": [1], "n": 8, "k": 3}), 0
+    model, seen = built(family, ENTRY if is_there else {"type": "midus-hml", "layers": [1], "n": 8, "k": 3}), 0
     width, scale = model.config.initializer_range, (2 * model.config.num_hidden_layers) ** -0.5
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".memor" not in name:

@@ -15,7 +15,7 @@ KINDS = {
 
 def ultramem_model(family="llama", kind="own", dtype=torch.float64, num_hidden_layers=NUM_LAYERS, **options):
     """A tiny model with a memory that acts, in eval mode."""
-    entry = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **KINDS[kind], **options}
+    entry = {"type": "ultramem-v2", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **KINDS[kind], **options}
     native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers)
     model = host_of(native, entry)
     with torch.no_grad():

@@ -15,9 +15,9 @@ NEW_LAYERS = (1, 4)
 
 # Small sizes of each type of memory.
 SIZES: dict[str, dict[str, int]] = {
-    "headwise": {"n": 8, "k": 3},
-    "product-key": {"n": 8, "k": 3},
-    "linear": {"slots": 20, "k": 3},
+    "midus-hml": {"n": 8, "k": 3},
+    "midus-pkm": {"n": 8, "k": 3},
+    "midus-linear": {"slots": 20, "k": 3},
 }
 
 
@@ -35,7 +35,7 @@ def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[t
 
 
 def memory_config(
-    base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, memory_type: str = "headwise", **options: Any
+    base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, memory_type: str = "midus-hml", **options: Any
 ) -> Any:
     """The config of `base` with blocks of one type of memory at `new_layers`; `options` are those of its entry."""
     rows = donors(new_layers, base.config.num_hidden_layers)
@@ -53,7 +53,7 @@ def upscaled_pair(
     new_layers: tuple[int, ...] = NEW_LAYERS,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
-    memory_type: str = "headwise",
+    memory_type: str = "midus-hml",
     memory_options: dict[str, Any] | None = None,
     **config_changes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:

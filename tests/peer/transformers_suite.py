@@ -49,7 +49,7 @@ MIXINS = (ModelTesterMixin, GenerationTesterMixin) if LACKING else (CausalLMMode
 #: The family's own classes, to compare with, and for each method a row of `tests/models/cases.py`.
 METHODS = {
     "native": "",
-    "midus-hml": "headwise",
+    "midus-hml": "midus-hml",
     "moc": "chunk",
     "ultramem-v2": "ultramem own",
     "moda": "depth default",

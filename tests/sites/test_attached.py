@@ -177,7 +177,7 @@ MASK[0, :5] = 0
 PADDED = {"input_ids": prompt().masked_fill(MASK == 0, 0), "attention_mask": MASK}
 
 
-@pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMem), ("headwise", HeadwiseMemory)])
+@pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMem), ("midus-hml", HeadwiseMemory)])
 def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_beam(
     case, layer_class, tmp_path, monkeypatch
 ):

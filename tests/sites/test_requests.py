@@ -58,13 +58,13 @@ def test_layers_that_are_memory_blocks_are_refused(layers, base, command, refuse
     refused(outcome, message, left=["hml"])
 
 
-BLOCK = {"type": "headwise", "site": "inserted", "layers": [1]}
+BLOCK = {"type": "midus-hml", "site": "inserted", "layers": [1]}
 IN_A_BLOCK = "memory 'ultramem' is attached to layer 1, which was inserted for a memory"
 NO_NAME = "expected words joined by hyphens"
 
 
 def tables(*layers: int, **changes) -> dict:
-    return {"type": "ultramem", "layers": list(layers), **changes}
+    return {"type": "ultramem-v2", "layers": list(layers), **changes}
 
 
 @pytest.mark.parametrize(
@@ -80,23 +80,26 @@ def tables(*layers: int, **changes) -> dict:
         ([BLOCK, tables(0, site="skip", into=[1])], IN_A_BLOCK),
         (
             [tables(0, 1, site="skip", into=[2])],
-            r"'ultramem' reads at layers \[0, 1\] and adds behind \[2\]; expected a layer to add behind for each",
+            r"'ultramem-v2' reads at layers \[0, 1\] and adds behind \[2\]; expected a layer to add behind for each",
         ),
         (
             [tables(1, 2, site="skip", into=[2, 1])],
             r"reads at layers \[1, 2\] and adds behind \[2, 1\]; expected a layer to add behind for each, at or after it",
         ),
-        ([tables(0, site="skip")], "'ultramem' has no 'into'; expected a layer to add behind for each"),
-        ([tables(0, site="skip", into=[6])], "'ultramem' names layer 6; expected 0 <= layer < 6"),
+        ([tables(0, site="skip")], "'ultramem-v2' has no 'into'; expected a layer to add behind for each"),
+        ([tables(0, site="skip", into=[6])], "'ultramem-v2' names layer 6; expected 0 <= layer < 6"),
         ([tables(0, site="skip", into=1)], "into is 1; expected a list of layer indices"),
-        ([{**BLOCK, "name": "blocks"}], r"memory entry of type 'headwise' has no option 'name'\."),
-        ([tables(0, into=[1])], r"memory entry of type 'ultramem' has no option 'into'\."),
-        ([tables(0, span=1)], r"memory entry of type 'ultramem' has no option 'span'\."),
+        ([{**BLOCK, "name": "blocks"}], r"memory entry of type 'midus-hml' has no option 'name'\."),
+        ([tables(0, into=[1])], r"memory entry of type 'ultramem-v2' has no option 'into'\."),
+        ([tables(0, span=1)], r"memory entry of type 'ultramem-v2' has no option 'span'\."),
         *(
-            ([tables(0, name=name)], re.escape(f"'ultramem' has name = {name!r}; {NO_NAME}, and no word of a torch"))
+            (
+                [tables(0, name=name)],
+                re.escape(f"'ultramem-v2' has name = {name!r}; {NO_NAME}, and no word of a torch"),
+            )
             for name in ("a.b", "a--b", "", 5, "keys", "type", "forward")
         ),
-        ([tables(0, site="inside-ffn")], "'ultramem' has site = 'inside-ffn'; expected one of: beside-ffn"),
+        ([tables(0, site="inside-ffn")], "'ultramem-v2' has site = 'inside-ffn'; expected one of: beside-ffn"),
     ],
     ids=str,
 )

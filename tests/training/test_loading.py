@@ -78,11 +78,11 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
             "trainable is 'auto', and this llama model is a base, not an upscaled model: .* Upscale it first, set trainable: all .*, "
             "or set adapters, such as",
         ),
-        ("headwise", {"sparse_values": True}, OF_TABLES),
+        ("midus-hml", {"sparse_values": True}, OF_TABLES),
         ("none", {}, "config has no 'model_name_or_path'; set it in the recipe, or by --model."),
         ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         pytest.param(
-            *("headwise", {"attn_implementation": "flash_attention_2"}, "expected the folder or Hub id .*FlashAttention2"),
+            *("midus-hml", {"attn_implementation": "flash_attention_2"}, "expected the folder or Hub id .*FlashAttention2"),
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
     ],
@@ -92,7 +92,7 @@ def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
 ):
     base = shutil.copytree(upscaled("llama").parent / "base", tmp_path / "base")
     (base / "model.safetensors").unlink()
-    model = {"headwise": upscaled("llama"), "none": None, "fetching": fetching, "base without weights": base}[kind]
+    model = {"midus-hml": upscaled("llama"), "none": None, "fetching": fetching, "base without weights": base}[kind]
     with refused(message):
         run_training(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
@@ -109,8 +109,8 @@ def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_an
 
 
 MEMORIES = {
-    "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},
-    "chapters": {"type": "chapters", "memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4, "layers": [1, 3]},
+    "midus-hml": {"type": "midus-hml", "n": 4, "k": 2, "layers": [1]},
+    "chapters": {"type": "moc", "memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4, "layers": [1, 3]},
 }
 
 

@@ -227,7 +227,7 @@ REFUSED = [
      r"output_projection from 32 to 32, as config\.json says\. Choose another method\."),
     ("qwen3_5_text", "hier-kv --set layers=[0]", r"layers is \[0\]; expected .* of the base that have the projections: 3\."),
     ("cohere", "moc --set chapters=8 --set k=2",
-     r"model_type 'cohere' does not support memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
+     r"model_type 'cohere' does not support memory of type 'moc' at the site 'behind-attention' .*: layer 0 of class Cohere"
      r".* Pass --set site=behind-layer, or choose one of .*midus-hml"),
     ("minimax", "moc --set site=behind-layer --set chapters=8 --set k=2 --dry-run",
      r"at the site 'behind-layer' .*MiniMax uses cache of its own .*\. Choose one of .*, ultramem-v2 "),

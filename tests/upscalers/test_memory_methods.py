@@ -49,14 +49,14 @@ def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected
     options = {**SMALL_CHAPTERS, **({} if layers is None else {"layers": layers})}
     config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options=options)
     (entry,) = config["memory"]
-    assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
+    assert entry["layers"] == expected and (entry["type"], entry["name"]) == ("moc", "chapters")
 
 
 def test_every_layer_but_inserted_blocks_reads_the_depth_or_skips_to_another(base, command, tmp_path):
     once = unverified(base, tmp_path / "once", placement="1,4")
     twice = unverified(once, tmp_path / "twice", method="moda", options={})
     below, entry = config_of(twice)["memory"]
-    assert (below["layers"], entry["type"], entry["layers"]) == ([1, 4], "depth-attention", [0, 2, 3, 5])
+    assert (below["layers"], entry["type"], entry["layers"]) == ([1, 4], "moda", [0, 2, 3, 5])
     options = {"n": 8, "k": 4, "site": "skip", "span": 2}
     _, entry = config_of(unverified(once, tmp_path / "skips", method="ultramem-v2", options=options))["memory"]
     assert (entry["layers"], entry["into"]) == ([0, 2], [3, 5])

@@ -180,8 +180,8 @@ FOLLOWING = [
         {"parts": [{"full_attn_idxs": [3]}, [{"mlp_layer_types": [*"abbcdd"]}]]},
     ),
     (
-        {"memory": [{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}]},
-        {"memory": [{"type": "headwise", "layers": [2, 5], "n": 4, "k": 2}]},
+        {"memory": [{"type": "midus-hml", "layers": [1, 3], "n": 4, "k": 2}]},
+        {"memory": [{"type": "midus-hml", "layers": [2, 5], "n": 4, "k": 2}]},
     ),
 ]
 # What has nothing to do with layers.

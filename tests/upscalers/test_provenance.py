@@ -110,7 +110,7 @@ def test_the_config_names_the_memory_and_the_classes(shared_base, tmp_path):
     base = shared_base("gemma3")
     report = with_memory(base, tmp_path / "out", verify=False)
     config, before = config_of(tmp_path / "out"), config_of(base)
-    assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
+    assert config["memory"] == [{"type": "midus-hml", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
     assert (config["model_type"], config["num_hidden_layers"]) == (f"midus_{before['model_type']}", 6)
     assert config["architectures"] == [f"Midus{before['architectures'][0]}"] == [type(load(tmp_path / "out")).__name__]
     heads = {name for name in config["auto_map"] if name.endswith(HEAD_KINDS)}

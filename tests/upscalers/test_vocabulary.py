@@ -18,6 +18,7 @@ from training.tiny_run import tiny_config
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
+from midus_hf.models.view import ModelView
 from midus_hf.training import parameter_groups, set_trainable
 from midus_hf.training.adapters import add_adapters, lora_config
 from midus_hf.training.optim.rates import Rates
@@ -392,7 +393,7 @@ def test_adapters_on_tables_of_which_rows_train_are_refused(tied, spoken, tmp_pa
     for name, path in (("lm_head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
         targets = ["q_proj", name]
         for adapt in (
-            lambda model, targets=targets: add_adapters(model, {"target_modules": targets}),
+            lambda model, targets=targets: add_adapters(ModelView(model), {"target_modules": targets}),
             lambda model, targets=targets: lora_config(model, target_modules=targets),
         ):
             with pytest.raises(

@@ -73,7 +73,7 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
     }
     if not memories:
         raise ValueError(
-            f"{model.folder} has no memory of type 'chapters'; expected a model with one. Make it with 'upscale --method moc'."
+            f"{model.folder} has no memory of type 'moc'; expected a model with one. Make it with 'upscale --method moc'."
         )
     if (name is not None and name not in memories) or (only and name is None and len(memories) > 1):
         raise ValueError(

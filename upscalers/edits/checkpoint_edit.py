@@ -15,6 +15,7 @@ from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.memories.registry import memory_type
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
@@ -142,7 +143,8 @@ def _write_siblings(
 def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
     """Return the config after an edit, with the edit recorded; if memories of the base are edited, in the base's config too."""
     config = copy.deepcopy(config)
-    memories = [(entry.get("name", entry["type"]), entry) for entry in config.get("memory") or []]
+    entries = config.get("memory") or []
+    memories = [(entry.get("name", memory_type(entry["type"]).type), entry) for entry in entries]
     of_base = [name for name in edit["memories"] if name in dict(memories)]
     for name, entry in memories:
         entry.update(options.get(name, {}))

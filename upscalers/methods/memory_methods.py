@@ -131,7 +131,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                     "--set layers=... instead."
                 )
         layers = tuple(map(Base, range(base.num_layers)))
-        memory, taken = self.memory_options.type, base.layout.memories.attached
+        memory, taken = self.memory_options.default_name, base.layout.memories.attached
         names = (memory, *(f"{memory}-{number}" for number in range(2, len(taken) + 3)))
         return Plan(layers, base.num_layers, (next(name for name in names if name not in taken),))
 

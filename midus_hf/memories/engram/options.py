@@ -15,7 +15,7 @@ MOST_TOKENS = 2**21
 LONGEST = 3
 
 
-@register_memory("ngram")
+@register_memory("engram", default_name="ngram")
 @dataclass(kw_only=True)
 class NgramOptions(MemoryOptions):
     """Size and addressing of the table (Engram, arXiv 2601.07372, section 2).

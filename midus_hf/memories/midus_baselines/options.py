@@ -41,7 +41,7 @@ class SharedValueOptions(RetrievalOptions):
         }
 
 
-@register_memory("linear")
+@register_memory("midus-linear")
 @dataclass(kw_only=True)
 class LinearOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 4 and 5)."""
@@ -62,7 +62,7 @@ class LinearOptions(SharedValueOptions):
         check_size(self, "slots", "slot")
 
 
-@register_memory("product-key")
+@register_memory("midus-pkm")
 @dataclass(kw_only=True)
 class ProductKeyOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 11 to 15; Lample et al. 2019)."""

@@ -16,7 +16,7 @@ from midus_hf.memories.retrieval.options import (
 )
 
 
-@register_memory("headwise")
+@register_memory("midus-hml")
 @dataclass(kw_only=True)
 class HeadwiseOptions(RetrievalOptions):
     """Size of the memory: one bank of values, which each head transforms (HIVE).

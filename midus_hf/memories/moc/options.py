@@ -31,7 +31,7 @@ _CHAPTER_STD = 0.02
 _FIRST_CHUNK = 8
 
 
-@register_memory("chapters")
+@register_memory("moc", default_name="chapters")
 @dataclass(kw_only=True)
 class ChaptersOptions(MemoryOptions):
     """Size of the bank, choice of chapters, and attention to memory tokens.

@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     source: SlotSource
 
 
-@register_memory("depth-attention")
+@register_memory("moda", default_name="depth-attention")
 @dataclass(kw_only=True)
 class DepthAttentionOptions(MemoryOptions):
     """Slots that layers write, slots that later layers read, and the way in which heads join the depth with the sequence."""

@@ -32,7 +32,7 @@ _MOST_ON_A_SIDE = 128
 _MOST_SLOTS = 2**31 - 1
 
 
-@register_memory("ultramem")
+@register_memory("ultramem-v2", default_name="ultramem")
 @dataclass(kw_only=True)
 class UltraMemOptions(MemoryOptions):
     """Size of the table, retrieval of slots, and use of values (sections 3.1 to 3.5, appendices B and E).

@@ -83,8 +83,8 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
                 f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
-        entries = getattr(config.get_text_config(), "memory", None) or []
-        types = {entry.get("name", entry["type"]): entry["type"] for entry in entries}
+        entries = config.memories().entries if hasattr(config, "memories") else ()
+        types = {entry.name: entry.options.type for entry in entries}
         if not record.new_layers and {types.get(name) for name in record.new_memories} == {"packs"}:
             raise ValueError(
                 "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "

@@ -96,7 +96,7 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, 
 
 
 def test_norms_of_queries_do_not_decay_though_they_have_a_row_per_head():
-    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
+    memory = build("midus-pkm", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
     for rates, name, rate in (({}, "no_decay", 1e-3), ({"memory_learning_rate": 2e-3}, "memory_no_decay", 2e-3)):
         (group,) = [group for group in made_groups(memory, **rates) if group["name"] == name]
         assert names_in(memory, group) == {"query_norm_weight", "query_norm_bias"}
@@ -182,7 +182,7 @@ def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, bf16):
-    model = upscaled_model(family, memory_type="product-key").to(torch.bfloat16).requires_grad_(False)
+    model = upscaled_model(family, memory_type="midus-pkm").to(torch.bfloat16).requires_grad_(False)
     memory = model.model.layers[1].memory
     memory.requires_grad_()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -197,7 +197,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("prune --chapters 1-4", "chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}),
     ("zero --chapters 1 --memory other", "memory is 'other'; expected a memory of chapters, of which the model has", {}),
     ("zero --chapters 1", "the model has: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
-    ("zero --chapters 1", "has no memory of type 'chapters'", {"memory": []}),
+    ("zero --chapters 1", "has no memory of type 'moc'", {"memory": []}),
 ]  # fmt: skip
 
 
