@@ -136,13 +136,15 @@ class CompositeType:
         model_type: `model_type` of the config.
         language_type: `model_type` of the language model.
         path: Name of the module of the language model's stack of layers.
-        transformers: Versions of Transformers with which this was read.
+        config: Sizes of the tiny model that was read, by key of the config.
+        transformers: Digest of its tensors, by version of Transformers, as in `ModelType`.
     """
 
     model_type: str
     language_type: str
     path: str
-    transformers: tuple[str, ...]
+    config: Mapping[str, Any]
+    transformers: Mapping[str, str]
 
 
 @cache
@@ -190,7 +192,7 @@ def listed_types() -> list[str]:
 def read_row(model_type: str, row: Mapping[str, Any]) -> ModelType | CompositeType:
     """Return a type by its row in the file, which leaves out values that are false or empty."""
     if "language_type" in row:
-        return CompositeType(model_type=model_type, **{**row, "transformers": tuple(row["transformers"])})
+        return CompositeType(model_type=model_type, **row)
     values = {**_EMPTY, **row}
     return ModelType(
         model_type=model_type,

@@ -56,7 +56,8 @@ def proven_row(model_type: str) -> dict[str, Any] | str:
     """Return the row of a type, after proofs of all wirings; or why it cannot host memory, without its name."""
     try:
         if is_composite(model_type):
-            return _plain(dataclasses.replace(read_composite(model_type), transformers=(VERSION,)))
+            composite = read_composite(model_type)
+            return _plain(dataclasses.replace(composite, transformers={VERSION: shapes_digest(composite)}))
         row = read_type(model_type)
     except UnknownType as error:
         return _one_line(error).removeprefix(f"{model_type!r} ")
@@ -92,14 +93,14 @@ def with_versions(before: Any, row: Any) -> Any:
     if not isinstance(before, dict) or not isinstance(row, dict):
         return row if before is None or VERSION == newest_version() else before
     versions, own = before["transformers"], row["transformers"]
-    both = {**versions, **own} if isinstance(own, dict) else sorted({*versions, *own}, key=_numbers)
+    both = {**versions, **own}
     kept = row if VERSION == max(both, key=_numbers) else before
     if any(
         before.get(key) != row.get(key) for key in (before.keys() | row.keys()) - {"transformers", "refused", "config"}
     ):
         print(f"transformers {VERSION} says something else than {', '.join(versions)}", file=sys.stderr)
         return kept
-    return {**kept, "transformers": dict(sorted(both.items())) if isinstance(both, dict) else both}
+    return {**kept, "transformers": dict(sorted(both.items()))}
 
 
 def newest_version() -> str:

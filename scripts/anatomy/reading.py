@@ -12,7 +12,7 @@ from midus_hf.anatomy.types import CompositeType, ModelType, UnknownType
 from midus_hf.memories.hosting.heads import rotates
 from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS, has_heads
 from scripts.anatomy.architecture import PROJECTIONS, architecture_of, feed_forward_of, mixer_of, part_name, passes_on
-from scripts.anatomy.tiny import small_sizes, tiny_composite_model, tiny_model
+from scripts.anatomy.tiny import small_composite_sizes, small_sizes, tiny_composite_model, tiny_model
 from scripts.anatomy.token_tables import tables_read
 from upscalers.architecture.layer_roles import DOWNS, GATES, OUTPUTS, STACKED, UPS
 
@@ -76,7 +76,10 @@ def read_composite(model_type: str) -> CompositeType:
         raise UnknownType(
             f"{model_type!r} does not pass all keyword arguments on to its language model; expected a model that does."
         )
-    return CompositeType(model_type=model_type, language_type=language_type, path=paths[0], transformers=())
+    config = small_composite_sizes(model_type)
+    return CompositeType(
+        model_type=model_type, language_type=language_type, path=paths[0], config=config, transformers={}
+    )
 
 
 def _only_class(modules: list[Any]) -> str | None:

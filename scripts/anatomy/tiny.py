@@ -132,16 +132,20 @@ def tiny_composite_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[model_type]
     composite = composite_class_of(config_class)
     try:
-        default = config_class()
-        language_config = default.get_text_config(decoder=True)
-        small = _small(default)
-        name = next(name for name, value in vars(default).items() if value is language_config)
-        language_type = language_config.model_type
-        small[name] |= {**_SMALL_OF_TYPE.get(language_type, {}), "model_type": language_type}
-        config = config_class(**small)
+        config = config_class(**small_composite_sizes(model_type))
     except Exception as error:  # config classes raise whatever their checks raise
         raise UnknownType(f"{model_type!r} has no tiny config ({type(error).__name__}: {error}).") from None
     return _drawn(composite, config, seed)
+
+
+def small_composite_sizes(model_type: str) -> dict[str, Any]:
+    """Return the values of a composite type's tiny config, by key."""
+    default = CONFIG_MAPPING[model_type]()
+    language_config, small = default.get_text_config(decoder=True), _small(default)
+    name = next(name for name, value in vars(default).items() if value is language_config)
+    language_type = language_config.model_type
+    small[name] |= {**_SMALL_OF_TYPE.get(language_type, {}), "model_type": language_type}
+    return small
 
 
 def composite_class_of(config_class: Any) -> Any:

@@ -61,7 +61,7 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
 def _check_version(row: ModelType | CompositeType) -> None:
     """Refuse a type that was not proven with the installed version of transformers, unless its layers are the same."""
     version = ".".join(transformers.__version__.split(".")[:2])
-    if version in row.transformers or (isinstance(row, ModelType) and shapes_digest(row) in row.transformers.values()):
+    if version in row.transformers or shapes_digest(row) in row.transformers.values():
         return
     raise UnknownType(
         f"{row.model_type!r} was proven with transformers {', '.join(row.transformers)}, and has other tensors in "
@@ -70,13 +70,12 @@ def _check_version(row: ModelType | CompositeType) -> None:
     )
 
 
-def shapes_digest(row: ModelType) -> str:
+def shapes_digest(row: ModelType | CompositeType) -> str:
     """Return a digest of the names and shapes of the tensors of a type's tiny model, as the installed transformers builds it."""
     try:
         config: Any = CONFIG_MAPPING[row.model_type](**copy.deepcopy(dict(row.config)))
         with torch.device("meta"):
-            native: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            model = native(config)
+            model = _native_class(row)(config)
     except Exception as error:  # config classes and models raise whatever their checks raise
         return type(error).__name__
     shapes = [
@@ -84,6 +83,13 @@ def shapes_digest(row: ModelType) -> str:
         for name, each in model.state_dict().items()
     ]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+def _native_class(row: ModelType | CompositeType) -> Any:
+    """Return the class of models of a type in transformers."""
+    config = CONFIG_MAPPING[row.model_type]
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING,) if isinstance(row, ModelType) else COMPOSITE_MAPPINGS
+    return next(each[config] for each in mappings if config in each)
 
 
 class _SourceLoader(importlib.abc.SourceLoader):
@@ -102,7 +108,7 @@ class _SourceLoader(importlib.abc.SourceLoader):
 def family_source(row: ModelType) -> str:
     """Return the source of the classes that host memory in a family."""
     family, config = row.class_name, CONFIG_MAPPING[row.model_type]
-    native: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    native = _native_class(row)
     modeling, causal_lm, heads = sys.modules[native.__module__], native.__name__, _heads(config)
     hosts: dict[str, Any] = {"attention_class": row.attention_class, "mlp_class": row.mlp_class}
     hosts = {name: value for name, value in hosts.items() if value is not None}
@@ -189,7 +195,7 @@ def _attributes(values: Mapping[str, Any]) -> str:
 def composite_source(row: CompositeType) -> str:
     """Return the source of the classes of a composite model whose language model hosts memory."""
     config = CONFIG_MAPPING[row.model_type]
-    composite: Any = next(each[config] for each in COMPOSITE_MAPPINGS if config in each)
+    composite = _native_class(row)
     if row.language_type not in FAMILIES:
         host_type(row.language_type)
     language: Any = FAMILIES[row.language_type]
