@@ -158,7 +158,7 @@ def tests_of(changed: Iterable[Path]) -> list[Path]:
 
     def depends(test: Path) -> bool:
         reached = reached_from(test)
-        reading = (file for file in reached if _is_of_tests(file) and "__file__" in _names_of(file))
+        reading = (file for file in reached if _is_of_tests(file) and {"__file__", "ROOT"} & _names_of(file))
         return bool(reached & code or any(_texts_of(file) & paths for file in reading) or _looks_through(test))
 
     return [test for test in test_files() if depends(test)]
