@@ -63,13 +63,10 @@ WRONG = [
         [{"type": "midus-hml", "layers": [1]}, {"type": "midus-linear", "layers": [1]}],
         "layer 1 holds two inserted memories; expected at most one",
     ),
-    ([{"type": "midus-hml", "layers": [1], "n": 0}], "n is 0; expected at least one sub-key per side"),
-    ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 0}], "k is 0; expected 1 <= k <= n = 8"),
     ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
     ([{"type": "midus-linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
-    ([{"type": "midus-linear", "layers": [1], "query_norm": "rms"}], "query_norm is 'rms'; expected one of: none, batch, layer"),
 ]  # fmt: skip
 
 

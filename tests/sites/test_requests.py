@@ -27,11 +27,9 @@ WRONG_LAYERS = [[1, 4], [-1], [2, 1], [1, 1], [], [True], [1.0], "none", None, 0
             (f"--set layers={json.dumps(value, separators=SHORT)}", f"layers is {re.escape(repr(value))}; {LAYERS}")
             for value in WRONG_LAYERS
         ),
-        ("--set site=1", "site is 1; expected a string"),
         ("--set site=skip --set span=4", "span is 4; expected fewer than the 4 layers of the base. Lower it."),
         ("--set site=skip --set span=1 --set layers=[3]", "span is 1; expected fewer than"),
         ("--set site=skip --set span=-1", "span is -1; expected 0 or more layers"),
-        ("--set site=skip --set span=far", "span is 'far'; expected a whole number"),
         (
             "--set span=2",
             r"span is 2 and site is 'beside-ffn'; expected site skip, .* Pass --set site=skip, or leave span out",
