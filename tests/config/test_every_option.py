@@ -108,12 +108,14 @@ def test_a_number_below_its_least_value_is_named_with_it_and_the_least_is_taken(
     for name, alternatives in fields_of(options).items():
         if options is TaskOptions or not {int, float} & {*alternatives} or name in BOUND_BY_OTHERS + UNBOUND:
             continue
-        below, least = (0, 1)
-        if name not in ABOVE_0:
-            least = LEAST.get(f"{options.__name__}.{name}") or LEAST[name]
-            below = least - 1
-        said = [refusal_of(options, {name: value}) for value in (below, least)]
-        assert re.match(
-            rf"(\w+ is [^;]+ and )?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]+\.$", said[0]
-        ), (name, said)
-        assert said[1].partition("; ")[2] != said[0].partition("; ")[2], (name, said)
+        assert (name in LEAST) != (name in ABOVE_0), f"say the least value of {name} above"
+        least = LEAST.get(f"{options.__name__}.{name}", LEAST.get(name))
+        below, taken, bound = (
+            (0, 1, "above 0") if least is None else (least - 1, least, "1|one" if least == 1 else str(least))
+        )
+        said, other = (refusal_of(options, {name: value}) for value in (below, taken))
+        pattern = (
+            rf"(\w+ is [^;]+ and )?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
+        )
+        assert re.match(pattern, said), (name, said)
+        assert other.partition("; ")[2] != said.partition("; ")[2], (name, said)
