@@ -161,7 +161,7 @@ def tests_of(changed: Iterable[Path]) -> list[Path]:
         reading = (file for file in reached if _is_of_tests(file) and {"__file__", "ROOT"} & _names_of(file))
         return bool(reached & code or any(_texts_of(file) & paths for file in reading) or _looks_through(test))
 
-    return [test for test in test_files() if depends(test)]
+    return [test for test in test_files() if code | others and depends(test)]
 
 
 def changed_since(base: str) -> set[Path]:

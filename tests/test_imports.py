@@ -69,6 +69,10 @@ def test_a_test_is_chosen_by_what_it_reaches_and_one_that_looks_through_the_repo
     assert chosen == {f"tests/{name}.py" for name in tests | rooms | {"test_docs"}}
 
 
+def test_nothing_depends_on_no_change():
+    assert chosen_by([]) == []
+
+
 @pytest.mark.parametrize("changed", ["Makefile", "tests/helper.py", "midus_hf/gone.py"])
 def test_every_test_depends_on_what_all_share_and_on_what_is_gone(changed, repository):
     assert {str(file.relative_to(repository)) for file in chosen_by([repository / changed])} == EVERY
