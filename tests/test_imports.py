@@ -38,10 +38,11 @@ def repository(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    imports._modules.cache_clear()
+    for cached in (imports._modules, imports.files_of):
+        cached.cache_clear()
     yield tmp_path
-    imports._modules.cache_clear()
-    imports.files_of.cache_clear()
+    for cached in (imports._modules, imports.files_of):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
