@@ -1,5 +1,5 @@
 # make demo   the main job on a real checkpoint; called again, it goes on where it was interrupted
-# make test   the suite with the newest supported versions; make test-oldest: what depends on versions, with the oldest; make test-all:
+# make test   the suite with the newest supported versions, or CHANGED=1 what depends on changes since main; make test-oldest: what depends on versions, with the oldest; make test-all:
 #             all combinations, and the suite again under a setting that is drawn by lot
 
 PYTHON ?= python3
@@ -57,8 +57,10 @@ PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --hypoth
 HERE = %/test_offline_compilation.py %/test_registration.py
 IN_THE_INTERPRETER = $(filter-out $(HERE),$(wildcard tests/ops/kernels/test_*.py))
 NEWEST_TESTS = $(patsubst %,--ignore=%,$(IN_THE_INTERPRETER))
+# CHANGED=1: only test files that depend on what changed since main.
+CHANGED_TESTS = files=$$($(VENV)/bin/python scripts/imports.py --without $(IN_THE_INTERPRETER)) || exit; [ "$$files" ] || exit 0;
 test-newest: $(VENV)/installed material
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(NEWEST_TESTS)
+	$(if $(CHANGED),$(CHANGED_TESTS)) $(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(NEWEST_TESTS) $(if $(CHANGED),$$files)
 
 test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))

@@ -18,6 +18,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "ran $0 threads=$OMP_NUM_THREADS aten=$ATEN_CPU_CAPABILITY onednn=$ONEDNN_MAX_CPU_ISA $*" >> "$LOG";;
 *random.choice*) exec "$REAL" "$@";;
+*imports.py*) echo "$SELECTED"; exit;;
 *newest_release*) echo "$NEWEST"; [ -n "$NEWEST" ]; exit $?;;
 *) exit 0;;
 esac
@@ -25,7 +26,7 @@ while [ $# -gt 0 ]; do [ "$1" = --failed-to ] && list=$2; shift; done
 case "$0" in *"$FAILING") echo "tests/test_a.py::test_b[1]" >> "$list"; exit 1;; esac
 """
 ENVIRONMENTS = {"VENV": "newest", "OLDEST": "oldest", "RELEASE": "release"}
-UNSET = ("MAKE", "MFLAGS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LOT", "FAILURES")
+UNSET = ("MAKE", "MFLAGS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LOT", "FAILURES", "CHANGED")
 
 
 @pytest.fixture
@@ -37,10 +38,18 @@ def make(tmp_path):
         (tmp_path / name / "bin" / "python").chmod(0o755)
         (tmp_path / name / "installed").touch()
 
-    def run(*words: str, failing: str = "no/bin/python", newest: str = "") -> tuple[int, list[str], list[str]]:
+    def run(
+        *words: str, failing: str = "no/bin/python", newest: str = "", changed: str = ""
+    ) -> tuple[int, list[str], list[str]]:
         log = tmp_path / "log"
         log.write_text("")
-        told = {"LOG": str(log), "REAL": sys.executable, "FAILING": failing, "NEWEST": newest}
+        told = {
+            "LOG": str(log),
+            "REAL": sys.executable,
+            "FAILING": failing,
+            "NEWEST": newest,
+            "SELECTED": changed,
+        }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(UNSET)}
         command = ["make", *words, *(f"{key}={tmp_path / name}" for key, name in ENVIRONMENTS.items()), "WORKERS=1"]
         done = subprocess.run(command, cwd=ROOT, env=inherited | told, capture_output=True, text=True)
@@ -56,6 +65,12 @@ def test_the_suite_runs_the_newest_versions_and_the_end_names_what_failed(make):
     assert status != 0
     assert [Path(line.split()[1]).parts[-3] for line in ran] == ["newest"]
     assert report[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
+
+
+def test_files_that_changes_reach_run_alone_and_none_where_there_are_none(make):
+    status, _, (ran,) = make("test", "CHANGED=1", changed="tests/test_a.py tests/ops/test_b.py")
+    assert status == 0 and ran.endswith(" tests/test_a.py tests/ops/test_b.py")
+    assert make("test", "CHANGED=1")[::2] == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Imports between the rooms of a package point one way, and no modules import one another in a circle."""
 
-import ast
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from scripts.imports import ROOT, files_of, imports_of, module_of
+
 # Rooms of each package. A room may import those before it.
 ROOMS = {
     "upscalers": "request architecture checkpoint plan tensors solvers methods record runs edits".split(),
@@ -17,30 +16,10 @@ ROOMS = {
 ON_UPSCALERS = ("compare", "cli")
 
 
-def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-@cache
-def imports_of(file: Path) -> frozenset[str]:
-    """What a file imports, also inside functions and for types."""
-    results = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            results |= {alias.name for alias in node.names}
-    return frozenset(results)
-
-
 def rooms_imported(file: Path, package: str) -> set[str]:
     """Rooms of a package that a file imports."""
     names = (name.split(".") for name in imports_of(file))
     return {room for first, room, *_ in (name for name in names if len(name) > 1) if first == package}
-
-
-def files_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
 
 
 @pytest.mark.parametrize("package", ROOMS)

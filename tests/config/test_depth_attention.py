@@ -9,7 +9,6 @@ import pytest
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.config.flops import MASK_AND_SCALE
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import read_memories
 from midus_hf.memories.moda.options import DepthAttentionOptions, Slot
 from upscalers.architecture.flops import count_flops as estimate_flops
 from upscalers.architecture.flops import count_parameters
@@ -86,30 +85,3 @@ def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, g
     assert ("depth_gate" in tensors) == gates
     assert {name for name, tensor in tensors.items() if tensor.initial == ZEROS} - {"depth_gate"} == silent
     assert not gates or tensors["depth_gate"].initial == ZEROS
-
-
-def entry(**options: Any) -> dict[str, Any]:
-    return {"type": "moda", "layers": [0, 1, 2, 3], **options}
-
-
-@pytest.mark.parametrize(
-    ("memory", "message"),
-    [
-        ([entry(attention_slots="none", ffn_slots=False)], "expected one of them, for there is nothing to read"),
-        (
-            [entry(layers=[2])],
-            r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",
-        ),
-        ([entry(layers=[2, 4])], "names layer 4; expected 0 <= layer < 4"),
-        ([entry(site="inside-ffn")], "has site = 'inside-ffn'; expected one of: inside-attention"),
-        (
-            [entry(name="a", layers=[0, 2]), entry(name="b", layers=[2, 3])],
-            "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected",
-        ),
-    ],
-    ids=str,
-)
-def test_bad_options_and_two_memories_that_attend_in_one_layer_are_refused(memory, message):
-    with pytest.raises(ValueError, match=message):
-        read_memories(memory, SIZES)
-    assert len(read_memories([entry(name="a", layers=[0, 2]), entry(name="b", layers=[1, 3])], SIZES).entries) == 2

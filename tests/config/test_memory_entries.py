@@ -1,6 +1,8 @@
 """The `memory` list of a config: what an entry means, and what is refused, alike for planning and for models."""
 
 import json
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ def test_an_entry_names_a_type_its_options_a_site_and_layers():
     assert entry.options == HeadwiseOptions(n=8, k=2)
     assert (entry.options.type, entry.site, entry.layers) == ("midus-hml", "inserted", (1, 4))
     assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
+    assert len(read_memories([depth(0, 2, name="a"), depth(1, 3, name="b")], SIZES).entries) == 2
 
 
 def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_without_that():
@@ -29,6 +32,26 @@ def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_with
 def test_an_entry_written_out_is_read_as_what_it_was(name):
     entry = read_entry({"type": name, "layers": [1, 4]})
     assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
+
+
+BLOCK = {"type": "midus-hml", "site": "inserted", "layers": [1]}
+IN_A_BLOCK = "memory 'ultramem' is attached to layer 1, which was inserted for a memory"
+NO_NAME = "expected words joined by hyphens, and no word of a torch"
+BEHIND = "expected a layer to add behind for each"
+OF_LEVELS = "expected a size for each level of the tree, 0 or more, and not all of them 0, such as [256, 64, 16, 0]."
+OTHER = "levels, and 'hier-ffn' by one of branching 3 and 2 levels; expected one tree, by whose nodes a text fetches from both."
+
+
+def tables(*layers: int, **changes: Any) -> dict[str, Any]:
+    return {"type": "ultramem-v2", "layers": list(layers), **changes}
+
+
+def depth(*layers: int, **changes: Any) -> dict[str, Any]:
+    return {"type": "moda", "layers": list(layers), **changes}
+
+
+def fetched(kind: str = "hier-ffn", **changes: Any) -> dict[str, Any]:
+    return {"type": kind, "layers": [0, 2], "sizes": [2, 1], "branching": 3, **changes}
 
 
 WRONG = [
@@ -63,13 +86,41 @@ WRONG = [
         [{"type": "midus-hml", "layers": [1]}, {"type": "midus-linear", "layers": [1]}],
         "layer 1 holds two inserted memories; expected at most one",
     ),
-    ([{"type": "midus-hml", "layers": [1], "n": 0}], "n is 0; expected at least one sub-key per side"),
-    ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 0}], "k is 0; expected 1 <= k <= n = 8"),
     ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
     ([{"type": "midus-linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
-    ([{"type": "midus-linear", "layers": [1], "query_norm": "rms"}], "query_norm is 'rms'; expected one of: none, batch, layer"),
+    ([BLOCK, tables(0, 1)], IN_A_BLOCK),
+    ([tables(1), BLOCK], IN_A_BLOCK),
+    ([BLOCK, tables(0, site="skip", into=[1])], IN_A_BLOCK),
+    ([tables(0), tables(0)], "two memories have the name 'ultramem'; expected a separate name for each"),
+    ([tables(0), fetched(name="ultramem")], "two memories have the name 'ultramem'"),
+    ([tables(0, 1, site="skip", into=[2])], rf"'ultramem-v2' reads at layers \[0, 1\] and adds behind \[2\]; {BEHIND}"),
+    (
+        [tables(1, 2, site="skip", into=[2, 1])],
+        rf"reads at layers \[1, 2\] and adds behind \[2, 1\]; {BEHIND}, at or after it",
+    ),
+    ([tables(0, site="skip")], f"'ultramem-v2' has no 'into'; {BEHIND}"),
+    ([tables(0, site="skip", into=[6])], "'ultramem-v2' names layer 6; expected 0 <= layer < 6"),
+    ([tables(0, site="skip", into=1)], "into is 1; expected a list of layer indices"),
+    ([tables(0, site="inside-ffn")], "'ultramem-v2' has site = 'inside-ffn'; expected one of: beside-ffn"),
+    ([{**BLOCK, "name": "blocks"}], r"memory entry of type 'midus-hml' has no option 'name'\."),
+    *(([tables(0, **{key: 1})], rf"memory entry of type 'ultramem-v2' has no option '{key}'\.") for key in ("into", "span")),
+    *(
+        ([tables(0, name=name)], re.escape(f"'ultramem-v2' has name = {name!r}; {NO_NAME}"))
+        for name in ("a.b", "a--b", "", 5, "keys", "type", "forward")
+    ),
+    ([depth(0, 1, attention_slots="none", ffn_slots=False)], "expected one of them, for there is nothing to read"),
+    ([depth(2)], r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote"),
+    (
+        [depth(0, 2, name="a"), depth(2, 3, name="b")],
+        "memories 'a' and 'b' both attend in the place of layer 2's own attention; expected",
+    ),
+    *(([fetched(sizes=sizes)], re.escape(f"sizes is {sizes}; {OF_LEVELS}")) for sizes in ([], [0, 0], [4, -1])),
+    *(
+        ([fetched(), fetched("hier-kv", **{key: value})], f"memory 'hier-kv' fetches blocks by a tree of branching {tree} {OTHER}")
+        for key, value, tree in (("branching", 4, "4 and 2"), ("sizes", [2, 1, 0], "3 and 3"))
+    ),
 ]  # fmt: skip
 
 

@@ -182,7 +182,7 @@ print('saved')
     command = (sys.executable, "-c", waits)
     Phases(tmp_path, tmp_path, 1, {}).run("a", "training", 1, *command, makes=tmp_path / "m", steps=4)
     shown = capsys.readouterr().out
-    assert ": step 1 of 4, loss 3.250, about " in shown and "\nsaved\n" in shown and "{'loss'" not in shown
+    assert ": step 1 of 4, loss 3.250, " in shown and "\nsaved\n" in shown and "{'loss'" not in shown
 
 
 def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):

@@ -299,11 +299,6 @@ def test_every_recipe_is_read(recipe):
         ({"tasks": ["piqa"], "column": "body"}, "column is 'body', but there is no text to measure"),
         ({"text": "a", "limit": 4}, "limit is 4, but there is no task to run; give one, or leave it out"),
         ({"text": "a", "data": "d"}, "data is 'd', but there is no task to run"),
-        ({"tasks": ["piqa"], "limit": 0}, "limit is 0; expected at least 1"),
-        ({"text": "a", "batch_size": 0}, "batch_size is 0; expected at least 1"),
-        ({"text": "a", "sequence_length": 0}, "sequence_length is 0; expected at least 1"),
-        ({"text": "a", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
-        ({"tasks": ["piqa"], "num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
         (
             {"text": "a", "retriever": "tree", "path_column": "i"},
             "path_column is 'i', but a retriever is given; expected one of them.",

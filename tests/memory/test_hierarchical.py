@@ -239,52 +239,12 @@ def test_a_memory_has_no_tensors_of_its_own(kind):
     assert not list(build_memory(options, SIZES).parameters()) and not list(build_memory(options, SIZES).buffers())
 
 
-def entry(kind="hier-ffn", **changes):
-    return {"type": kind, "layers": [0, 2], "sizes": [2, 1], "branching": 3, **changes}
-
-
-OF_LEVELS = "expected a size for each level of the tree, 0 or more, and not all of them 0, such as [256, 64, 16, 0]."
-OTHER_TREE = "levels, and 'hier-ffn' by one of branching 3 and 2 levels; expected one tree, by whose nodes a text fetches from both."
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([entry(branching=1)], "branching is 1; expected 2 or more."),
-        ([entry(branching=2.5)], "branching is 2.5; expected a whole number."),
-        *(([entry(sizes=sizes)], f"sizes is {sizes}; {OF_LEVELS}") for sizes in ([], [0, 0], [4, -1])),
-        ([entry(sizes=[1.5])], "sizes[0] is 1.5; expected a whole number."),
-        (
-            [entry(), entry("hier-kv", branching=4)],
-            f"memory 'hier-kv' fetches blocks by a tree of branching 4 and 2 {OTHER_TREE}",
-        ),
-        (
-            [entry(), entry("hier-kv", sizes=[2, 1, 0])],
-            f"memory 'hier-kv' fetches blocks by a tree of branching 3 and 3 {OTHER_TREE}",
-        ),
-        ([entry(), entry()], "two memories have the name 'hier-ffn'; expected a separate name for each."),
-    ],
-    ids=str,
-)
-def test_entries_that_do_not_fit_are_refused(entries, message):
-    with pytest.raises(ValueError) as raised:
-        read_memories(entries, SIZES)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
-def test_an_alpha_that_scales_nothing_is_refused(alpha):
-    with pytest.raises(ValueError, match=f"alpha is {alpha!r}; expected a number above 0."):
-        HierLoraQKOptions(alpha=alpha)
-
-
 def test_memories_of_one_tree_have_a_bank_each():
-    memories = read_memories([entry(), entry("hier-kv", layers=[1]), entry(name="second")], SIZES)
-    assert list(block_layouts(memories)) == ["hier-ffn", "hier-kv", "second"]
-    assert (
-        block_layouts(memories)["hier-kv"].layers == (1,)
-        and block_layouts(memories)["second"].memory_type == "hier-ffn"
-    )
+    entry = {"type": "hier-ffn", "layers": [0, 2], "sizes": [2, 1], "branching": 3}
+    others = {**entry, "type": "hier-kv", "layers": [1]}, {**entry, "name": "second"}
+    layouts = block_layouts(read_memories([entry, *others], SIZES))
+    assert list(layouts) == ["hier-ffn", "hier-kv", "second"]
+    assert layouts["hier-kv"].layers == (1,) and layouts["second"].memory_type == "hier-ffn"
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])

@@ -210,14 +210,12 @@ def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
         ({"max_order": 4}, "min_order is 2 and max_order 4; expected"),
         ({"width": 10}, "width is 10; expected a multiple of hash_heads = 8"),
         ({"rows": 10}, "rows is 10; expected 1, or a number with 16 primes up to it"),
-        ({"rows": 0}, "rows is 0; expected at least one row per hash head"),
         ({"table": "exact", "hash_heads": 4}, "hash_heads 4 and rows 65536; expected neither, since the corpus"),
         ({"table": "exact", "rows": 1009}, "hash_heads 8 and rows 1009; expected neither"),
         ({"known_ngrams": 3}, "table is 'hashed' and known_ngrams 3; expected 0"),
         ({"table": "exact", "known_ngrams": -1}, "known_ngrams -1; expected 0 or more"),
         ({"row_dropout": 1.0}, "row_dropout is 1.0; expected a share from 0 to below 1"),
         ({"match": "longest"}, "match is 'longest' and table 'hashed', where all n-grams have rows"),
-        ({"kernel": -1}, "kernel is -1; expected a number of taps"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

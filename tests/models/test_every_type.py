@@ -34,8 +34,10 @@ from scripts.anatomy.architecture import architecture_of
 from scripts.anatomy.proof import UnprovenArchitecture, prove
 from scripts.anatomy.tiny import tiny_config, tiny_model
 
-COMPOSITE_TYPES = composite_types()
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
+
+# What `python -m scripts.anatomy` has written of each type.
+ROWS = json.loads(FILE.read_text(encoding="utf-8"))
 
 # Why types are refused, each with a type that is. A failure to build or to run a tiny model is none of the reasons: the type needs
 # sizes of its own.
@@ -346,10 +348,10 @@ def test_types_that_no_run_proves_have_a_layout_and_a_row_of_families():
     assert [name for name in listed_types() if model_type_of(name).layout] == sorted(MAIN_TYPES)
 
 
-@pytest.mark.parametrize("model_type", by_default(["cohere", "gpt2", "phi3", "llava"], [*TYPES, *COMPOSITE_TYPES]))
+@pytest.mark.parametrize("model_type", by_default(["cohere", "gpt2", "phi3", "llava"], ROWS))
 def test_the_row_of_a_type_is_what_the_command_writes(model_type):
     """What a proof says of a wiring that is refused may have other numbers on another machine."""
-    row, written = proven_row(model_type), json.loads(FILE.read_text(encoding="utf-8"))[model_type]
+    row, written = proven_row(model_type), ROWS[model_type]
     if isinstance(row, str):
         assert row == written
         return
@@ -359,10 +361,15 @@ def test_the_row_of_a_type_is_what_the_command_writes(model_type):
     assert row.get("refused", {}).keys() == written.get("refused", {}).keys()
 
 
+@pytest.mark.product
+def test_every_type_has_a_row():
+    assert {*TYPES, *composite_types()} <= ROWS.keys()
+
+
 def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(types, "FILE", tmp_path / "types.json")
-    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    rows = dict(ROWS)
     (tmp_path / "types.json").write_text(json.dumps({name: row for name, row in rows.items() if name != "cohere"}))
     fresh = (types._rows.cache_clear, types.type_of.cache_clear)
     try:

@@ -84,7 +84,6 @@ NOT_OPEN = (
     "Call banks.open(folder) of a model that was made otherwise."
 )
 BOTH = "memory_ids and memory_blocks are given; expected one of them."
-EXPECTED = "expected integers [batch, 3], for each row a node of each level of the tree."
 
 
 # tests/banks/test_bank_refusals.py has every message of ids. What is given is made by the model where it is blocks.
@@ -92,7 +91,6 @@ EXPECTED = "expected integers [batch, 3], for each row a node of each level of t
     ("given", "rows", "message"),
     [
         (lambda _: {"memory_ids": IDS[:1]}, 2, "memory_ids has 1 rows; expected 2, one for each text of the batch."),
-        (lambda _: {"memory_ids": IDS.float()}, 2, f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
         (lambda model: {"memory_ids": IDS, "memory_blocks": model.fetch_memory(IDS)}, 2, BOTH),
         *(
             (
@@ -103,7 +101,7 @@ EXPECTED = "expected integers [batch, 3], for each row a node of each level of t
             for ids, rows in ((IDS[:1], 2), (IDS, 1), (torch.cat([IDS, OTHER_IDS]), 2))
         ),
     ],
-    ids=["rows", "floats", "both", "blocks of one", "blocks of two", "blocks of four"],
+    ids=["rows", "both", "blocks of one", "blocks of two", "blocks of four"],
 )
 def test_what_does_not_fit_the_texts_is_refused(given, rows, message, tmp_path):
     model = hierarchical_model("llama", "hier-kv", tmp_path)

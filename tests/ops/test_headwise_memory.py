@@ -45,29 +45,3 @@ def test_output_and_every_gradient_equal_those_of_the_loops(sizes, k):
 def test_the_reference_can_be_differentiated_twice():
     arguments = [argument.requires_grad_() for argument in inputs(tokens=3, heads=2, half=2, n=4, width=3)]
     assert torch.autograd.gradgradcheck(lambda *tensors: headwise_memory(*tensors, 3, backend="reference"), arguments)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"value_bank": (24, 5)},
-            r"value_bank is \(24, 5\); expected \[n \* n, v\] or \[H, n \* n, v\] with n \* n = 25",
-        ),
-        ({"value_bank": (25,)}, r"value_bank is \(25,\); expected \[n \* n, v\] or"),
-        ({"value_bank": (2, 25, 5)}, "value_transform is given with a bank per head; expected None, or a bank"),
-        ({"value_transform": (2, 5, 4)}, r"value_transform is \(2, 5, 4\); expected \(H, v, v\) = \(2, 5, 5\)"),
-        ({"value_transform": (1, 5, 5)}, r"value_transform is \(1, 5, 5\); expected \(H, v, v\) = \(2, 5, 5\)"),
-        ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys"),
-    ],
-)
-def test_wrong_arguments_are_refused(changes, message):
-    shapes = {
-        "query": (3, 2, 8),
-        "row_keys": (2, 5, 4),
-        "column_keys": (2, 5, 4),
-        "value_bank": (25, 5),
-        "value_transform": (2, 5, 5),
-    }
-    with pytest.raises(ValueError, match=message):
-        headwise_memory(*(torch.zeros(shape) for shape in (shapes | changes).values()), 2)

@@ -56,32 +56,6 @@ def test_runs_on_the_meta_device():
     assert scores.shape == slots.shape == (5, 2, 3)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"query": (3, 2, 6)}, r"query ends in \(2, 6\); expected \(heads, 2 \* sub-key width\) = \(2, 8\)"),
-        ({"query": (3, 4, 8)}, r"query ends in \(4, 8\)"),
-        ({"query": (8,)}, r"query ends in \(8,\)"),
-        ({"row_keys": (1, 2, 5, 4)}, r"row_keys is \(1, 2, 5, 4\); expected \[heads, n, sub-key width\]"),
-        ({"row_keys": (2, 5)}, r"row_keys is \(2, 5\); expected \[heads, n, sub-key width\]"),
-        ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
-        ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5\. Lower k or raise n"),
-        ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5\. Lower k or raise n"),
-    ],
-)
-def test_wrong_arguments_are_refused(changes, message):
-    shapes = {
-        "query": (3, 2, 8),
-        "row_keys": (2, 5, 4),
-        "column_keys": (2, 5, 4),
-        "k": 2,
-        **changes,
-    }
-    arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=message):
-        product_key_topk(**arguments)
-
-
 def test_flat_keys_are_compared_with_every_query():
     generator = torch.Generator().manual_seed(0)
     query, keys = (
@@ -93,19 +67,6 @@ def test_flat_keys_are_compared_with_every_query():
     torch.testing.assert_close(scores, every.sort(dim=-1, descending=True).values[..., :6])
     torch.testing.assert_close(every.gather(-1, slots), scores)
     assert torch.autograd.gradcheck(lambda q, k: flat_key_topk(q, k, 6)[0], (query, keys))
-
-
-@pytest.mark.parametrize(
-    "keys, k, message",
-    [
-        ((3, 4), 1, r"keys is \(3, 4\); expected \[heads, slots, key width\]"),
-        ((2, 5, 3), 1, r"query ends in \(2, 4\); expected \(heads, key width\) = \(2, 3\)"),
-        ((2, 5, 4), 6, r"k is 6; expected 1 <= k <= N = 5\. Lower k or raise N"),
-    ],
-)
-def test_wrong_flat_keys_are_refused(keys, k, message):
-    with pytest.raises(ValueError, match=message):
-        flat_key_topk(torch.zeros(1, 2, 4), torch.zeros(keys), k)
 
 
 @pytest.mark.parametrize("sign", [-1, 1], ids=["below-zero", "above-zero"])

@@ -91,31 +91,6 @@ def test_scores_keep_their_dtype(dtype):
     torch.testing.assert_close(scores.double(), exact, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"rows": torch.zeros(2, 5, 2), "columns": torch.zeros(2, 5, 2)},
-            r"row_scores is \(2, 5, 2\) and column_scores",
-        ),
-        ({"columns": torch.zeros(3, 2, 4, 2)}, r"column_scores \(3, 2, 4, 2\); expected equal shapes"),
-        ({"core": torch.zeros(2, 2, 3)}, r"core is \(2, 2, 3\); expected \(2, 2, 2\)"),
-        ({"left": torch.zeros(2, 3)}, r"row_vector is \(2, 3\); expected \(2, 2\)"),
-        ({"right": torch.zeros(2)}, r"column_vector is \(2,\); expected"),
-        ({"side": 0}, "side is 0; expected 1 <= side <= n = 5"),
-        ({"k": 0}, "k is 0; expected 1 <= k <= 9, the pairs that the first stage keeps"),
-        ({"side": 6}, "side is 6; expected 1 <= side <= n = 5"),
-        ({"k": 10}, "k is 10; expected 1 <= k <= 9, the pairs that the first stage keeps"),
-    ],
-)  # fmt: skip
-def test_shapes_and_counts_that_do_not_fit_are_refused(change, message):
-    arguments = (
-        dict(zip(("rows", "columns", "core", "left", "right"), drawn(), strict=True)) | {"k": 4, "side": 3} | change
-    )
-    with pytest.raises(ValueError, match=message):
-        tucker_topk(*arguments.values())
-
-
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_leading_vectors_are_those_of_a_singular_value_decomposition(rank):
     cores = torch.rand(20, rank, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))

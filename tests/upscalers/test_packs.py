@@ -103,10 +103,6 @@ WRONG_ROWS = [
 ]
 WRONG_OPTIONS = [
     ({"corpus": None}, "corpus is missing; expected a file of names and texts"),
-    ({"max_tokens": 0}, "max_tokens is 0; expected at least one token"),
-    ({"open": 0}, "open is 0; expected at least one entry"),
-    ({"score_bias": float("inf")}, "score_bias is inf; expected a number"),
-    ({"distance": -1}, "distance is -1; expected 0 or more positions"),
 ]
 
 

@@ -107,34 +107,18 @@ DENSE = {
 NO_DEVICE = r"device is '{}', which cannot be used here .*expected one of: cpu(, cuda)?\."
 OPT_DEUS = [
     ("device=cuda:99", NO_DEVICE.format("cuda:99")),
-    ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
-    ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
-    ("max_iterations=0", "max_iterations is 0; expected a number above 0."),
 ]  # fmt: skip
 LESA = [
     ("device=meta", NO_DEVICE.format("meta")),
-    ("hidden_size=0", "hidden_size is 0; expected at least 1."),
-    ("epochs=0", "epochs is 0; expected at least 1."),
-    ("batch_size=0", "batch_size is 0; expected at least 1."),
-    ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
-    ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
-    ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
     ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
 ]  # fmt: skip
 MOC = [
     ("k=9 chapters=8", r"k is 9; expected 1 <= k <= 7, the chapters = 8 less shared_chapters = 1\. Lower k or raise chapters\."),
-    ("k=0", "k is 0; expected 1 <= k <= 63, "),
     ("shared_chapters=64", r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
     ("shared_chapters=63", r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
-    ("shared_chapters=-1", r"shared_chapters is -1; expected 0 or more\."),
     ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
     ("chapters=5 k=1", r"chapters is 5, which does not divide memory_tokens = 4096; expected .* Choose a divisor\."),
     ("share=some", r"share is 'some'; expected all, none, or every:K such as every:2\."),
-    ("chunk_size=0", r"chunk_size is 0; expected 2 or more\."),
-    ("memory_tokens=0", r"memory_tokens is 0; expected 1 or more\."),
-    ("chapters=0", r"chapters is 0; expected 1 or more\."),
-    ("routed_scale=0", r"routed_scale is 0(\.0)?; expected a number above 0\."),
-    ("router_aux_loss_coef=-1", r"router_aux_loss_coef is -1(\.0)?; expected 0 or more\."),
 ]  # fmt: skip
 ULTRAMEM = [
     ("n=40000 share=ring:4", "n is 40000 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
@@ -148,7 +132,6 @@ ULTRAMEM = [
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
     ("k=17 n=4", "k is 17; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
-    ("heads=0", "heads is 0; expected 1 or more."),
     ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
     ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
 ]  # fmt: skip
@@ -168,7 +151,6 @@ HIER_FFN = [
 SETTINGS = {
     "lesa": LESA,
     "opt-deus": OPT_DEUS,
-    "midus-linear": [("slots=0", "slots is 0; expected at least one slot")],
     "moc": MOC,
     "moda": MODA,
     "ultramem-v2": ULTRAMEM,

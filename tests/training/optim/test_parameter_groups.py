@@ -117,9 +117,6 @@ def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(fa
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
-        ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
-        ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x', None."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
         ({"learning_rate": 1}, "no parameter requires a gradient; call set_trainable on the model first."),
