@@ -334,6 +334,12 @@ def test_a_sequence_goes_on_with_what_it_has_open(entries):
     assert not torch.allclose(logits(model, tokens), expected) or not entries
 
 
+def test_a_pass_whose_entry_is_removed_after_its_name_was_found_computes_as_the_base(monkeypatch):
+    base, model = both("llama")
+    monkeypatch.setattr(model.glossary, "entry", lambda _: None)
+    assert torch.equal(logits(model, ids("So gold is")), logits(base, ids("So gold is")))
+
+
 def test_threads_read_while_another_changes_entries():
     base, model = both("llama")
     of_q, of_gold = ids(" q: a"), ids("So gold is")

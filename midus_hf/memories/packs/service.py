@@ -141,6 +141,8 @@ class OpensPacks(BankService, States):
             return {self.name: kept["step"][1]}
         with torch.inference_mode(False), torch.no_grad():
             packs = self._packs(model, glossary, rows, kept, ids.device)
+            if not packs:  # their entries were removed since the names were found
+                return {}
             assert self._angles is not None, "packs were read before"
             angles = self._angles[1]
             opened = open_packs(rows, ids.shape[1], packs, angles, self.options, ids.device, model.dtype)
