@@ -63,6 +63,10 @@ class TaskOptions:
     def __post_init__(self) -> None:
         if not self.names:
             raise ValueError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
+        for name, least in (("limit", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
 
 
 @dataclasses.dataclass(kw_only=True)

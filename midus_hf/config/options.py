@@ -103,7 +103,7 @@ def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
             return True, value if type(value) is alternative else alternative(number)
         return False, None
     if alternative in (bool, str, dict, list, types.NoneType):
-        return isinstance(value, alternative) and not (isinstance(value, bool) and alternative is not bool), value
+        return isinstance(value, alternative), value
     return False, None
 
 
