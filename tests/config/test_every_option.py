@@ -114,7 +114,7 @@ def test_a_number_below_its_least_value_is_named_with_it_and_the_least_is_taken(
         )
         said, other = (refusal_of(options, {name: value}) for value in (below, taken))
         pattern = (
-            rf"(\w+ is [^;]+ and )?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
+            rf"(\w+ is [^;]+ and |tasks\.)?{name} (is )?{below}(\.0)?( and [^;]+)?; expected [^\n]*\b({bound})\b[^\n]*\.$"
         )
         assert re.match(pattern, said), (name, said)
         assert other.partition("; ")[2] != said.partition("; ")[2], (name, said)
