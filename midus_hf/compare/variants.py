@@ -81,7 +81,7 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
         types = [entry.get("type") for entry in base.get("memory") or []]
-        rates = _rates(train, base.get("upscale", {}).get("trainable"), types, listed)
+        rates = _rates(train, (record_of(base) or UpscaleRecord()).trainable, types, listed)
         return Variant(name, None, train, rates)
     keys = _keys(f"variants.{name}.upscale", options.upscale, _OWN_UPSCALING_KEYS)
     for key in keys:
