@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,11 +221,18 @@ _EMPTY: Mapping[str, Any] = {
 
 @cache
 def _rows() -> Mapping[str, Any]:
-    """Return rows by type: those of the file, and those that the user proved; a text says why a type cannot host memory."""
+    """Return rows by type: those of the file, else those that the user proved; a text says why a type cannot host memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(own_rows().glob("*.json")):
-        rows[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(listed, dict) or installed_version() not in listed["transformers"]:
+            rows[path.stem] = own
     return rows
+
+
+def installed_version() -> str:
+    """Return the version of the installed transformers, such as `"5.24"`."""
+    return ".".join(version("transformers").split(".")[:2])
 
 
 def own_rows() -> Path:

@@ -19,7 +19,16 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, CompositeType, ModelType, UnknownType, own_rows
+from midus_hf.anatomy.types import (
+    FILE,
+    MAIN_TYPES,
+    WIRINGS,
+    CompositeType,
+    ModelType,
+    UnknownType,
+    installed_version,
+    own_rows,
+)
 from midus_hf.memories.hosting.parts import MissingPart
 from midus_hf.models.families.template import shapes_digest
 from scripts.anatomy.architecture import is_composite
@@ -28,7 +37,7 @@ from scripts.anatomy.proof import UnprovenArchitecture, prove
 from scripts.anatomy.reading import read_composite, read_type
 from scripts.anatomy.tiny import composite_class_of
 
-VERSION = ".".join(transformers.__version__.split(".")[:2])
+VERSION = installed_version()
 
 
 def causal_types() -> list[str]:

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
-from midus_hf.anatomy.types import CompositeType, LayerParts, ModelType, UnknownType, type_of
+from midus_hf.anatomy.types import CompositeType, LayerParts, ModelType, UnknownType, installed_version, type_of
 from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
 
@@ -60,8 +60,7 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
 
 def _check_version(row: ModelType | CompositeType) -> None:
     """Refuse a type that was not proven with the installed version of transformers, unless its layers are the same."""
-    version = ".".join(transformers.__version__.split(".")[:2])
-    if version in row.transformers or shapes_digest(row) in row.transformers.values():
+    if installed_version() in row.transformers or shapes_digest(row) in row.transformers.values():
         return
     raise UnknownType(
         f"{row.model_type!r} was proven with transformers {', '.join(row.transformers)}, and has other tensors in "
