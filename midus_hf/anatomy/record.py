@@ -133,7 +133,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-# What follows is alone part of the code that checkpoints carry.
+# What follows is also in the code that checkpoints carry.
 
 
 def _entry(config: Any) -> Any:
