@@ -131,6 +131,29 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
     )
 
 
+def answers_about(asked: Model, questions: str, limit: int | None, at_least: float | None) -> Answer:
+    """Answer how many questions about a glossary the model answers rightly, beside the texts in front."""
+    from midus_hf.look import answers
+
+    read = answers.read_questions(questions, limit)
+    model, tokenizer = asked.loaded
+    rows = answers.check_questions(model, tokenizer, asked.name, read)
+    share = sum(row["right"] for row in rows) / len(rows)
+    is_short = at_least is not None and share < at_least
+    return Answer(
+        title="What the model answers about a glossary",
+        summary=f"{asked.name}: {len(rows):,} questions.",
+        report={"model": asked.name, "questions": questions, "share": share, "rows": rows},
+        finding=answers.questions_finding(rows),
+        tables=[answers.questions_table(rows)],
+        how_to_read=answers.HOW_TO_READ,
+        details=lambda: rows,
+        failure=f"{share:.1%} of the answers are right; expected at least {at_least:.1%} (--at-least)."
+        if is_short
+        else "",
+    )
+
+
 def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | None) -> Answer:
     """Answer how important each attention head is for right answers, and how much this differs between the heads of a layer."""
     from tqdm import tqdm
