@@ -90,6 +90,16 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
     assert value == expected and type(value) is type(expected)
 
 
+def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_says(recipe, capsys):
+    with recipe.open("a") as file:
+        file.write("\ntrainable: new\n")
+    arguments = read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}"])
+    assert (arguments.trainable, arguments.adapters) == ("auto", {"r": 8})
+    assert f"--adapters replaces trainable: new of {recipe}\n" in capsys.readouterr().err
+    with refused("adapters is set and trainable is 'new'"):
+        read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}", "--trainable", "new"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
