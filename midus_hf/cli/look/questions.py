@@ -93,7 +93,8 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
         for name, texts in documents.items()
         for table in tables
     }
-    summary = f"{asked.name}: {'no certificate' if certificate is None else 'its certificate fits the folder'}."
+    without = "no certificate, which midus train --protect writes; what is said here was found now"
+    summary = f"{asked.name}: {without if certificate is None else 'its certificate fits the folder'}."
     if prove:
         proven = where_read.prove_untouched(*asked.loaded, documents, read)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
