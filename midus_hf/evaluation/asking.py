@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def glossary_of(model: "PreTrainedModel") -> "Glossary | None":
+def glossary_of(model: Any) -> "Glossary | None":
     """Return the glossary of a model; None without packs."""
-    stack: Any = model.stack if hasattr(model.config, "memories") else None
+    stack = model.stack if hasattr(model.config, "memories") else None
     return model.glossary if stack is not None and "packs" in stack.services else None
 
 

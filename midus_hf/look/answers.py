@@ -49,7 +49,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     stack, service = packs_of(model)
     glossary: Glossary = model.glossary
     plain = tokenizer.chat_template is None
-    rows = []
+    rows: list[Row] = []
     for row in tqdm(questions, desc="questions", disable=None):
         question, expected = row["question"], row["answer"]
         named = [glossary[number] for number in glossary.named(glossary.spelling.ids(question))]
@@ -86,8 +86,6 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
         ValueError: If the rows cannot be read, or one has no question or answer.
     """
     rows = read_rows("questions", path)
-    if not len(rows):
-        raise ValueError(f"questions is {path!r}, which has no rows; expected questions.")
     for column in ("question", "answer"):
         if column not in rows.column_names:
             raise ValueError(
@@ -100,7 +98,8 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
                 raise ValueError(
                     f"row {number} of {path!r} has {row[column]!r} under {column!r}; expected a text. Write it, or remove the row."
                 )
-    return [{column: row[column].strip() for column in ("question", "answer")} for row in rows][:limit]
+    read: list[Row] = [{column: " ".join(row[column].split()) for column in ("question", "answer")} for row in rows]
+    return read[:limit]
 
 
 def has(answer: str, expected: str) -> bool:
