@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from demo import BIN, CONFIGS
-from demo.phases import Phases, duration, run_demo, schedule
+from demo.phases import Phases, run_demo, schedule
 from demo.report import write_report
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
@@ -96,7 +96,7 @@ def main() -> None:
         machine=f"{short('machine', {'machine': machine()})} (load before: {load:.1f} of {os.cpu_count()} CPUs)",
     )
     phases.finish()
-    print(f"\n{table}\n\n{duration(sum(phases.seconds.values()))} in all; report: {output / 'report.html'}")
+    print(f"\n{table}\n\nreport: {output / 'report.html'}")
 
 
 def weights(folder: Path) -> dict[str, Any]:

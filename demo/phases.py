@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from midus_hf.training.checkpoints import latest_whole
 RECORD = "phases.json"
 # A phase that prints nothing for this many seconds shows its progress.
 SECONDS = 30.0
+# Steps of a training from whose times the remaining time is estimated.
+_LAST_STEPS = 5
 # Signals that end a demonstration; a command gets SIGTERM if it does not handle the signal itself.
 _SIGNALS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
@@ -169,7 +172,9 @@ class TrainingProgress(Progress):
         super().__init__(0)
         self._measures_first = measures_first
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
-        self._began = self._stepped = self.started
+        self._ends = deque(
+            [self.started], maxlen=_LAST_STEPS + 1
+        )  # of steps, behind the beginning of the first of them
         self._doing = "reading texts and model"
 
     def take(self, line: str) -> bool:
@@ -178,29 +183,32 @@ class TrainingProgress(Progress):
         if not line.startswith("{'"):
             if self._done == self._first:  # texts and model are read now
                 measured = "measuring held-out texts, then " if self._measures_first else ""
-                self._began, self._doing = time.monotonic(), f"{measured}in step {self._first + 1}"
+                self._begin()
+                self._doing = f"{measured}in step {self._first + 1}"
             return True
         event = ast.literal_eval(line)
         if "loss" in event:
             self._done, self._loss = self._done + 1, f", loss {float(event['loss']):.3f}"
-            self._stepped = time.monotonic()
+            self._ends.append(time.monotonic())
         elif self._done == self._first:
-            self._began = time.monotonic()  # the evaluation before the first step does not predict the remaining time
+            self._begin()  # the evaluation before the first step does not predict the remaining time
         return False
 
+    def _begin(self) -> None:
+        self._ends.clear()
+        self._ends.append(time.monotonic())
+
     def __str__(self) -> str:
-        new, now = self._done - self._first, time.monotonic()
+        new, now = len(self._ends) - 1, time.monotonic()
         ending = self._doing
         if self._done >= self._steps:
             ending = "measuring held-out texts and saving"
         elif new:
-            of_a_step = (self._stepped - self._began) / new
-            left = of_a_step * (self._steps - self._done) - (now - self._stepped)
+            of_a_step, since = (self._ends[-1] - self._ends[0]) / new, now - self._ends[-1]
+            left = of_a_step * (self._steps - self._done) - since
             ending = f"about {duration(left)} left"
-            if now - self._stepped > 2 * of_a_step:
-                ending = (
-                    f"the next has taken {duration(now - self._stepped)}, and those before {duration(of_a_step)} each"
-                )
+            if since > 2 * of_a_step:
+                ending = f"the next has taken {duration(since)}, and those before {duration(of_a_step)} each"
         return f"{duration(now - self.started)}: step {self._done} of {self._steps}{self._loss}, {ending}"
 
 

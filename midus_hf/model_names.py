@@ -1,12 +1,14 @@
 """Check names of models, paths of texts and devices before anything is loaded that takes seconds."""
 
+import codecs
+import os
 import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.wording import first_line
+from midus_hf.config.wording import first_line, save_as_utf8
 from midus_hf.files.json_text import read_json
 
 _EXPECTED_SOURCES = {
@@ -17,8 +19,11 @@ _EXPECTED_SOURCES = {
     "data": "a folder with questions of tasks",
     "include_path": "a folder of task files",
 }
+_TEXT_SUFFIXES = {*".csv .json .jsonl .md .ndjson .tsv .txt".split()}
 # A name with one of these endings is a file, though it could be a Hub id by its characters.
-_FILE_SUFFIXES = {*".bz2 .csv .gz .json .jsonl .md .ndjson .parquet .tsv .txt .xz .zst".split()}
+_FILE_SUFFIXES = {*_TEXT_SUFFIXES, *".bz2 .gz .parquet .xz .zst".split()}
+# Bytes of a text file that are read before it is read as a whole.
+_BEGINNING = 2**20
 # What to do with an adapter that is given as a model.
 MERGE_ADAPTER = (
     "Merge the adapter into its base with PEFT (merge_and_unload, then save_pretrained), and give that model's folder."
@@ -61,6 +66,23 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
         )
         if not may_be_id and not Path(name).expanduser().exists():
             raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
+        _check_beginning(key, name)
+
+
+def _check_beginning(key: str, name: str) -> None:
+    """Refuse a text file that is empty or not in UTF-8, before libraries that would say so are imported for seconds."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() not in _TEXT_SUFFIXES or not path.is_file() or not os.access(path, os.R_OK):
+        return
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING)
+    if not beginning:
+        content = "row" if key == "dataset_name" else "text with a visible character"
+        raise ValueError(f"{key} is {name!r}, which is empty: it has no {content}. Add text to it.")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key} is {name!r}, which cannot be read: {error}{save_as_utf8(error)}") from None
 
 
 def _check_folder(key: str, name: str, folder: Path) -> None:

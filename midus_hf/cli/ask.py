@@ -1,11 +1,14 @@
 """The `midus ask` command."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, cli_option, flag
+from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.rows import is_text
 from midus_hf.model_names import check_dtype, check_model_name
@@ -13,15 +16,18 @@ from midus_hf.model_names import check_dtype, check_model_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from midus_hf.memories.packs.glossary import Glossary
+
 app = command_line()
 
 
 @app.command()
 def midus_ask(
     model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
-    question: Annotated[str, argument("What to ask.", "QUESTION")],
+    question: Annotated[str | None, argument("What to ask.", "[QUESTION]")] = None,
+    questions: Annotated[str | None, cli_option("Ask each line of a file, or of standard input (-).", "FILE")] = None,
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
-    max_new_tokens: Annotated[int, cli_option("Most tokens of the answer.", "N", min=1)] = 256,
+    max_new_tokens: Annotated[int, cli_option("Most tokens of an answer.", "N", min=1)] = 256,
     dtype: Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
     device: Device = None,
 ) -> None:
@@ -29,67 +35,64 @@ def midus_ask(
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
     glossary that are read. Without a chat template, names of entries in the question are also put before it, so that their packs
-    are open when it is read.
+    are open when it is read. With --questions the model is loaded once, and each answer follows a line with its question.
     """
     check_model_name("model", model)
     check_dtype(dtype)
-    if not is_text(question):
-        raise ValueError(f"question is {question!r}, with half a character; expected text in UTF-8. Write it again.")
-    import torch
-    from jinja2 import TemplateError
-    from transformers import TextStreamer
-
-    from midus_hf.saved_models import as_value_error, check_ids, load_for_reading
+    if (question is None) == (questions is None):
+        raise ValueError("expected either QUESTION or --questions FILE; give one of them.")
+    asked = [question] if question is not None else _lines_of(str(questions))
+    for each in asked:
+        if not is_text(each):
+            raise ValueError(f"question is {each!r}, with half a character; expected text in UTF-8. Write it again.")
+    from midus_hf.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
-    named = _named(loaded, question) if plain else []
-    if plain:
-        inputs = tokenizer("\n".join([*named, question]), return_tensors="pt")
-    else:
-        chat = [{"role": "user", "content": question}]
-        refusal = f"model is {model!r}, whose chat template refuses a single question; pass --plain to skip it"
-        with as_value_error(refusal, TemplateError, TypeError, ValueError):
-            inputs = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-    if not inputs["input_ids"].numel():
-        raise ValueError(f"question is {question!r}, which has no token for this model; expected a text.")
-    check_ids(int(inputs["input_ids"].max()), loaded.config.get_text_config().vocab_size)
-    _say_what_is_open(loaded, inputs["input_ids"][0].tolist(), named)
-    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    generate: Any = loaded.generate
-    with torch.no_grad():
-        generate(
-            **inputs.to(loaded.device),
-            **_fetched(loaded, model, question),
-            **greedy,
-            max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )
+    fetched = _fetching(loaded, model)
+    for each in asked:
+        if questions is not None:
+            print(f"> {each}", flush=True)
+        _ask(loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
 
 
-def _glossary(loaded: "PreTrainedModel") -> Any:
-    """Return the glossary of a model; None without packs."""
-    stack: Any = loaded.stack if hasattr(loaded.config, "memories") else None
-    return loaded.glossary if stack is not None and "packs" in stack.services else None
+def _lines_of(path: str) -> list[str]:
+    """Return the lines of a file, or of standard input, that are not blank."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"questions is {path!r}, which cannot be read: {first_line(error)}. Expected a text file in UTF-8, a question per line."
+        ) from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"questions is {path!r}, which has no question; expected one per line.")
+    return lines
 
 
-def _named(loaded: "PreTrainedModel", question: str) -> list[str]:
-    """Return the first name of each entry that a question names, to be put before it; none without packs."""
-    glossary = _glossary(loaded)
-    if glossary is None:
-        return []
-    return [glossary[number].names[0] for number in glossary.named(glossary.spelling.ids(question))]
+def _ask(
+    loaded: "PreTrainedModel", tokenizer: Any, name: str, question: str, plain: bool, max_new_tokens: int, fetched: Any
+) -> None:
+    """Print the answer to one question as it is written, and on standard error what it reads."""
+    from transformers import TextStreamer
+
+    from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
+
+    glossary = glossary_of(loaded)
+    numbers = glossary.named(glossary.spelling.ids(question)) if plain and glossary is not None else []
+    named = [glossary[number].names[0] for number in numbers] if glossary is not None else []
+    in_front = [f"{each}\n" for each in named]
+    inputs = question_inputs(loaded, tokenizer, question, name=name, in_front=in_front, plain=plain)
+    if glossary is not None:
+        _say_what_is_open(loaded, glossary, inputs["input_ids"][0].tolist(), named)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
 
 
-def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[str]) -> None:
-    """Print which entries are read after a text, which others it names, or which names are similar; nothing without packs."""
-    glossary = _glossary(loaded)
-    if glossary is None:
-        return
+def _say_what_is_open(loaded: "PreTrainedModel", glossary: "Glossary", ids: list[int], in_front: list[str]) -> None:
+    """Print which entries are read after a text, which others it names, or which names are similar."""
     stack: Any = loaded.stack
     entries, others = stack.services["packs"].open_at_end(ids)
     if entries:
@@ -109,12 +112,12 @@ def _say_what_is_open(loaded: "PreTrainedModel", ids: list[int], in_front: list[
     print(said, file=sys.stderr)
 
 
-def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, Any]:
-    """Return the path of the question's topic as an argument of `generate`, and print which blocks are read; empty without a bank."""
+def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str, Any]]:
+    """Return what gives the path of a question's topic as an argument of `generate`, and prints which blocks are read."""
     from midus_hf.evaluation.fetching import fetches_blocks, open_retriever
 
     if not fetches_blocks(loaded):
-        return {}
+        return lambda question: {}
     banks: Any = loaded.banks
     folders = [banks.bank(memory).folder for memory in banks.layouts]  # of a model of the Hub too
     tree = next((folder for folder in folders if all((folder / file).is_file() for file in TREE_FILES)), None)
@@ -123,12 +126,16 @@ def _fetched(loaded: "PreTrainedModel", name: str, question: str) -> dict[str, A
             f"no block is read: {name} has no tree of topics in its bank; midus train saves the one of --tree",
             file=sys.stderr,
         )
-        return {}
+        return lambda question: {}
     retriever = open_retriever(loaded, str(tree))
     assert retriever is not None, "a tree is given"
-    path = retriever.paths([question])
-    print(_told_of_blocks(banks, path[0].tolist()), file=sys.stderr)
-    return {"memory_ids": path.to(loaded.device)}
+
+    def fetched(question: str) -> dict[str, Any]:
+        path = retriever.paths([question])
+        print(_told_of_blocks(banks, path[0].tolist()), file=sys.stderr)
+        return {"memory_ids": path.to(loaded.device)}
+
+    return fetched
 
 
 def _told_of_blocks(banks: Any, path: list[int]) -> str:

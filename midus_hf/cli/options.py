@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +50,10 @@ Device = Annotated[str | None, cli_option("Such as cpu or cuda:0.  [default: GPU
 Json = Annotated[bool, flag("--json", "Print one JSON object on standard output.")]
 
 
+# Characters of a cell that stays in one line.
+_SHORT_CELL = 12
+
+
 def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:
     """Check that a file can be written."""
     if path.suffix not in suffixes:
@@ -88,13 +93,20 @@ def show_tables(tables: "Sequence[TextTable]") -> None:
     from rich.text import Text
 
     console = Console()
-    plain: dict[str, Any] = {"show_edge": False, "pad_edge": False, "collapse_padding": True}
+    plain: dict[str, Any] = {"show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
     for table_of_words in tables:
         if not table_of_words.rows:
             continue
         table = Table(title=table_of_words.title, box=rich.box.SIMPLE_HEAD, **plain)
-        for name in table_of_words.head:
-            table.add_column(Text(name), overflow="fold")
+        cells = [max(map(len, column)) for column in zip(*table_of_words.rows, strict=True)]
+        # Headings break between words, and where there is room only columns of text are made narrower than their cells.
+        widths = [
+            max(width, *map(len, name.split()), 1) for width, name in zip(cells, table_of_words.head, strict=True)
+        ]
+        fits = sum(min(width, _SHORT_CELL) + 2 for width in widths) <= console.width
+        for name, width in zip(table_of_words.head, widths, strict=True):
+            heading = textwrap.fill(name, width, break_long_words=False)
+            table.add_column(Text(heading), overflow="fold", no_wrap=fits and width <= _SHORT_CELL)
         for row in table_of_words.rows:
             table.add_row(*map(Text, row))
         console.print(table)

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from transformers import HfArgumentParser
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.cli.command_line import is_main_process
 from midus_hf.config.options import alternatives_of
+from midus_hf.config.wording import print_note
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.model_names import saved_config
 from midus_hf.training.callbacks import ENOUGH_STEPS
@@ -48,12 +50,18 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
     if not is_recipe and "output_dir" not in keys:
         usage = f"midus {command} TEXTS --model MODEL --output DIR"
         raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
+    if _has_flag(flags, "adapters") and not _has_flag(flags, "trainable") and given.get("trainable", "auto") != "auto":
+        print_note(f"--adapters replaces trainable: {keys.pop('trainable')} of {first}")
     chosen = {} if is_recipe else _short_run(arguments_class, keys)
     arguments = from_mapping(arguments_class, chosen | keys)
     if is_main_process() and "num_train_epochs" in keys and arguments.max_steps > 0:
         steps = f"max_steps={arguments.max_steps} overrides num_train_epochs"
         print(f"{steps}; pass --max_steps -1 to use epochs", file=sys.stderr)
     return arguments
+
+
+def _has_flag(flags: Sequence[str], name: str) -> bool:
+    return any(word.partition("=")[0] == f"--{name}" for word in flags)
 
 
 def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:
@@ -74,9 +82,11 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
             f"{told} Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus {arguments_class.command} --help'."
         )
     if unknown:
-        raise ValueError(
-            f"{unknown[0]!r} is not a value of a key; expected TEXTS or a recipe first, then --KEY VALUE."
-        )
+        expected = "expected TEXTS or a recipe first, then --KEY VALUE"
+        if not given and Path(unknown[0]).exists():
+            words = [unknown[0], *(word for word in flags if word != unknown[0])]
+            expected += f": 'midus {arguments_class.command} {shlex.join(words)}'"
+        raise ValueError(f"{unknown[0]!r} is not a value of a key; {expected}.")
     return {key: value for key, value in vars(keys).items() if value is not _NOT_GIVEN}
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.train import WITH_FLAGS, prints_help, train_in_group
+from midus_hf.cli.train import WITH_FLAGS, asks_for_help, print_keys, train_in_group
 from midus_hf.config.wording import install_extra
 
 _NEEDED = ("datasets", "peft", "trl")
@@ -30,9 +30,12 @@ def midus_sft(
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
         raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
+    asks = asks_for_help(words)
     from midus_hf.training.sft import SftArguments, finetune
 
-    if not prints_help(words, SftArguments, midus_sft):
+    if asks:
+        print_keys(SftArguments, midus_sft)
+    else:
         train_in_group(words, SftArguments, finetune)
 
 

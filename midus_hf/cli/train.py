@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_line, is_main_process, run_command
 from midus_hf.cli.options import argument
 from midus_hf.config.refusals import is_refusal
+from midus_hf.config.wording import print_note
 
 # For a command that passes its flags on to the parser that `--help` describes.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
@@ -32,21 +33,30 @@ def midus_train(
     midus train TEXTS --model UPSCALED --output TRAINED
     midus train recipe.yaml --learning_rate 1e-3 --model UPSCALED --corpus TEXTS
     """
+    asks = asks_for_help(words)
     from midus_hf.training.arguments import TrainArguments
 
-    if not prints_help(words, TrainArguments, midus_train):
+    if asks:
+        print_keys(TrainArguments, midus_train)
+    else:
         from midus_hf.training.run import run_training
 
         train_in_group(words, TrainArguments, run_training)
 
 
-def prints_help(words: Sequence[str], arguments_class: Any, command: Any) -> bool:
-    """Print the docstring of a command and its keys if the words ask for help, and return whether they do."""
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Return whether words ask for help, whose keys are imported for seconds, which a line says."""
+    asks = bool({"-h", "--help"} & {*words})
+    if asks and "transformers.training_args" not in sys.modules:
+        print_note("reading the Trainer's keys ...")
+    return asks
+
+
+def print_keys(arguments_class: Any, command: Any) -> None:
+    """Print the docstring of a command and its keys."""
     from midus_hf.cli.run_arguments import RunParser
 
-    if asked := bool({"-h", "--help"} & {*words}):
-        RunParser(arguments_class, (inspect.getdoc(command) or "").replace("\b\n", "")).print_help()
-    return asked
+    RunParser(arguments_class, (inspect.getdoc(command) or "").replace("\b\n", "")).print_help()
 
 
 def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> None:

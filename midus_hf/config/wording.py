@@ -1,5 +1,6 @@
 """Phrases that several error messages share, and the printing of notes."""
 
+import codecs
 import os
 import sys
 import textwrap
@@ -30,6 +31,13 @@ def first_line(error: BaseException) -> str:
     if not first.rstrip().endswith(":"):
         return first.rstrip()
     return textwrap.shorten(f"{first} {rest.strip().partition(chr(10) * 2)[0]}", _LONGEST_LINE, placeholder=" ...")
+
+
+def save_as_utf8(error: UnicodeDecodeError) -> str:
+    """Return the end of a message about a file that is not text in UTF-8: what it may be, and what converts it."""
+    begins = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    name, code = ("UTF-16", "UTF-16") if begins else ("not UTF-8, perhaps Windows-1252", "WINDOWS-1252")
+    return f"; it is {name}. Save it as UTF-8, or run: iconv -f {code} -t UTF-8 FILE > NEW"
 
 
 def no_column(label: str, column: str, columns: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """Texts of a corpus as rows of a `datasets.Dataset`, from files, folders, dataset repositories and the Hub; and paths in rows."""
 
-import codecs
 import contextlib
 import glob
 import importlib.util
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from midus_hf.config.wording import first_few, first_line, no_column, print_note
+from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
 from midus_hf.library_bars import data_bars_on_terminals
@@ -248,9 +247,7 @@ def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         cause = _cause(error)
         if isinstance(cause, UnicodeDecodeError):
-            begins = cause.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            name, code = ("UTF-16", "UTF-16") if begins else ("not UTF-8, perhaps Windows-1252", "WINDOWS-1252")
-            remedy = f"; it is {name}. Save it as UTF-8, or run: iconv -f {code} -t UTF-8 FILE > NEW"
+            remedy = save_as_utf8(cause)
         raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
 
 

@@ -123,8 +123,6 @@ class OutputFolder:
             raise ValueError(f"{output} cannot be made: {self.disk} is not a writable folder.")
         if not os.path.lexists(self.path):
             return
-        if not self._overwrite:
-            raise ValueError(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
         if not self.path.is_dir():
             raise ValueError(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
         config, record = _read_object(self.path / CONFIG_FILE), _read_object(self.path / RECORD_FILE)
@@ -140,6 +138,8 @@ class OutputFolder:
                 f"{output} contains files that no checkpoint has, which --overwrite would delete: {first_few(foreign)}; expected "
                 "only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
             )
+        if not self._overwrite:
+            raise ValueError(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:

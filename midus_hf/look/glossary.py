@@ -103,10 +103,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     Raises:
         ValueError: If the model has no packs.
     """
-    stack = decoder_of(model)
-    service = getattr(stack, "services", {}).get("packs")
-    if service is None:
-        raise lacking(model, "is a glossary (packs)")
+    stack, service = packs_of(model)
     glossary: Glossary = model.glossary
     numbered = glossary.items()[:limit]
     entries = [entry for _, entry in numbered]
@@ -137,6 +134,15 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     return sorted(
         checks, key=lambda check: (sum(check.right["packs"]) / max(1, len(check.values)), -len(check.values))
     )
+
+
+def packs_of(model: Any) -> tuple[Any, Any]:
+    """Return the decoder of a model and its packs."""
+    stack = decoder_of(model)
+    service = getattr(stack, "services", {}).get("packs")
+    if service is None:
+        raise lacking(model, "is a glossary (packs)")
+    return stack, service
 
 
 def values_of(text: str, names: Sequence[str]) -> list[Value]:
@@ -204,9 +210,15 @@ def glossary_rows(checks: Iterable[EntryCheck]) -> list[Row]:
 
 def glossary_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of the worst entries as a table."""
+    return worst_rows(
+        "How the model continues the entries' own sentences, not what it answers (--questions)", rows, _COLUMNS
+    )
+
+
+def worst_rows(title: str, rows: Sequence[Row], columns: Mapping[str, str]) -> TextTable:
+    """Return the first rows as a table, whose title says how many more there are."""
     left = len(rows) - _MOST_ROWS
-    title = "What the model reproduces of the entries" + (f" ({left:,} more in --output FILE.csv)" if left > 0 else "")
-    return table_of(title, rows[:_MOST_ROWS], _COLUMNS)
+    return table_of(title + (f" ({left:,} more in --output FILE.csv)" if left > 0 else ""), rows[:_MOST_ROWS], columns)
 
 
 def share_of_values(rows: Sequence[Row]) -> float | None:

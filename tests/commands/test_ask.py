@@ -1,5 +1,6 @@
 """`midus ask`: the answer of a model to one question, with the blocks that the question fetches."""
 
+import io
 import shutil
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tokenizers import processors
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
+from midus_hf import saved_models
 from tests.tiny import save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
 from upscalers import upscale
@@ -54,6 +56,32 @@ def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind
     tokenizer.backend_tokenizer.post_processor = behind
     tokenizer.save_pretrained(folder)
     assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
+
+
+def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
+    other, loads = document(2, seed=1), []
+    (tmp_path / "questions.txt").write_text(f"{QUESTION}\n\n  {other}\n", encoding="utf-8-sig")
+    out = "".join(f"> {each}\n{answer_of(model, each)}\n" for each in (QUESTION, other))
+    load = saved_models.load_for_reading
+    monkeypatch.setattr(saved_models, "load_for_reading", lambda *words: loads.append(words) or load(*words))
+    assert ask(model, "--questions", tmp_path / "questions.txt") == (0, out, AS_TEXT)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{other}"))
+    assert ask(model, "--questions", "-") == (0, out, AS_TEXT)
+    assert len(loads) == 2
+
+
+def test_questions_that_are_none_are_refused_before_the_model_is_loaded(model, ask, tmp_path):
+    for name, content in (("empty.txt", b"\n"), ("other.txt", b"caf\xe9?")):
+        (tmp_path / name).write_bytes(content)
+    for words, message in (
+        ([QUESTION, "--questions", "-"], "expected either QUESTION or --questions FILE; give one of them."),
+        ([], "expected either QUESTION or --questions FILE; give one of them."),
+        (["--questions", tmp_path / "empty.txt"], "which has no question; expected one per line."),
+        (["--questions", tmp_path / "other.txt"], "Expected a text file in UTF-8, a question per line."),
+        (["--questions", tmp_path / "none.txt"], "which cannot be read: [Errno 2] No such file"),
+    ):
+        status, out, err = ask(model, *words)
+        assert (status, out) == (2, "") and message in err
 
 
 @pytest.fixture(scope="module")

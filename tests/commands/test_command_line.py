@@ -82,6 +82,9 @@ def room(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("midus_hf.compare.runs.check", lambda *_: None)
     (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "empty.txt").touch()
+    for encoding in ("latin", "utf-16"):
+        (tmp_path / f"{encoding}.txt").write_text("caf\u00e9 \u00e0 la", encoding=encoding)
     for name, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("{}")
@@ -89,7 +92,7 @@ def room(tmp_path, monkeypatch):
     (tmp_path / "compare.yaml").write_text(
         "base: model\noutput_dir: out\nvariants: {full: {}}\ntrain: {corpus: text.txt, max_steps: 1}\ndomain: {text: text.txt}\n"
     )
-    (tmp_path / "chats.jsonl").touch()
+    (tmp_path / "chats.jsonl").write_text("{}")
     (tmp_path / "sft.yaml").write_text("model_name_or_path: model\ndataset_name: chats.jsonl\noutput_dir: out\n")
     return tmp_path
 
@@ -281,6 +284,9 @@ TOLD_WITHOUT_TORCH = {
     "eval MODEL --text text.txt --max-tokens 0": "max_tokens is 0; expected at least 1.",
     "eval MODEL --tasks piqa --data absent": "data is 'absent', which does not exist; expected a folder with questions of tasks.",
     "eval MODEL --tasks piqa --include-path absent": "include_path is 'absent', which does not exist; expected a folder of task",
+    "eval MODEL --text empty.txt": "text is 'empty.txt', which is empty: it has no text with a visible character. Add text to it.",
+    "eval MODEL --text latin.txt": "it is not UTF-8, perhaps Windows-1252. Save it as UTF-8, or run: iconv -f WINDOWS-1252 -t UTF-8",
+    "cluster grow MODEL --corpus utf-16.txt --output tree": "it is UTF-16. Save it as UTF-8, or run: iconv -f UTF-16 -t UTF-8",
     "look usage MODEL --text text.txt --dtype int8": "dtype is 'int8'; expected auto, float32, bfloat16 or float16.",
     "look usage MODEL --text text.txt --retriever absent": "retriever is 'absent', which does not exist; expected a tree of topics.",
     "look usage MODEL --text text.txt --batch-size 0": "Invalid value for '--batch-size': ",

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from sft.tiny_chats import write_rows
 from training.tiny_run import document, tiny_tokenizer
 
+from midus_hf.cli.options import show_tables
 from midus_hf.config.wording import install_extra
+from midus_hf.look.touched import touched_table
 from midus_hf.topics.memory_retriever import MemoryRetriever
 
 HEADS = 4
@@ -258,3 +260,26 @@ def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(run, r
     done = run("page", room.made, *room.text, "--output", file, refused=True)
     assert "Slots, chapters and blocks used" in done.out and not file.exists()
     assert f"output is '{file}', and this answer has no picture; expected a file ending in .html or .json." in done.err
+
+
+def test_tables_break_headings_between_words_where_there_is_room_and_lose_no_character_where_there_is_none(
+    monkeypatch, capsys
+):
+    counts = {
+        "documents": 1234,
+        "untouched": 1000,
+        "tokens": 1234567,
+        "reading": 0.1,
+        "differing": 0.5,
+        "certified": "no",
+    }
+    table = touched_table([{"text": "articles-of-an-encyclopedia.jsonl", "memory": "packs", **counts}])
+    shown = {}
+    for columns in (200, 80, 40):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_tables([table])
+        shown[columns] = capsys.readouterr().out
+        assert max(map(len, shown[columns].splitlines())) <= columns
+    assert {"documents", "untouched", "differ", "certified", "1,234,567", "50.000%"} <= {*shown[80].split()}
+    in_wide, in_80, in_40 = (sorted("".join(out.split()).replace("─", "")) for out in shown.values())
+    assert in_wide == in_80 == in_40

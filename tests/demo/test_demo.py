@@ -202,6 +202,10 @@ def test_training_counts_from_the_checkpoint_that_it_goes_on_from(monkeypatch):
     assert str(progress).endswith(", about 22 min left")
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1400)
     assert str(progress).endswith(", loss 3.250, the next has taken 5 min, and those before 50 s each")
+    for step in range(7):
+        monkeypatch.setattr(time, "monotonic", lambda end=1400 + 10 * step: clock() + end)
+        progress.take("{'loss': '3', 'epoch': '0.1'}\n")
+    assert str(progress).endswith(": step 29 of 50, loss 3.000, about 3.5 min left"), "the last steps count"
 
 
 def test_progress_says_what_is_being_done_and_what_takes_longer_than_expected(monkeypatch):

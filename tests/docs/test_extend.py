@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from models.fresh_process import run_python
 from processes.warm import run_warm
+from safetensors.torch import load_file
 from tiny import prompt, save_tiny_model
+from training.tiny_run import letter_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
 from tests.docs.snippets import take
@@ -32,14 +35,21 @@ def write_distribution(folder: Path, name: str, entry_points: dict[str, dict[str
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    """A folder with a base, where the commands of the page have run, which see the installed package."""
-    folder, installed = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("site-packages")
+def installed(tmp_path_factory) -> Path:
+    """A folder in which the package is installed."""
+    installed = tmp_path_factory.mktemp("site-packages")
     for name, text in FILES.items():
         (installed / name).parent.mkdir(parents=True, exist_ok=True)
         (installed / name).write_text(text)
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
     write_distribution(installed, project["name"], project["entry-points"])
+    return installed
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, installed) -> Path:
+    """A folder with a base, where the commands of the page have run, which see the installed package."""
+    folder = tmp_path_factory.mktemp("work")
     save_tiny_model("llama", folder / "BASE")
     first, *commands = [shlex.split(command) for command in COMMANDS.strip().splitlines()]
     assert first == ["pip", "install", "."]
@@ -71,6 +81,25 @@ def test_the_package_takes_sixty_lines_of_python():
 def test_the_commands_give_the_base_back(work):
     base, again = (work / name / "model.safetensors" for name in ("BASE", "base-again"))
     assert base.read_bytes() == again.read_bytes()
+
+
+def test_the_model_is_trained_beside_pandas_which_looks_for_packages_of_other_names(work, installed):
+    letter_tokenizer().save_pretrained(work / "model")
+    write_corpus(work / "texts", documents=4)
+    words = "texts --model model --output trained --max_steps 2 --sequence_length 32 --bf16 false".split()
+    # In an interpreter of its own, since pandas looks for packages when it is imported.
+    paths = os.pathsep.join(map(str, (installed, Path(__file__).parents[2])))
+    command = [
+        sys.executable,
+        "-c",
+        "import pandas, runpy; runpy.run_module('midus_hf', run_name='__main__')",
+        "train",
+        *words,
+    ]
+    done = subprocess.run(command, cwd=work, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after = (load_file(work / name / "model.safetensors") for name in ("model", "trained"))
+    assert {name.rpartition(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"down", "up"}
 
 
 def test_the_model_loads_where_nothing_is_installed_and_computes_what_the_base_computes(work):

@@ -121,8 +121,25 @@ SESSIONS = {
         languages=("sh",),
     ),
     "docs/sft.md": Session(
-        replace={"CHATS.jsonl": "instructions.jsonl", '"tuned"': '"tuned-again"', "max_length=1024": "max_length=64"},
+        replace={
+            '--model "$BASE"': '--max_steps 2 --max_length 64 --model "$BASE"',
+            "CHATS.jsonl": "instructions.jsonl",
+            '"tuned"': '"tuned-again"',
+            "max_length=1024": "max_length=64",
+        },
         models={"smollm2-hml": "midus-hml"},
+    ),
+    "docs/recipes.md": Session(
+        replace={
+            **SMALL_LLAMA,
+            "TEXTS": f"texts {SHORT}",
+            "HELD_OUT": "held_out --max-tokens 64 --sequence-length 32",
+            "--save_steps 100": "--save_steps 1",
+            "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
+            'gateway?"': 'gateway?" --max-new-tokens 2',
+            "--base BASE": "--base base",
+        },
+        models={"pretrained": "midus-hml"},
     ),
     "docs/trainer.md": Session(
         replace={
@@ -285,6 +302,7 @@ def room(tmp_path_factory) -> Path:
         write_rows(folder / f"{name}.jsonl", [{"text": document(20, seed), "topic": "ab"[seed % 2]} for seed in seeds])
     chats = [{"prompt": document(4, seed), "completion": " " + document(4, seed + 99)} for seed in range(8)]
     write_rows(folder / "instructions.jsonl", chats)
+    write_rows(folder / "questions.jsonl", [{"question": "The Kestrel gateway?", "answer": document(2, 1)}])
     write_rows(folder / "glossary.jsonl", [{"name": "Kestrel gateway", "text": document(6, 1)}])
     write_questions(folder / "questions")
     names = [{"name": name, "names": [name], "number": 1} for name in ("w5", "w7", "w9", "w11", "w13")]

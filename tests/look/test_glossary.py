@@ -7,9 +7,12 @@ import string
 import pytest
 import torch
 from models.pack_models import pack_model, tiny_tokenizer
+from sft.tiny_chats import write_rows
 from tiny import save_tiny_model, tiny_model
+from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
+from midus_hf.look.answers import has
 from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
 from midus_hf.memories.packs.rows import Entry
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -104,6 +107,7 @@ def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(fol
         said.err.splitlines()[-1]
         == "midus look glossary: 0.0% of the values come back; expected at least 100.0% (--at-least)."
     )
+    assert "the entries' own sentences" in said.out and "--questions" in said.out
     assert "0 of 3 values come back with packs" in said.out and "no capitalised word: 1." in said.out
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
     assert [row["entry"] for row in rows] == ["Merlin", "Unit 1", "Merlin cache"] and rows[0]["lost"] == "80, Q"
@@ -111,6 +115,64 @@ def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(fol
         assert look(["glossary", str(folder / "model"), "--json", *least]) == 0
         assert json.loads(capsys.readouterr().out)["share"] == 0
     assert look(["glossary", str(folder / "base")]) == 2 and "expected one upscaled with" in capsys.readouterr().err
+
+
+def said_by(folder, text):
+    """Return what a model writes after a text, without a chat template, in one line."""
+    tokenizer, model = tiny_tokenizer(), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    written = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    return " ".join(tokenizer.decode(written, skip_special_tokens=True).split())
+
+
+def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, capsys, tmp_path):
+    question = "Is Merlin at Unit 1?"
+    names, texts = "Merlin\nUnit 1\n", "It is at port 80. Ask Q.\n\nUnit 1 has 7.\n\n"
+    said = {
+        "right": said_by(folder / "model", names + question),
+        "without": said_by(folder / "base", names + question),
+        "front": said_by(folder / "base", texts + question),
+    }
+    assert len({*said.values()}) == 3
+    rows = [{"question": question, "answer": f" {answer.swapcase()} "} for answer in said.values()]
+    path = write_rows(tmp_path / "questions.jsonl", rows)
+    words = ["glossary", str(folder / "model"), "--questions", str(path)]
+    assert look([*words, "--at-least", "0.5", "--output", str(tmp_path / "all.csv")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].endswith(
+        "33.3% of the answers are right; expected at least 50.0% (--at-least)."
+    )
+    assert "1 of 3 answers are right with packs, 1 without, 1 with the text in front." in printed.out
+    written = list(csv.DictReader((tmp_path / "all.csv").open()))
+    assert {row["said"] for row in written} == {said["right"]} and written[-1]["right"] == "True"
+    for row in written:
+        (key,) = [key for key in said if row[key] == "True"]
+        assert row["answer"] == said[key].swapcase()
+    assert look([*words, "--at-least", "0.3", "--limit", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [("port 8443.", "8443", True), ("18443", "8443", False), ("8443.5", "8443", False), ("8,443", "443", False)]
+    + [("the STORAGE team", "Storage team", True), ("storages", "storage", False), ("C++!", "c++", True)],
+)
+def test_an_answer_is_right_that_has_the_expected_one_as_whole_words(answer, expected, right):
+    assert has(answer, expected) == right
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a", "text": "b"}], "whose rows have question, text; expected the columns question and answer"),
+        ([{"question": "a", "answer": " "}], "has ' ' under 'answer'; expected a text. Write it, or remove the row."),
+        ([{"question": 3, "answer": "b"}], "has 3 under 'question'; expected a text."),
+    ],
+)
+def test_questions_that_cannot_be_read_are_refused_before_the_model_is_loaded(rows, message, folder, capsys, tmp_path):
+    path = write_rows(tmp_path / "questions.jsonl", rows)
+    assert look(["glossary", str(folder / "base"), "--questions", str(path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["Merlin cache", None], ids=["no value", "no entry"])

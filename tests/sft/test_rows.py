@@ -18,7 +18,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}
 
 def read(data, tokenizer=None, template="chatml"):
     options = {"dataset_name": str(data), "dataset_train_split": None, "dataset_config": None}
-    arguments = types.SimpleNamespace(**options, chat_template_path=template)
+    arguments = types.SimpleNamespace(**options, chat_template_path=template, assistant_only_loss=False)
     return read_chats(arguments, tokenizer or character_tokenizer())
 
 

@@ -94,7 +94,7 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
     [
         (
             CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""), None, {},
-            "The chat template is not training-comp",
+            "chat template does not mark answers, .*; expected a template with {% generation %}. Pass --chat_template_path chatml",
         ),
         (
             REFUSES.format("'say 3' in messages[0].content") + CHATML, None, {},

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from training.tiny_run import PreparedRun, refused
 
 from midus_hf.cli.run_arguments import RunParser, read_arguments
-from midus_hf.cli.train import main
+from midus_hf.cli.train import asks_for_help, main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
@@ -90,6 +91,16 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
     assert value == expected and type(value) is type(expected)
 
 
+def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_says(recipe, capsys):
+    with recipe.open("a") as file:
+        file.write("\ntrainable: new\n")
+    arguments = read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}"])
+    assert (arguments.trainable, arguments.adapters) == ("auto", {"r": 8})
+    assert f"--adapters replaces trainable: new of {recipe}\n" in capsys.readouterr().err
+    with refused("adapters is set and trainable is 'new'"):
+        read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}", "--trainable", "new"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -113,6 +124,12 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
 def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
     with refused(re.escape(message)):
         read_arguments(TrainArguments, [str(recipe), *flags])
+
+
+def test_a_line_is_printed_before_the_keys_of_the_help_are_imported(capsys, monkeypatch):
+    assert asks_for_help(["--help"]) and not asks_for_help(["texts", "--model", "m"]) and capsys.readouterr().err == ""
+    monkeypatch.delitem(sys.modules, "transformers.training_args")
+    assert asks_for_help(["-h"]) and capsys.readouterr().err == "reading the Trainer's keys ...\n"
 
 
 def test_every_key_is_described_in_the_help(capsys):

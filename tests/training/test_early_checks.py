@@ -59,7 +59,8 @@ MODEL, CORPUS, CHATS = "--model_name_or_path=model", "--corpus=texts.jsonl", "--
 OF_RUNS = [
     (main, ["recipe.yaml", MODEL, CORPUS, "--max_step=1"], "'--max_step' is not a key; did you mean --max_steps? Expected --KEY VAL"),
     (main, ["recipe.yaml", "max_steps=1", MODEL, CORPUS], "'max_steps=1' is not a value of a key; expected TEXTS or a recipe first"),
-    (main, ["--model", "model", "--output", "o", "notes"], "'notes' is not a value of a key; expected TEXTS or a recipe first, then"),
+    (main, ["--model", "model", "--output", "o", "notes"],
+     "'notes' is not a value of a key; expected TEXTS or a recipe first, then --KEY VALUE: 'midus train notes --model model --out"),
     (main, ["misspelt.yaml", MODEL, CORPUS], "'max_step' is not a key; did you mean max_steps? Expected --KEY VALUE (KEY: VALUE in"),
     (main, ["odd.yaml", MODEL, CORPUS], "'1' is not a key. 'lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a recipe); see"),
     (main, ["recipe.yaml", CORPUS], "config has no 'model_name_or_path'; set it in the recipe, or by --model."),

@@ -251,8 +251,8 @@ TO_UPSCALE = "--method engram --set table=exact"
 @pytest.mark.parametrize(
     ("model", "changes", "messages"),
     [
-        ("midus-hml", {}, [f"and an inserted layer (headwise) {BY_HIDDEN_STATES}", TO_UPSCALE]),
-        ("ultramem-v2", {}, [f"and ultramem (ultramem) {BY_HIDDEN_STATES}", TO_UPSCALE]),
+        ("midus-hml", {}, [f"and an inserted layer (midus-hml) {BY_HIDDEN_STATES}", TO_UPSCALE]),
+        ("ultramem-v2", {}, [f"and ultramem (ultramem-v2) {BY_HIDDEN_STATES}", TO_UPSCALE]),
         ("hashed", {}, ["has table 'hashed' and addressing 'content', where texts share rows"]),
         ("base", {"trainable": "all"}, [f"{EVERY_TEXT}; expected only memories of known n-grams.", f"upscaled with {TO_UPSCALE}"]),
         ("model", {"trainable": "all"}, [f"protect is given, and model.embed_tokens.weight {EVERY_TEXT}"]),

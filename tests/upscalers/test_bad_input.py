@@ -71,7 +71,7 @@ def edit_index(change: Callable[[dict], Any]) -> Mutation:
 
 
 REQUESTS = [
-    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Expected one of: .*llama-pro, midus-hml"),
+    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean midus-hml\? Expected one of: .*llama-pro, midus-hml"),
     (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, output_projection"),
     (["--set", "query-norm=true", "--set", "query_norm=true"], "--set query_norm is given twice; expected each key once"),
     (["--seed", "-5"], "seed is -5; expected an integer from 0 to 9223372036854775807"),

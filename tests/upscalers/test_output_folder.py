@@ -180,7 +180,10 @@ def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
     write(tmp_path / "out", "first")
     with pytest.raises(ValueError, match="out exists; pass --overwrite"), late.writing():
         pass
-    with pytest.raises(ValueError, match="project exists; pass --overwrite to replace it"), later.writing():
+    with (
+        pytest.raises(ValueError, match="project was not written by upscale or strip, so --overwrite will not"),
+        later.writing(),
+    ):
         project(tmp_path / "project")
     assert (names(tmp_path), names(tmp_path / "old")) == (["old", "out", "project"], ["config.json", "notes.txt"])
     assert [(tmp_path / name / "config.json").read_text() for name in ("old", "out")] == [text("old"), text("first")]

@@ -1,5 +1,6 @@
 """The contract of an upscaling method, and the table of methods."""
 
+import difflib
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -250,6 +251,8 @@ def get_method(name: str) -> type[Method]:
             hint = (
                 "Adapters are trained on the base itself: 'midus train TEXTS --model BASE --output DIR --adapters {}'."
             )
+        nearest = difflib.get_close_matches(name, METHODS, 1)
+        hint = f"Did you mean {nearest[0]}? {hint}" if nearest else hint
         raise ValueError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
 

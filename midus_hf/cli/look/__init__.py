@@ -114,16 +114,22 @@ def touched(
 @app.command()
 def glossary(
     model: Annotated[str, model_argument("A model with packs.", "MODEL")],
-    limit: Annotated[int | None, cli_option("Entries to check, the first ones.  [default: all]", "N", min=1)] = None,
+    questions_file: Annotated[
+        str | None, cli_option("Ask these instead: rows with question and answer.", "FILE", "--questions")
+    ] = None,
+    limit: Annotated[int | None, cli_option("Entries or questions, the first ones.  [default: all]", "N", min=1)] = None,
     at_least: Annotated[
-        float | None, cli_option("End with status 1 if fewer values come back.", "SHARE", min=0, max=1)
+        float | None, cli_option("End with status 1 if fewer values or answers are right.", "SHARE", min=0, max=1)
     ] = None,
     batch_size: Annotated[int, cli_option("Values per forward pass.", "N", min=1)] = 4,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show whether the model reproduces the texts of a glossary, and which names are found (packs)."""
+    """Show whether the model continues a glossary's sentences, and which names are found, or what it answers (packs)."""
     asked = Model(model, dtype, device)
-    _answer(lambda: questions.glossary(asked, limit, at_least, batch_size), output, json_)
+    if questions_file is None:
+        _answer(lambda: questions.glossary(asked, limit, at_least, batch_size), output, json_)
+    else:
+        _answer(lambda: questions.answers_about(asked, questions_file, limit, at_least), output, json_)
 
 
 @app.command()

@@ -93,7 +93,8 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
         for name, texts in documents.items()
         for table in tables
     }
-    summary = f"{asked.name}: {'no certificate' if certificate is None else 'its certificate fits the folder'}."
+    without = "no certificate, which midus train --protect writes; what is said here was found now"
+    summary = f"{asked.name}: {without if certificate is None else 'its certificate fits the folder'}."
     if prove:
         proven = where_read.prove_untouched(*asked.loaded, documents, read)
         summary += f" {proven:,} untouched documents computed: their logits are the same, bit for bit."
@@ -128,6 +129,29 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
         how_to_read=entries.HOW_TO_READ,
         details=lambda: rows,
         failure=failure,
+    )
+
+
+def answers_about(asked: Model, questions: str, limit: int | None, at_least: float | None) -> Answer:
+    """Answer how many questions about a glossary the model answers rightly, beside the texts in front."""
+    from midus_hf.look import answers
+
+    read = answers.read_questions(questions, limit)
+    model, tokenizer = asked.loaded
+    rows = answers.check_questions(model, tokenizer, asked.name, read)
+    share = sum(row["right"] for row in rows) / len(rows)
+    is_short = at_least is not None and share < at_least
+    return Answer(
+        title="What the model answers about a glossary",
+        summary=f"{asked.name}: {len(rows):,} questions.",
+        report={"model": asked.name, "questions": questions, "share": share, "rows": rows},
+        finding=answers.questions_finding(rows),
+        tables=[answers.questions_table(rows)],
+        how_to_read=answers.HOW_TO_READ,
+        details=lambda: rows,
+        failure=f"{share:.1%} of the answers are right; expected at least {at_least:.1%} (--at-least)."
+        if is_short
+        else "",
     )
 
 

@@ -72,6 +72,8 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
     if columns[0] != "prompt" or kind not in ("string", "large_string"):
         set_template(tokenizer, arguments.chat_template_path)
+        if arguments.assistant_only_loss:
+            _check_marks_answers(tokenizer)
         template = re.sub(r"\{#.*?#\}", "", tokenizer.get_chat_template(), flags=re.DOTALL)
     rows, keys = _converted(rows.select_columns(kept), columns, template, source)
     if unread + keys:
@@ -154,6 +156,24 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
             "the model's tokenizer has no chat template; set chat_template_path to chatml, or to a file with a template that has "
             "{% generation %} around answers."
         )
+
+
+def _check_marks_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Refuse a template that does not mark answers, and of which TRL has no version that does."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    template: Any = tokenizer.chat_template
+    if has_generation_markers(template):
+        return
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError:
+        has_chatml = all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS)
+        way = "chatml" if has_chatml else "a file with a template that has {% generation %} around answers"
+        raise ValueError(
+            "the model's chat template does not mark answers, on which the loss is computed, and TRL has no version of it that "
+            f"does; expected a template with {{% generation %}}. Pass --chat_template_path {way}, or --assistant_only_loss false."
+        ) from None
 
 
 def check_written(chat: Mapping[str, Any], template: str) -> None:

@@ -1,0 +1,67 @@
+"""Questions as a model reads them, and its greedy answers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+
+from midus_hf.saved_models import as_value_error, check_ids
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+    from midus_hf.memories.packs.glossary import Glossary
+
+# Arguments of `generate` for the likeliest token each time, whatever the model's own settings are.
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def glossary_of(model: Any) -> "Glossary | None":
+    """Return the glossary of a model; None without packs."""
+    stack = model.stack if hasattr(model.config, "memories") else None
+    return model.glossary if stack is not None and "packs" in stack.services else None
+
+
+def question_inputs(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    question: str,
+    *,
+    name: str,
+    in_front: Sequence[str] = (),
+    plain: bool = False,
+) -> "BatchEncoding":
+    """Return the token ids of a question and their mask, `[1, T]`, in the chat template, or as text.
+
+    Args:
+        model: The model that will read it.
+        tokenizer: Its tokenizer.
+        question: The question.
+        name: Name of the model, for messages.
+        in_front: Texts to put before the question, within the user's message. Default: none.
+        plain: Whether the question is read as text, without the chat template. Default: False.
+
+    Raises:
+        ValueError: If the chat template refuses a single question, or the question has no token for this model.
+    """
+    text = "".join([*in_front, question])
+    if plain:
+        inputs = tokenizer(text, return_tensors="pt")
+    else:
+        refusal = f"model is {name!r}, whose chat template refuses a single question; pass --plain to skip it"
+        with as_value_error(refusal, TemplateError, TypeError, ValueError):
+            inputs = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"question is {question!r}, which has no token for this model; expected a text.")
+    check_ids(int(inputs["input_ids"].max()), model.config.get_text_config().vocab_size)
+    return inputs.to(model.device)
+
+
+@torch.no_grad()
+def greedy_answer(model: Any, inputs: "BatchEncoding", max_new_tokens: int, **options: Any) -> torch.Tensor:
+    """Return the likeliest continuation of a question, `[new tokens]`, int64; `options` are arguments of `generate`."""
+    written = model.generate(**inputs, **options, **GREEDY, max_new_tokens=max_new_tokens)
+    return written[0, inputs["input_ids"].shape[1] :]
