@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from midus_hf.config.wording import print_note
-from midus_hf.data.corpus import read_corpus
+from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import block_layouts
@@ -48,19 +49,42 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         if column is None or (key != "corpus" and column not in rows.column_names):
             return packed_sequences(rows, tokenizer, length, key=key, **options), None
         written = checked_paths(rows, banks, column, key)
-        depth = max(max(layout.levels) for layout in banks.values())
         return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
 
-    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
-    rows = read_corpus(arguments.corpus or [], text_column=arguments.text_column, **named)
+    depth = max((max(layout.levels) for layout in banks.values()), default=None)
     if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
         raise ValueError(
             "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
             "paths. midus cluster assign writes them."
         )
-    packed, tree = pack("corpus", rows)
+    corpus, named = arguments.corpus or [], {"split": arguments.corpus_split, "name": arguments.corpus_name}
+    train: Any
+    if arguments.streaming:
+        columns = [arguments.text_column, *([] if column is None else [column, TREE_COLUMN])]
+        if column is not None:
+            options |= {"depth": depth, "path_column": column}
+            options["read_paths"] = lambda rows, label: checked_paths(rows, banks, column, label)
+        train = _stream_of_process(arguments, stream_rows("corpus", corpus, columns, **named), tokenizer, options)
+        order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
+        reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
+    else:
+        packed, tree = pack("corpus", read_corpus(corpus, text_column=arguments.text_column, **named))
+        train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
-    return RunTexts(packed.sequences, held_out, f"corpus: {packed.phrase(length)}", tree)
+    return RunTexts(train, held_out, reads, tree)
+
+
+def _stream_of_process(
+    arguments: TrainArguments, rows: Any, tokenizer: Any, options: dict[str, Any]
+) -> StreamedSequences:
+    """Return the sequences of the texts that this process reads, shuffled as no other process does."""
+    from datasets.distributed import split_dataset_by_node
+
+    rank, seed = arguments.process_index, arguments.data_seed if arguments.data_seed is not None else arguments.seed
+    if arguments.world_size > 1:
+        rows = split_dataset_by_node(rows, rank, arguments.world_size)
+    options |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": [seed, rank]}
+    return StreamedSequences(rows, tokenizer, arguments.sequence_length, **options)
 
 
 def read_held_out(
