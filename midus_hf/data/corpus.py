@@ -285,6 +285,8 @@ def _read_source(
         rows = rows[chosen]
     if columns is None:
         return rows
+    if rows.column_names is not None and text_column not in rows.column_names:
+        raise ValueError(no_column(_label(key, source), columns[0], rows.column_names))
     if isinstance(rows, datasets.Dataset):
         files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
         rows.info.description = _description(files)

@@ -69,6 +69,7 @@ class _OtherColumnsError(Exception):
 class JsonReader(Json):
     """Reader of JSON lines, and of lists of objects or texts."""
 
+    _is_text: dict[str, bool]
     _is_stream = False
 
     def take(self, columns: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ class JsonReader(Json):
         )
 
     def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
-        self._is_text: dict[str, bool] = {}
+        self._is_text = {}
         while True:
             self._set_types(self._is_text)
             try:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import IterableDataset
 
-from midus_hf.config.wording import print_note
+from midus_hf.config.wording import no_column, print_note
 from midus_hf.data.corpus import TREE_COLUMN, DocumentPaths, reading
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
 
@@ -40,14 +40,14 @@ class StreamedSequences(IterableDataset):
         key: Name of the texts, for messages.
         text_column: Column that holds the text.
         vocab_size: Number of tokens of the model, which ids are checked against. Default: None, no check.
-        read_paths: Returns the paths of texts from their rows and a label for messages, as `checked_paths`. Default: None, no paths.
+        read_paths: Returns the paths of rows, as `checked_paths`, with their name as `text`. Default: None, no paths.
         path_column: Column of the paths.
         depth: Number of levels of a path that name its leaf. Default: all.
         shuffle_buffer: Number of sequences of which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
 
     Raises:
-        ValueError: If the first texts cannot be read, or all fill no sequence.
+        ValueError: If the first texts cannot be read or are blank, or all fill no sequence.
     """
 
     def __init__(
@@ -60,18 +60,14 @@ class StreamedSequences(IterableDataset):
         key: str = "corpus",
         text_column: str = "text",
         vocab_size: int | None = None,
-        read_paths: Callable[[Any, str], DocumentPaths] | None = None,
+        read_paths: Callable[..., DocumentPaths] | None = None,
         path_column: str | None = None,
         depth: int | None = None,
         shuffle_buffer: int = 10_000,
         seed: int | list[int] = 0,
     ):
-        self.key, self.tree, self._sequence_length, self._shuffle_buffer = (
-            key,
-            None,
-            sequence_length,
-            max(1, shuffle_buffer),
-        )
+        self.key, self._sequence_length, self._shuffle_buffer = key, sequence_length, max(1, shuffle_buffer)
+        self.tree: str | None = None  # fingerprint of the tree that the paths name
         self._source, self._begin, self._text_column, self._depth = texts, texts.state_dict(), text_column, depth
         self._read_paths, self._columns_of_paths = read_paths, [path_column, TREE_COLUMN]
         self._tokenise = partial(tokenise, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -83,9 +79,14 @@ class StreamedSequences(IterableDataset):
         self._begin_pass(0)
         while not self._rows:
             self._read_on()
+            if self._counts["texts"] == self._counts["blank"]:
+                raise ValueError(
+                    f"{key} begins with {self._counts['texts']:,} texts that are blank or missing under {text_column!r}; set "
+                    "text_column to the column that holds the text."
+                )
         first = [(name, values.tolist()) for row in self._rows for name, values in row.items()]
-        described = json.dumps([texts.info.description, first, shuffle_buffer, seed])
-        # SHA-256 of the files, the first sequences and their order, by which a stream is told from others.
+        described = json.dumps([texts.info.description, first])
+        # SHA-256 of the files and of the first sequences, by which a stream is told from others.
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
@@ -128,7 +129,7 @@ class StreamedSequences(IterableDataset):
         self._rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         self._counts, self.tree = state["counts"], state["tree"]
         self._generator.bit_generator.state = state["generator"]
-        self._packers = {}
+        self._packers.clear()
         for leaf, path_of_leaf, place, count in state["packers"]:
             packer = self._packers[tuple(leaf)] = self._new_packer()
             packer.path, packer.place, packer.pieces = path_of_leaf, place, [next(pieces) for _ in range(count)]
@@ -155,10 +156,12 @@ class StreamedSequences(IterableDataset):
             self._end_pass()
             return
         texts = batch.get(self._text_column)
-        if texts is None or not all(isinstance(text, str | None) for text in texts):
+        if texts is None:
+            raise ValueError(no_column(self.key, self._text_column, list(batch)))
+        if others := [text for text in texts if not isinstance(text, str | None)]:
             raise ValueError(
-                f"{self.key}, after {counts['texts']:,} texts, has no text under {self._text_column!r}, but "
-                f"{texts and texts[0]!r:.60} and the columns {', '.join(batch)}; set text_column to the column that holds the text."
+                f"{self.key}, after {counts['texts']:,} texts, has {others[0]!r:.60} under {self._text_column!r}; expected text. Set "
+                "text_column to the column that holds the text."
             )
         kept = [place for place, text in enumerate(texts) if text and text.strip()]
         counts["blank"] += len(texts) - len(kept)
@@ -176,7 +179,7 @@ class StreamedSequences(IterableDataset):
 
         assert self._read_paths is not None
         rows = datasets.Dataset.from_dict({name: batch[name] for name in self._columns_of_paths if name in batch})
-        written = self._read_paths(rows, f"{self.key}, after {self._counts['texts']:,} texts")
+        written = self._read_paths(rows, text=f"{self.key}, after {self._counts['texts']:,} texts")
         if self._packers and written.tree != self.tree:
             raise ValueError(
                 f"{self.key}, after {self._counts['texts']:,} texts, has paths of another tree under {TREE_COLUMN!r}; expected paths "

@@ -127,7 +127,7 @@ def run_training(
                 )
         num_sequences = None if is_stream else len(trainer.train_dataset)
         if arguments.num_train_epochs is None:
-            steps_of_epoch = math.ceil((num_sequences or 1) / arguments.sequences_per_step)
+            steps_of_epoch = math.ceil(len(trainer.train_dataset) / arguments.sequences_per_step)
             trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)

@@ -1,6 +1,7 @@
 """Training and held-out data of a run: the corpus and held-out texts as packed sequences."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,34 +58,36 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
             "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
             "paths. midus cluster assign writes them."
         )
-    corpus, named = arguments.corpus or [], {"split": arguments.corpus_split, "name": arguments.corpus_name}
     train: Any
     if arguments.streaming:
-        columns = [arguments.text_column, *([] if column is None else [column, TREE_COLUMN])]
+        of_paths: dict[str, Any] = {}
         if column is not None:
-            options |= {"depth": depth, "path_column": column}
-            options["read_paths"] = lambda rows, label: checked_paths(rows, banks, column, label)
-        train = _stream_of_process(arguments, stream_rows("corpus", corpus, columns, **named), tokenizer, options)
+            read_paths = partial(checked_paths, banks=banks, path_column=column)
+            of_paths = {"read_paths": read_paths, "path_column": column, "depth": depth}
+        train = _stream_of_process(arguments, tokenizer, **options, **of_paths)
         order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
         reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
     else:
-        packed, tree = pack("corpus", read_corpus(corpus, text_column=arguments.text_column, **named))
+        named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+        rows = read_corpus(arguments.corpus or [], text_column=arguments.text_column, **named)
+        packed, tree = pack("corpus", rows)
         train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
     return RunTexts(train, held_out, reads, tree)
 
 
-def _stream_of_process(
-    arguments: TrainArguments, rows: Any, tokenizer: Any, options: dict[str, Any]
-) -> StreamedSequences:
+def _stream_of_process(arguments: TrainArguments, tokenizer: Any, **options: Any) -> StreamedSequences:
     """Return the sequences of the texts that this process reads, shuffled as no other process does."""
     from datasets.distributed import split_dataset_by_node
 
-    rank, seed = arguments.process_index, arguments.data_seed if arguments.data_seed is not None else arguments.seed
+    columns = [arguments.text_column, *([arguments.path_column, TREE_COLUMN] if arguments.path_column else [])]
+    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+    texts = stream_rows("corpus", arguments.corpus or [], columns, **named)
     if arguments.world_size > 1:
-        rows = split_dataset_by_node(rows, rank, arguments.world_size)
-    options |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": [seed, rank]}
-    return StreamedSequences(rows, tokenizer, arguments.sequence_length, **options)
+        texts = split_dataset_by_node(texts, arguments.process_index, arguments.world_size)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    options |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": [seed, arguments.process_index]}
+    return StreamedSequences(texts, tokenizer, arguments.sequence_length, **options)
 
 
 def read_held_out(

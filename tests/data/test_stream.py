@@ -2,10 +2,11 @@
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
-from training.tiny_run import document, framing_tokenizer, tiny_tokenizer
+from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
 from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 
@@ -18,7 +19,7 @@ from midus_hf.data.corpus import read_corpus, stream_rows  # noqa: E402
 from midus_hf.data.packing import checked_paths, leaf_sequences, packed_sequences  # noqa: E402
 from midus_hf.data.stream import StreamedSequences  # noqa: E402
 
-T, COLUMNS = 16, ["text"]
+T, COLUMNS, KINDS = 16, ["text"], ["jsonl", "jsonl.gz", "parquet", "csv", "txt", "saved"]
 # Of lengths whose sum leaves more than 1 % behind the last sequence, and a blank one.
 TEXTS = [document(3 + 7 * number % 40, number) if number != 4 else " \n" for number in range(23)]
 
@@ -28,23 +29,19 @@ def few_texts_at_once(monkeypatch):
     monkeypatch.setattr(stream_module, "_TEXTS_AT_ONCE", 3)
 
 
-def write(folder, kind, texts=TEXTS):
-    """Write texts as files of a kind, two of them where a file has rows; return the corpus."""
+def write(folder, kind):
+    """Write texts in two files of a kind, or each in one of its own; return the corpus."""
     folder.mkdir(exist_ok=True)
     if kind == "saved":
-        datasets.Dataset.from_dict({"text": texts, "number": [*range(len(texts))]}).save_to_disk(folder / "saved")
-        return str(folder / "saved")
-    if kind == "txt":
-        for number, text in enumerate(texts):
+        datasets.Dataset.from_dict({"text": TEXTS, "title": ["w9"] * len(TEXTS)}).save_to_disk(folder)
+    elif kind == "txt":
+        for number, text in enumerate(TEXTS):
             (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
-        return str(folder)
-    for name, part in (("a", texts[:9]), ("b", texts[9:])):
-        rows = datasets.Dataset.from_dict({"text": part, "number": [*range(len(part))]})
-        file = folder / f"{name}.{'jsonl' if kind == 'card' else kind}"
-        {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(kind, rows.to_json)(file)
-    if kind == "card":
-        (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n")
-    return [str(folder / f"a.{kind}"), str(folder / f"b.{kind}")] if kind == "csv" else str(folder)
+    else:
+        for name, texts in (("a", TEXTS[:9]), ("b", TEXTS[9:])):
+            rows = datasets.Dataset.from_dict({"text": texts, "title": ["w9"] * len(texts)})
+            {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(kind, rows.to_json)(folder / f"{name}.{kind}")
+    return [str(folder / f"{name}.csv") for name in "ab"] if kind == "csv" else str(folder)
 
 
 def streamed(corpus, tokenizer=None, **options):
@@ -63,9 +60,10 @@ def assert_same(some, others):
         assert all(torch.equal(torch.tensor(one[name]), torch.tensor(other[name])) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "txt", "saved", "card"])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("frame", [None, "<bos> $A", "<bos> <pad> $A <eos>"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("frame", "apart"), [(None, False), ("<bos> $A", True), ("<bos> <pad> $A <eos>", False), (None, True)]
+)
 def test_a_pass_has_the_sequences_of_a_corpus_that_is_read_whole(tmp_path, kind, apart, frame, capsys):
     tokenizer = tiny_tokenizer() if frame is None else framing_tokenizer(frame)
     corpus = write(tmp_path / "texts", kind)
@@ -76,9 +74,8 @@ def test_a_pass_has_the_sequences_of_a_corpus_that_is_read_whole(tmp_path, kind,
     assert f"all {len(TEXTS)} texts (1 of them blank, and left out)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "txt", "saved"])
-@pytest.mark.parametrize("buffer", [0, 5, 1000])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world", "buffer"), [(1, 0), (1, 5), (2, 5), (3, 1000), (3, 0)])
 def test_a_stream_goes_on_where_it_was_saved(tmp_path, kind, buffer, world):
     corpus = write(tmp_path / "texts", kind)
 
@@ -126,7 +123,7 @@ def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
 
     def made():
         texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
-        options = {"read_paths": lambda rows, label: checked_paths(rows, banks, "path", label), "path_column": "path"}
+        options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
         return StreamedSequences(
             texts, tiny_tokenizer(), T, documents_apart=True, depth=2, shuffle_buffer=0, **options
         )
@@ -145,3 +142,56 @@ def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
     again = made()
     again.load(tmp_path / "state")
     assert_same([*begun, *taken(again, len(rows) - 4)], rows)
+
+
+def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkeypatch):
+    """A folder stands for the dataset of the Hub."""
+    write(tmp_path / "hub", "jsonl")
+    (tmp_path / "hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+    )
+    folder, build = str(tmp_path / "hub"), datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda source, name: build(folder, name))
+    monkeypatch.setattr("midus_hf.data.corpus.check_hub_id", lambda *_: None)
+    for corpus in (
+        folder,
+        "someone/texts",
+        [folder, write(tmp_path / "texts", "parquet"), *write(tmp_path / "tables", "csv")],
+    ):
+        whole = packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences
+        assert_same(taken(streamed(corpus), len(whole)), list(whole))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("x.jsonl", '{"body": "w4"}\n', "corpus begins with 1 texts that are blank or missing under 'text'; set text_column"),
+        ("x.jsonl", '{"text": "w4"}\n{"text": 7}\n', "has something, which cannot be read: it has 7 under 'text';"),
+        ("x.jsonl", '{"text": "w4"}\nw5\n', "which cannot be read: line 2 is no JSON"),
+        ("x.csv", "body\nw4\n", "corpus has no column 'text', only body; set text_column"),
+        ("x.txt", "w4 w5", "corpus has 3 tokens; expected at least one sequence of 16 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_streamed_is_refused(file, content, message, tmp_path):
+    (tmp_path / file).write_text(content)
+    with refused(message):
+        streamed(str(tmp_path / file))
+
+
+def test_rows_without_the_column_and_of_numbers_are_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": [7], "path": [[1, 2]]}).to_parquet(tmp_path / "x.parquet")
+    with refused("corpus, after 0 texts, has 7 under 'text'; expected text. Set text_column to the column that"):
+        streamed(str(tmp_path / "x.parquet"))
+    with refused("corpus '.*' has no column 'body', only text, path; set text_column"):
+        stream_rows("corpus", str(tmp_path / "x.parquet"), ["body"])
+
+
+def test_paths_of_another_tree_are_refused_where_they_come(tmp_path):
+    rows = [{"text": document(9, 1), "path": [0, 1], "memory_tree": tree * 64} for tree in "aaab"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
+    options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
+    texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
+    stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, **options)
+    with refused("corpus, after 3 texts, has paths of another tree under 'memory_tree'; expected paths of one tree"):
+        taken(stream, 9)
