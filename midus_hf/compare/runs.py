@@ -285,6 +285,11 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
             raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
     for run in searches_of(variant, comparison):
         keys = run.training_keys(comparison, "model", Path("trained"))
+        if keys.get("streaming"):
+            raise ValueError(
+                f"variants.{variant.name} has streaming, and texts of a comparison are read whole, to be compared; expected a corpus "
+                "that fits the disk. Leave streaming out."
+            )
         with refusals_about(f"variants.{variant.name}, as a run of midus train"):
             from_mapping(TrainArguments, keys)
     assert isinstance(comparison.train, Mapping), "files have been read"

@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import importlib.util
+import json
 import os
 import re
 from collections import Counter
@@ -19,7 +20,7 @@ from midus_hf.library_bars import data_bars_on_terminals
 from midus_hf.model_names import check_hub_id
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 # Kinds of files by file extension; the name of a kind is that of its reader, which is `csv` for `tsv`.
 KINDS = {
@@ -38,6 +39,7 @@ _SEPARATORS = {"csv": ",", "tsv": "\t"}
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
 _FILE_COLUMN = "file"  # of texts in a folder
+_ROWS_OF_STREAM = 1000  # of a Parquet file at once
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -115,6 +117,42 @@ def read_rows(
     Raises:
         ValueError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets` is not installed.
     """
+    return _read_sources(key, sources, split, name, text_column)
+
+
+def stream_rows(
+    key: str,
+    sources: str | Sequence[str],
+    columns: Sequence[str],
+    *,
+    split: str | None = None,
+    name: str | None = None,
+) -> "IterableDataset":
+    """Return the rows that `read_rows` reads as a stream; the description of its `info` names the files, to tell others.
+
+    Args:
+        key: Key of the arguments that names the sources, for messages.
+        columns: Columns that are read where rows have them: that of the text, and those of any values.
+
+    Raises:
+        ValueError: As `read_rows` does, and for a slice of a split. What is in files is refused when it is read.
+    """
+    if split is not None and "[" in split:
+        raise ValueError(
+            f"{key}_split is {split!r}, and a stream has no slices; expected whole splits, such as 'train'."
+        )
+    return _read_sources(key, sources, split, name, columns[0], columns)
+
+
+def _read_sources(
+    key: str,
+    sources: str | Sequence[str],
+    split: str | None,
+    name: str | None,
+    text_column: str | None,
+    columns: Sequence[str] | None = None,
+) -> Any:
+    """Return the rows of sources, or a stream of some columns."""
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
         raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
@@ -125,7 +163,8 @@ def read_rows(
     import datasets
 
     with data_bars_on_terminals():
-        parts = [_read_source(key, source, split, name, text_column, is_alone=len(names) == 1) for source in names]
+        alone = len(names) == 1
+        parts = [_read_source(key, each, split, name, text_column, columns, is_alone=alone) for each in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
@@ -198,9 +237,16 @@ def _kind_of(path: Path) -> str | None:
 
 
 def _read_source(
-    key: str, source: str, split: str | None, name: str | None, text_column: str | None, *, is_alone: bool
-) -> "Dataset":
-    """Return the rows of one file, folder or dataset of the Hub; arguments are as in `read_rows`."""
+    key: str,
+    source: str,
+    split: str | None,
+    name: str | None,
+    text_column: str | None,
+    columns: Sequence[str] | None,
+    *,
+    is_alone: bool,
+) -> Any:
+    """Return the rows of one file, folder or dataset of the Hub, or with `columns` a stream; arguments are as in `read_rows`."""
     import datasets
 
     path, subject = Path(source).expanduser(), f"{key} is {source!r}"
@@ -219,15 +265,15 @@ def _read_source(
         raise ValueError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
     if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
-        with _reading(subject):
+        with reading(subject):
             rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
             raise ValueError(f"{subject}, which has no splits, but {split!r} was given; leave it out.")
     elif is_declared:
-        rows = _read_declared(key, source, path, split, name)
+        rows = _read_declared(key, source, path, split, name, columns)
     else:
-        rows = _read_files(key, path, split, text_column, names_files=is_alone)
-    if isinstance(rows, datasets.DatasetDict):
+        rows = _read_files(key, path, split, text_column, columns, names_files=is_alone)
+    if isinstance(rows, dict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
             raise ValueError(
@@ -236,11 +282,42 @@ def _read_source(
         if len(rows) > 1:
             print_note(f"{key} {source!r}: split {chosen!r} is read, of {', '.join(rows)}")
         rows = rows[chosen]
-    return rows
+    if columns is None:
+        return rows
+    if rows.column_names is not None and text_column not in rows.column_names:
+        raise ValueError(no_column(_label(key, source), columns[0], rows.column_names))
+    if isinstance(rows, datasets.Dataset):
+        files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
+        rows.info.description = _description(files)
+    return (
+        rows
+        if rows.column_names is None
+        else rows.select_columns([each for each in columns if each in rows.column_names])
+    )
+
+
+def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> Any:
+    """Return the rows of a prepared builder, or with `columns` a stream."""
+    from midus_hf.data.readers import JsonReader
+
+    if columns is None:
+        return builder.as_dataset(split=split)
+    if isinstance(builder, JsonReader):
+        builder.take(columns)
+    if getattr(builder.config, "batch_size", 0) is None:  # Parquet, whose groups of rows may be large
+        builder.config.batch_size = _ROWS_OF_STREAM
+    files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
+    builder.info.description = _description([name if "://" in name else Path(name) for name in files])
+    return builder.as_streaming_dataset(split=split)
+
+
+def _description(files: Sequence[str | Path]) -> str:
+    """Return what tells files from others, wherever their folder is: names and sizes, or the address with its commit."""
+    return json.dumps([[file.name, file.stat().st_size] if isinstance(file, Path) else file for file in files])
 
 
 @contextlib.contextmanager
-def _reading(beginning: str, remedy: str = "") -> Iterator[None]:
+def reading(beginning: str, remedy: str = "") -> Iterator[None]:
     """Turn errors of `datasets` within the context into a one-line `ValueError` with the given beginning and end."""
     try:
         yield
@@ -259,7 +336,9 @@ def _declares_data(folder: Path) -> bool:
     return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
 
 
-def _read_declared(key: str, source: str, path: Path, split: str | None, name: str | None) -> Any:
+def _read_declared(
+    key: str, source: str, path: Path, split: str | None, name: str | None, columns: Sequence[str] | None
+) -> Any:
     """Return the rows of a dataset of the Hub, or of the files that a folder's card names, and print which are not read."""
     import datasets
 
@@ -268,7 +347,7 @@ def _read_declared(key: str, source: str, path: Path, split: str | None, name: s
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
         check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
-    with _reading(subject):
+    with reading(subject):
         declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
         files, text = declared.config.data_files, None
         splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
@@ -277,10 +356,11 @@ def _read_declared(key: str, source: str, path: Path, split: str | None, name: s
         refuse_pointers(key, read)
         _say_unread(key, path, _files_of(key, path), read)
         files, text = data_files_of(splits), _OPTIONS_OF_TEXT
-    with _reading(subject):
+    with reading(subject):
         builder = with_own_reader(declared, files, text)
-        builder.download_and_prepare()
-        return builder.as_dataset(split=split)
+        if columns is None:
+            builder.download_and_prepare()
+        return _rows_of(builder, split, columns)
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
@@ -293,7 +373,15 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
         )
 
 
-def _read_files(key: str, path: Path, split: str | None, text_column: str | None, *, names_files: bool) -> Any:
+def _read_files(
+    key: str,
+    path: Path,
+    split: str | None,
+    text_column: str | None,
+    columns: Sequence[str] | None,
+    *,
+    names_files: bool,
+) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
     from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
@@ -322,16 +410,17 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             options = {"sep": separator, "quoting": quoting_of(separator, _SEPARATORS[kind])}
         reader = "csv" if kind == "tsv" else kind
         builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=data_files_of(files), **options)
-        builder.download_and_prepare()
+        if columns is None:
+            builder.download_and_prepare()
         return builder
 
     remedy = ". Repair the file, or remove it."
     try:
-        with _reading(f"{key} is {str(path)!r}", remedy):
+        with reading(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
     except ValueError as error:
         for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
-            with _reading(f"{key} has the file {str(file)!r}", remedy):
+            with reading(f"{key} has the file {str(file)!r}", remedy):
                 prepared({"train": [file]})
         if len(read) == 1:
             raise
@@ -340,11 +429,13 @@ def _read_files(key: str, path: Path, split: str | None, text_column: str | None
             "the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
     if kind in _SEPARATORS:
-        _say_of_tables(key, path, read, builder, _SEPARATORS[kind])
-    with _reading(f"{key} is {str(path)!r}"):
-        rows = builder.as_dataset(split=split)
+        _say_of_tables(key, path, read if columns is None else [], builder, _SEPARATORS[kind])
+    with reading(f"{key} is {str(path)!r}"):
+        rows = _rows_of(builder, split, columns)
     if kind != "text":
         return rows
+    if columns is not None:
+        return rows if text_column == "text" else rows.rename_column("text", text_column)
     texts = builder.as_dataset(split="train")
     for file, text in zip(read, texts["text"], strict=False):
         if "\0" in text:  # zero bytes are valid UTF-8, but not text
@@ -379,7 +470,7 @@ def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, us
                 not_blank += not line.isspace()
                 if separator == usual == "\t" and b'"' in line:
                     in_quotes += sum(field[:1] == field[-1:] == b'"' for field in line.strip(b"\r\n").split(b"\t"))
-    rows = sum(split.num_examples for split in builder.info.splits.values())
+    rows = sum(split.num_examples for split in (builder.info.splits or {}).values())
     if rows + len(files) != not_blank:
         phrases.append(f"rows: {rows:,}, in {lines:,} lines")
     if in_quotes:
@@ -394,7 +485,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
         files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
-    with _reading(f"{key} is {str(path)!r}"):
+    with reading(f"{key} is {str(path)!r}"):
         for file in files:
             file.stat()  # `datasets` would skip a broken link
     return files
@@ -405,7 +496,7 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
-    with _reading(f"{key} is {str(folder)!r}"):
+    with reading(f"{key} is {str(folder)!r}"):
         patterns = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     names = {str(split): {Path(name).resolve() for name in matched} for split, matched in patterns.items()}
     splits = {split: [file for file in files if file.resolve() in matched] for split, matched in names.items()}

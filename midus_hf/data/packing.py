@@ -31,7 +31,7 @@ IGNORED_LABEL = -100
 _PROCEDURE = "4"
 _TEXTS_A_BATCH = 1000
 # A remainder of at most this share of the tokens is dropped.
-_DROPPED_SHARE = 0.01
+DROPPED_SHARE = 0.01
 
 
 class PackedTexts(NamedTuple):
@@ -72,29 +72,34 @@ def packed_sequences(
     """
     from datasets import Dataset, concatenate_datasets
 
-    beginning = _beginning_within(sequence_length, tokenizer)
+    beginning = beginning_within(sequence_length, tokenizer)
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning))
-    count = int(lengths.sum())
+    packed, count = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning)), int(lengths.sum())
     if not len(packed):
-        raise ValueError(
-            f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
-            "sequence_length (max_length in midus sft)."
-        )
-    dropped, added = _remainder(lengths, sequence_length, len(beginning))
+        raise ValueError(too_few_tokens(key, count, sequence_length))
+    dropped, _ = _remainder(lengths, sequence_length, len(beginning))
     last = None
-    if dropped > _DROPPED_SHARE * count:
-        last = _last_sequence(tokens, dropped, Packer(added + dropped, documents_apart, beginning))
+    if dropped > DROPPED_SHARE * count:
+        last = _last_sequence(tokens, dropped, Packer(sequence_length, documents_apart, beginning))
     if last is None:
         return PackedTexts(packed, count, dropped, False)
     shorter = Dataset.from_dict(last, features=packed.features)
     return PackedTexts(concatenate_datasets([packed, shorter]), count, 0, True)
 
 
-def _beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that sequences begin with, or refuse sequences that have no room behind them."""
+def too_few_tokens(key: str, count: int, sequence_length: int) -> str:
+    return (
+        f"{key} has {count:,} tokens; expected at least one sequence of {sequence_length:,} tokens. Add text, or lower "
+        "sequence_length (max_length in midus sft)."
+    )
+
+
+def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the tokens that sequences begin with, or refuse sequences without room behind them, and tokenizers without EOS."""
     from midus_hf.saved_models import beginning_of
 
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
     beginning = beginning_of(tokenizer)
     if sequence_length <= len(beginning):
         raise ValueError(
@@ -125,17 +130,14 @@ def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tu
 
 def _last_sequence(tokens: "Dataset", count: int, packer: "Packer") -> dict[str, list[Any]] | None:
     """Return the columns of a packer's sequence of the last tokens; None if it would predict nothing."""
-    pieces: list[np.ndarray] = []
     for row in range(len(tokens) - 1, -1, -1):
         ids = tokens[row]["input_ids"]
-        pieces.insert(0, np.asarray(ids[-count:], np.int32))
-        packer.place = len(ids) - len(pieces[0])
-        count -= len(pieces[0])
+        packer.pieces.insert(0, np.asarray(ids[-count:], np.int32))
+        packer.place = len(ids) - len(packer.pieces[0])
+        count -= len(packer.pieces[0])
         if not count:
             break
-    last = packer({"input_ids": pieces})
-    labels = last.get("labels", last["input_ids"])[0]
-    return last if (labels[1:] != IGNORED_LABEL).any() else None
+    return packer.last()
 
 
 def leaf_sequences(
@@ -155,7 +157,7 @@ def leaf_sequences(
     first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss: a
     leaf may have little text, and its blocks learn from no other text. A remainder of one token that nothing predicts is dropped.
     """
-    beginning = _beginning_within(sequence_length, tokenizer)
+    beginning = beginning_within(sequence_length, tokenizer)
     levels = paths[:, :depth]
     order = np.lexsort(levels.T[::-1])
     levels = levels[order]
@@ -191,10 +193,8 @@ def _tokenised(
     import pyarrow.compute
     from datasets.fingerprint import Hasher
 
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
     tokens = dataset.map(
-        _tokenise,
+        tokenise,
         batched=True,
         batch_size=_TEXTS_A_BATCH,
         input_columns=[text_column],
@@ -207,7 +207,8 @@ def _tokenised(
     return tokens, np.asarray(pyarrow.compute.list_value_length(tokens.data.column("input_ids")), np.int64)
 
 
-def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None) -> dict[str, Any]:
+def tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None) -> dict[str, Any]:
+    """Return the tokens of each text, ending in EOS."""
     from midus_hf.saved_models import check_ids
 
     eos, rows = tokenizer.eos_token_id, []
@@ -232,8 +233,8 @@ class Packer:
         self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
         self.beginning = np.array(beginning, np.int32)
         self.place = 0  # place in its text of the first token that is in no sequence yet
-        self._pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
-        self._path: Any = None  # of the first text of the leaf that these belong to
+        self.pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
+        self.path: Any = None  # of the first text of the leaf that these belong to
         # The first token of a sequence is not predicted, whatever its label is.
         has_labels = documents_apart or fill is not None or len(beginning) > 1
         conditions = {"position_ids": documents_apart, "labels": has_labels, "memory_ids": fill is not None}
@@ -242,22 +243,31 @@ class Packer:
     def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         packed: dict[str, list[Any]] = {name: [] for name in self.columns}
         if self.fill is None:
-            self._pieces += [np.asarray(ids, np.int32) for ids in batch["input_ids"]]
+            self.pieces += [np.asarray(ids, np.int32) for ids in batch["input_ids"]]
             self._cut(packed)
             return packed
         for ids, path, ends_leaf in zip(batch["input_ids"], batch["memory_ids"], batch["ends_leaf"], strict=True):
-            self._path = path if self._path is None else self._path
-            self._pieces.append(np.asarray(ids, np.int32))
+            self.path = path if self.path is None else self.path
+            self.pieces.append(np.asarray(ids, np.int32))
+            self._cut(packed, is_end=ends_leaf)
             if ends_leaf:
-                self._cut(packed, is_end=True)
-                self._path = None
+                self.path = None
         return packed
+
+    def last(self) -> dict[str, list[Any]] | None:
+        """Return the sequence of the tokens that are in none yet, shorter or filled up; None if it predicts nothing."""
+        packed: dict[str, list[Any]] = {name: [] for name in self.columns}
+        if self.fill is None:
+            self.sequence_length = min(self.place, len(self.beginning)) + sum(map(len, self.pieces))
+        self._cut(packed, is_end=True)
+        labels = packed.get("labels", packed["input_ids"])
+        return packed if labels and (labels[0][1:] != IGNORED_LABEL).any() else None
 
     def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
         """Cut as many sequences as there are tokens for; at the end of a leaf, also a padded one if it predicts a token."""
-        length, tokens = self.sequence_length, np.concatenate(self._pieces)
-        places = np.concatenate([np.arange(len(piece)) for piece in self._pieces])
-        places[: len(self._pieces[0])] += self.place
+        length, tokens = self.sequence_length, np.concatenate(self.pieces)
+        places = np.concatenate([np.arange(len(piece)) for piece in self.pieces])
+        places[: len(self.pieces[0])] += self.place
         begin = 0
         while begin < len(tokens):
             added = self.beginning[: places[begin]]  # a text that begins here has them itself
@@ -278,12 +288,12 @@ class Packer:
                 continue  # a first token is not predicted, and the mean loss over no token is not a number
             index = np.arange(length)
             positions = index - np.maximum.accumulate(np.where(is_start, index, 0))
-            made = {"input_ids": piece, "position_ids": positions, "labels": labels, "memory_ids": self._path}
+            made = {"input_ids": piece, "position_ids": positions, "labels": labels, "memory_ids": self.path}
             for name, values in packed.items():
                 values.append(made[name])
         bounds = np.flatnonzero(places[begin:] == 0)
         self.place = int(places[begin]) if begin < len(tokens) else 0
-        self._pieces = [part for part in np.split(tokens[begin:], bounds[bounds > 0]) if len(part)]
+        self.pieces = [part for part in np.split(tokens[begin:], bounds[bounds > 0]) if len(part)]
 
 
 def _packed_by(tokens: "Dataset", packer: Packer) -> "Dataset":

@@ -69,12 +69,24 @@ class _OtherColumnsError(Exception):
 class JsonReader(Json):
     """Reader of JSON lines, and of lists of objects or texts."""
 
+    _is_text: dict[str, bool]
+    _is_stream = False
+
+    def take(self, columns: Sequence[str]) -> None:
+        """Read a stream of these columns, the first of which is text: what no row has been read for has no type yet."""
+        self._is_stream = True
+        self._set_types({name: number == 0 for number, name in enumerate(columns)})
+
+    def _set_types(self, is_text: dict[str, bool]) -> None:
+        self._is_text = is_text
+        self.info.features = datasets.Features(
+            {name: datasets.Value("string") if is_text else JsonText() for name, is_text in is_text.items()}
+        )
+
     def _download_and_prepare(self, *args: Any, **kwargs: Any) -> None:
-        self._is_text: dict[str, bool] = {}
+        self._is_text = {}
         while True:
-            self.info.features = datasets.Features(
-                {name: datasets.Value("string") if is_text else JsonText() for name, is_text in self._is_text.items()}
-            )
+            self._set_types(self._is_text)
             try:
                 return super()._download_and_prepare(*args, **kwargs)
             except DatasetGenerationError as error:
@@ -90,11 +102,16 @@ class JsonReader(Json):
             raise ValueError("it has no rows")
 
     def _table(self, rows: list[dict[str, Any]]) -> pa.Table:
-        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+        names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
+        columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)
         for name, values in columns.items():
             self._is_text[name] = before.get(name, True) and set(map(type, values)) <= {str, NoneType}
         if self._is_text != before:
+            if self._is_stream:
+                name = next(iter(before))
+                value = next(value for value in columns[name] if not isinstance(value, str | None))
+                raise ValueError(f"it has {value!r:.60} under {name!r}; expected text")
             raise _OtherColumnsError
         arrays = []
         for name, is_text in self._is_text.items():

@@ -28,6 +28,7 @@ PARTIAL_MODEL = ".partial_model"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINED_FILE, BLOCK_STATES, INPUTS_FILE = "trained.safetensors", "block_states", "inputs.json"
 TRAINER_STATE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
+STREAM_FILE = "stream-{}.safetensors"  # by the number of the process
 
 # Folder in a checkpoint with one folder per bank, named after the bank's memory, and the file that identifies a bank of blocks.
 BANKS_FOLDER, BANK_DESCRIPTION = "memory_bank", "bank.json"

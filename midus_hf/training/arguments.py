@@ -268,6 +268,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "max_steps": (lambda steps: steps != 0, "more than 0, or -1 for num_train_epochs"),
     "num_train_epochs": (lambda epochs: epochs > 0, "more than 0"),
+    "shuffle_buffer": (lambda rows: rows >= 0, "at least 0"),
     "generic_share": (lambda share: 0 <= share <= 1, "a share from 0 to 1"),
     "base_kl": (lambda weight: 0 <= weight < math.inf, "a finite number, at least 0"),
 }
@@ -296,6 +297,9 @@ class TrainArguments(MemoryArguments, TrainingArguments):
             are refused. Default: the tree that the corpus names, which is not saved.
         sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the papers.
+        streaming: Read, tokenise and pack the corpus while training, without a copy on disk. Needs `max_steps`. Each process reads
+            its part of the files, again from the start after the last text. Default: false.
+        shuffle_buffer: Number of sequences in memory of which a stream draws the next one; 0 keeps the order. Default: 10,000.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -313,6 +317,8 @@ class TrainArguments(MemoryArguments, TrainingArguments):
     tree: str | None = None
     sequence_length: int = 2048
     document_mask: bool = False
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
     remove_unused_columns: bool = False
     prediction_loss_only: bool = True
     include_num_input_tokens_seen: str | bool = "all"
@@ -329,6 +335,18 @@ class TrainArguments(MemoryArguments, TrainingArguments):
             if getattr(self, key) not in (None, "no") and self.eval_text is None:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
         super().__post_init__()
+        if self.streaming:
+            for key, is_right, expected in (
+                ("max_steps", self.max_steps > 0, "the number of steps, since the length of a stream is not known"),
+                (
+                    "dataloader_num_workers",
+                    not self.dataloader_num_workers,
+                    "0, since a stream is read in its process",
+                ),
+                ("auto_find_batch_size", not self.auto_find_batch_size, "false, since a stream is read once"),
+            ):
+                if not is_right:
+                    raise ValueError(f"streaming is true, and {key} is {getattr(self, key)!r}; expected {expected}.")
 
 
 def computes_bfloat16(use_cpu: bool = False) -> bool:

@@ -39,18 +39,24 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
 
 
 class StepSummary(TrainerCallback):
-    """Reports before the first step what a run reads, in how many steps, and whether these are few."""
+    """Reports before the first step what a run reads, in how many steps, and whether these are few.
 
-    def __init__(self, reads: str, num_sequences: int):
+    The number of sequences is None for a stream, whose place in the run is that of its steps, also when a run goes on.
+    """
+
+    def __init__(self, reads: str, num_sequences: int | None):
         self.reads, self.num_sequences = reads, num_sequences
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.process_index != 0:
             return
         steps = state.max_steps
-        times = _times_read(steps, args, self.num_sequences)
-        often = "once" if times == 1 else f"{times:.3g} times"
-        how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
+        if self.num_sequences is None:
+            how_often = f"{steps * args.sequences_per_step:,} sequences"
+        else:
+            times = _times_read(steps, args, self.num_sequences)
+            often = "once" if times == 1 else f"{times:.3g} times"
+            how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
         print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
         if steps < _FEW_STEPS:
             remedy = "raise max_steps"
@@ -58,6 +64,10 @@ class StepSummary(TrainerCallback):
                 epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
                 remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
             print_note(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.num_sequences is None:  # the Trainer counts from where it began to read
+            state.epoch = state.global_step / state.max_steps
 
 
 class GracefulStop(TrainerCallback):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from midus_hf.files.checkpoint_files import INPUTS_FILE
+from midus_hf.data.stream import StreamedSequences
+from midus_hf.files.checkpoint_files import INPUTS_FILE, STREAM_FILE
 from midus_hf.memories.engram.certificate import OF_SAVING
 from midus_hf.memories.hosting.bank_folder import BankService
 
@@ -58,6 +59,13 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
         ValueError: If the run that saved the checkpoint read something else under the same keys.
     """
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    if checkpoint is not None and isinstance(trainer.train_dataset, StreamedSequences):
+        count = len(list(checkpoint.glob(STREAM_FILE.format("*"))))
+        if count != arguments.world_size:
+            raise ValueError(
+                f"{checkpoint} has the streams of {count} processes, and this run has {arguments.world_size}; expected the same "
+                "number of processes, since each goes on with its own."
+            )
     digests = {
         **of_model,
         arguments.data_key: _sequences_digests({"": trainer.train_dataset}),
@@ -90,13 +98,15 @@ def save_inputs(folder: Path, digests: Digests) -> None:
 
 
 def _sequences_digests(datasets_by_name: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of the rows of each `datasets.Dataset`; a script may have others, which are left out."""
+    """Return the SHA-256 of the rows of each `datasets.Dataset`, and of streams; a script may have others, which are left out."""
     from datasets import Dataset
 
     return {
-        f"sequences of tokens of {name}" if name else "sequences of tokens": rows_digest(rows)
+        f"sequences of tokens of {name}" if name else "sequences of tokens": (
+            rows_digest(rows) if isinstance(rows, Dataset) else rows.digest
+        )
         for name, rows in datasets_by_name.items()
-        if isinstance(rows, Dataset)
+        if isinstance(rows, Dataset | StreamedSequences)
     }
 
 

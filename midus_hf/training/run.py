@@ -16,6 +16,7 @@ from transformers.integrations import integration_utils
 
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
+from midus_hf.data.stream import StreamedSequences
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
@@ -112,7 +113,8 @@ def run_training(
                     print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
-            if is_main and not has_new_tokens(trainer.train_dataset, view.new_rows):
+            is_stream = isinstance(trainer.train_dataset, StreamedSequences)
+            if is_main and not is_stream and not has_new_tokens(trainer.train_dataset, view.new_rows):
                 print_note("the training data has none of the new tokens, whose rows learn from texts with them")
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
@@ -123,9 +125,9 @@ def run_training(
                     "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
                     "Start the run with configs/accelerate/ddp.yaml."
                 )
-        num_sequences = len(trainer.train_dataset)
+        num_sequences = None if is_stream else len(trainer.train_dataset)
         if arguments.num_train_epochs is None:
-            steps_of_epoch = math.ceil(num_sequences / arguments.sequences_per_step)
+            steps_of_epoch = math.ceil(len(trainer.train_dataset) / arguments.sequences_per_step)
             trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)

@@ -1,14 +1,16 @@
 """Training and held-out data of a run: the corpus and held-out texts as packed sequences."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from midus_hf.config.wording import print_note
-from midus_hf.data.corpus import read_corpus
+from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
+from midus_hf.data.stream import StreamedSequences
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.memories.hierarchical.blocks import BankLayout
 from midus_hf.memories.hierarchical.options import block_layouts
@@ -48,19 +50,44 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
         if column is None or (key != "corpus" and column not in rows.column_names):
             return packed_sequences(rows, tokenizer, length, key=key, **options), None
         written = checked_paths(rows, banks, column, key)
-        depth = max(max(layout.levels) for layout in banks.values())
         return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
 
-    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
-    rows = read_corpus(arguments.corpus or [], text_column=arguments.text_column, **named)
+    depth = max((max(layout.levels) for layout in banks.values()), default=None)
     if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
         raise ValueError(
             "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
             "paths. midus cluster assign writes them."
         )
-    packed, tree = pack("corpus", rows)
+    train: Any
+    if arguments.streaming:
+        of_paths: dict[str, Any] = {}
+        if column is not None:
+            read_paths = partial(checked_paths, banks=banks, path_column=column)
+            of_paths = {"read_paths": read_paths, "path_column": column, "depth": depth}
+        train = _stream_of_process(arguments, tokenizer, **options, **of_paths)
+        order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
+        reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
+    else:
+        named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+        rows = read_corpus(arguments.corpus or [], text_column=arguments.text_column, **named)
+        packed, tree = pack("corpus", rows)
+        train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
     held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
-    return RunTexts(packed.sequences, held_out, f"corpus: {packed.phrase(length)}", tree)
+    return RunTexts(train, held_out, reads, tree)
+
+
+def _stream_of_process(arguments: TrainArguments, tokenizer: Any, **options: Any) -> StreamedSequences:
+    """Return the sequences of the texts that this process reads, shuffled as no other process does."""
+    from datasets.distributed import split_dataset_by_node
+
+    columns = [arguments.text_column, *([arguments.path_column, TREE_COLUMN] if arguments.path_column else [])]
+    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+    texts = stream_rows("corpus", arguments.corpus or [], columns, **named)
+    if arguments.world_size > 1:
+        texts = split_dataset_by_node(texts, arguments.process_index, arguments.world_size)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    options |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": [seed, arguments.process_index]}
+    return StreamedSequences(texts, tokenizer, arguments.sequence_length, **options)
 
 
 def read_held_out(

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
-from midus_hf.files.checkpoint_files import MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
+from midus_hf.files.checkpoint_files import MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
 from midus_hf.memories.hierarchical.training import Blocks, model_banks
 from midus_hf.models.view import ModelView
@@ -105,6 +107,10 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
                     f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of routers; "
                     "expected a model without them. Leave it out."
                 )
+        dataset: Any = self.train_dataset
+        self._stream: StreamedSequences | None = dataset if isinstance(dataset, StreamedSequences) else None
+        if self._stream is not None:
+            self.args.ignore_data_skip = True  # the stream goes on itself
         self._is_checkpointing = False
         # Digests of what the run reads, by `check_inputs`, which checkpoints get; none in scripts.
         self.inputs: Digests = {}
@@ -129,9 +135,22 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+        if checkpoint is not None and self._stream is not None:
+            self._stream.load(checkpoint / STREAM_FILE.format(self.args.process_index))
         assert isinstance(self.model, nn.Module)
         with row_gradients(self.model) if self.sparse_values else contextlib.nullcontext():
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the batches as `Trainer.get_train_dataloader` does; those of a stream as they are.
+
+        Accelerate would read a batch ahead, and let a process read all or have only a part of what it reads.
+        """
+        if self._stream is None:
+            return super().get_train_dataloader()
+        generator = torch.Generator()  # without one, a loader draws from the state that a resumed run has loaded
+        size: Any = self._train_batch_size
+        return DataLoader(self._stream, size, collate_fn=self.data_collator, generator=generator)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate held-out text as `Trainer.evaluate` does, a language model by the tokens of all rows, with a perplexity.
@@ -253,6 +272,8 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save and self.blocks is not None:
                     self.blocks.save(folder)
+                if self._stream is not None:
+                    self._stream.save(folder / STREAM_FILE.format(self.args.process_index))
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     if self.inputs:

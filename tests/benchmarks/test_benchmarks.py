@@ -9,7 +9,7 @@ import torch
 from pairs import by_default, taking_turns
 from tiny import FAMILIES
 
-from benchmarks import models, ops
+from benchmarks import models, ops, streaming
 from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
 from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
@@ -191,3 +191,13 @@ def test_requests_whose_seconds_are_kept_are_planned_or_refused(tmp_path, capsys
         name: 2 * (name == REFUSED) for name in requests
     }
     assert "placement 'nowhere' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_stream_of_generated_text_is_read_once_and_goes_on(kind, tmp_path):
+    words = ["--gigabytes", "0.001", "--format", kind, "--sequence-length", "64", "--shuffle-buffer", "50"]
+    assert streaming.main([*words, "--folder", str(tmp_path)], tmp_path / "streaming.csv") == 0
+    (row,) = read_rows(tmp_path / "streaming.csv")
+    assert int(row["sequences"]) == 1000 * 401 // 64 and float(row["tokens_per_second"]) > 0
+    assert 0 < int(row["buffer_mb"]) <= int(row["tenth_mb"]) <= int(row["peak_mb"])
+    assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]

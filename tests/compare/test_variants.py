@@ -169,6 +169,7 @@ REFUSED = {
         )
         for part in ("upscale", "train")
     },
+    "a stream": ({"train": {"streaming": True}}, "variants.a has streaming, and texts of a comparison are read whole, to be"),
     "an absent corpus": ({"train": {"corpus": "absent.txt"}}, "variants.a.train.corpus is 'absent.txt', which does not exist"),
 }  # fmt: skip
 

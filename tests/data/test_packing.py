@@ -85,7 +85,7 @@ def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path,
     assert packed.column_names == ["input_ids"]
     assert np.concatenate(packed["input_ids"][:]).tolist() == expected
     # Another tokenizer of the same contents finds the sequences in the cache, another length does not.
-    monkeypatch.setattr(packing, "_tokenise", None)
+    monkeypatch.setattr(packing, "tokenise", None)
     assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=False).sequences[:] == packed[:]
     assert len(packed_sequences(texts, tiny_tokenizer(), 8, documents_apart=False).sequences) > len(packed)
     with pytest.raises(TypeError):

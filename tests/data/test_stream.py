@@ -1,0 +1,197 @@
+"""Sequences of a stream are those of a corpus that is read whole, and a stream goes on where it was saved."""
+
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
+
+from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
+
+datasets = pytest.importorskip("datasets")
+
+from datasets.distributed import split_dataset_by_node  # noqa: E402
+
+from midus_hf.data import stream as stream_module  # noqa: E402
+from midus_hf.data.corpus import read_corpus, stream_rows  # noqa: E402
+from midus_hf.data.packing import checked_paths, leaf_sequences, packed_sequences  # noqa: E402
+from midus_hf.data.stream import StreamedSequences  # noqa: E402
+
+T, COLUMNS, KINDS = 16, ["text"], ["jsonl", "jsonl.gz", "parquet", "csv", "txt", "saved"]
+# Of lengths whose sum leaves more than 1 % behind the last sequence, and a blank one.
+TEXTS = [document(3 + 7 * number % 40, number) if number != 4 else " \n" for number in range(23)]
+
+
+@pytest.fixture(autouse=True)
+def few_texts_at_once(monkeypatch):
+    monkeypatch.setattr(stream_module, "_TEXTS_AT_ONCE", 3)
+
+
+def write(folder, kind):
+    """Write texts in two files of a kind, or each in one of its own; return the corpus."""
+    folder.mkdir(exist_ok=True)
+    if kind == "saved":
+        datasets.Dataset.from_dict({"text": TEXTS, "title": ["w9"] * len(TEXTS)}).save_to_disk(folder)
+    elif kind == "txt":
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    else:
+        for name, texts in (("a", TEXTS[:9]), ("b", TEXTS[9:])):
+            rows = datasets.Dataset.from_dict({"text": texts, "title": ["w9"] * len(texts)})
+            {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(kind, rows.to_json)(folder / f"{name}.{kind}")
+    return [str(folder / f"{name}.csv") for name in "ab"] if kind == "csv" else str(folder)
+
+
+def streamed(corpus, tokenizer=None, **options):
+    options = {"documents_apart": False, "shuffle_buffer": 0, **options}
+    return StreamedSequences(stream_rows("corpus", corpus, COLUMNS), tokenizer or tiny_tokenizer(), T, **options)
+
+
+def taken(stream, count):
+    return list(itertools.islice(stream, count))
+
+
+def assert_same(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.tensor(one[name]), torch.tensor(other[name])) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("frame", "apart"), [(None, False), ("<bos> $A", True), ("<bos> <pad> $A <eos>", False), (None, True)]
+)
+def test_a_pass_has_the_sequences_of_a_corpus_that_is_read_whole(tmp_path, kind, apart, frame, capsys):
+    tokenizer = tiny_tokenizer() if frame is None else framing_tokenizer(frame)
+    corpus = write(tmp_path / "texts", kind)
+    whole = packed_sequences(read_corpus(corpus), tokenizer, T, documents_apart=apart)
+    assert whole.is_short is (frame != "<bos> <pad> $A <eos>")  # whose remainder is less than 1 % of the tokens
+    rows = list(whole.sequences)
+    assert_same(taken(streamed(corpus, tokenizer, documents_apart=apart), 2 * len(rows) + 1), [*rows, *rows, rows[0]])
+    assert f"all {len(TEXTS)} texts (1 of them blank, and left out)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world", "buffer"), [(1, 0), (1, 5), (2, 5), (3, 1000), (3, 0)])
+def test_a_stream_goes_on_where_it_was_saved(tmp_path, kind, buffer, world):
+    corpus = write(tmp_path / "texts", kind)
+
+    def part(rank):
+        rows = stream_rows("corpus", corpus, COLUMNS)
+        rows = split_dataset_by_node(rows, rank, world) if world > 1 else rows
+        return StreamedSequences(
+            rows, tiny_tokenizer(), T, documents_apart=True, shuffle_buffer=buffer, seed=[0, rank]
+        )
+
+    read = []
+    for rank in range(world):
+        expected, made = taken(part(rank), 60), []
+        read += [tuple(row["input_ids"]) for row in expected]
+        for count in (0, 1, 2, 7, 20, 30):
+            stream = part(rank)
+            if made:
+                stream.load(tmp_path / "state")
+            made += taken(stream, count)
+            stream.save(tmp_path / "state")
+        assert_same(made, expected)
+    assert {word for row in read for word in row} >= {int(w[1:]) for text in TEXTS for w in text.split()}
+
+
+def test_a_pass_through_a_buffer_has_each_sequence_once_in_another_order(tmp_path):
+    corpus = write(tmp_path / "texts", "jsonl")
+    rows = list(packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences)
+    orders = [
+        [row["input_ids"] for row in taken(streamed(corpus, shuffle_buffer=size, seed=1), len(rows))]
+        for size in (5, 1000)
+    ]
+    for order in orders:
+        assert sorted(order) == sorted(row["input_ids"] for row in rows) != order
+    assert orders[0] != orders[1] != [row["input_ids"] for row in rows]
+
+
+def test_texts_with_paths_have_the_sequences_of_their_leaves(tmp_path):
+    paths = [[number % 2, number % 4 // 2 + 2 * (number % 2)] for number in range(len(TEXTS))]
+    rows = [{"text": text, "path": path, "memory_tree": "f" * 64} for text, path in zip(TEXTS, paths, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = read_corpus(str(tmp_path / "rows.jsonl"))
+    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
+    written = checked_paths(corpus, banks, "path")
+    whole = leaf_sequences(corpus, tiny_tokenizer(), T, paths=written.paths, depth=2, documents_apart=True)
+
+    def made():
+        texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
+        options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
+        return StreamedSequences(
+            texts, tiny_tokenizer(), T, documents_apart=True, depth=2, shuffle_buffer=0, **options
+        )
+
+    stream = made()
+    rows = taken(stream, len(whole.sequences))
+    assert stream.tree == "f" * 64
+
+    def order(rows):
+        return sorted(rows, key=lambda row: (row["memory_ids"], row["input_ids"]))
+
+    assert_same(order(rows), order(list(whole.sequences)))
+    first = made()
+    begun = taken(first, 4)
+    first.save(tmp_path / "state")
+    again = made()
+    again.load(tmp_path / "state")
+    assert_same([*begun, *taken(again, len(rows) - 4)], rows)
+
+
+def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkeypatch):
+    """A folder stands for the dataset of the Hub."""
+    write(tmp_path / "hub", "jsonl")
+    (tmp_path / "hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+    )
+    folder, build = str(tmp_path / "hub"), datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda source, name: build(folder, name))
+    monkeypatch.setattr("midus_hf.data.corpus.check_hub_id", lambda *_: None)
+    for corpus in (
+        folder,
+        "someone/texts",
+        [folder, write(tmp_path / "texts", "parquet"), *write(tmp_path / "tables", "csv")],
+    ):
+        whole = packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences
+        assert_same(taken(streamed(corpus), len(whole)), list(whole))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("x.jsonl", '{"body": "w4"}\n', "corpus begins with 1 texts that are blank or missing under 'text'; set text_column"),
+        ("x.jsonl", '{"text": "w4"}\n{"text": 7}\n', "has something, which cannot be read: it has 7 under 'text';"),
+        ("x.jsonl", '{"text": "w4"}\nw5\n', "which cannot be read: line 2 is no JSON"),
+        ("x.csv", "body\nw4\n", "corpus has no column 'text', only body; set text_column"),
+        ("x.txt", "w4 w5", "corpus has 3 tokens; expected at least one sequence of 16 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_streamed_is_refused(file, content, message, tmp_path):
+    (tmp_path / file).write_text(content)
+    with refused(message):
+        streamed(str(tmp_path / file))
+
+
+def test_rows_without_the_column_and_of_numbers_are_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": [7], "path": [[1, 2]]}).to_parquet(tmp_path / "x.parquet")
+    with refused("corpus, after 0 texts, has 7 under 'text'; expected text. Set text_column to the column that"):
+        streamed(str(tmp_path / "x.parquet"))
+    with refused("corpus '.*' has no column 'body', only text, path; set text_column"):
+        stream_rows("corpus", str(tmp_path / "x.parquet"), ["body"])
+
+
+def test_paths_of_another_tree_are_refused_where_they_come(tmp_path):
+    rows = [{"text": document(9, 1), "path": [0, 1], "memory_tree": tree * 64} for tree in "aaab"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
+    options = {"read_paths": partial(checked_paths, banks=banks, path_column="path"), "path_column": "path"}
+    texts = stream_rows("corpus", str(tmp_path / "rows.jsonl"), ["text", "path", "memory_tree"])
+    stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, **options)
+    with refused("corpus, after 3 texts, has paths of another tree under 'memory_tree'; expected paths of one tree"):
+        taken(stream, 9)

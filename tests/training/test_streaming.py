@@ -1,0 +1,108 @@
+"""A run on a stream is that on the same texts read whole in order, and goes on to the bit when it was killed."""
+
+import json
+import shutil
+import signal
+
+import pytest
+from processes.warm import MIDUS, run_ranks
+from training.outcomes import assert_resumes, assert_same_run, logged, moved
+from training.tiny_run import PreparedRun, document, refused, write_recipe
+
+from midus_hf.training.checkpoints import latest_whole
+from midus_hf.training.run import run_training
+
+STREAM = {"streaming": True, "shuffle_buffer": 5}
+# Dies when it would update parameters for the third time.
+KILLED = f"""
+import itertools, os, signal
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+count = itertools.count(1)
+register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 3 else None)
+{MIDUS}
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A folder of files of rows, of which two processes can read two each."""
+    folder = tmp_path_factory.mktemp("rows")
+    for number in range(4):
+        texts = [document(10 + 3 * place, 9 * number + place) for place in range(9)]
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_a_stream_in_order_trains_as_what_is_read_whole(config_for, rows, tmp_path, capsys):
+    options = {"corpus": rows, "max_steps": 6, "gradient_accumulation_steps": 2, "eval_text": str(rows / "0.jsonl")}
+    run_training(config_for("whole", train_sampling_strategy="sequential", **options))
+    capsys.readouterr()
+    run_training(config_for("streamed", streaming=True, shuffle_buffer=0, **options))
+    assert "corpus: a stream of sequences of 16, in order; 6 steps (24 sequences)\n" in capsys.readouterr().out
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(tmp_path / "streamed", name) == logged(tmp_path / "whole", name) and logged(
+            tmp_path / "whole", name
+        )
+    assert moved(tmp_path / "whole", tmp_path / "streamed") == set()
+    run_training(config_for("shuffled", **options, **STREAM))
+    assert logged(tmp_path / "shuffled") != logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("processes", "corpus"), [(1, "."), (2, "."), (2, "0.jsonl")])
+def test_a_run_that_is_killed_twice_goes_on_exactly(processes, corpus, upscaled, rows, tmp_path):
+    """Two processes have two files each, or every other text of one; a pass through it ends within the run."""
+    recipe = write_recipe(tmp_path, upscaled("llama"), rows / corpus, max_steps=8, save_steps=2, **STREAM)
+
+    def run(program, output, *words):
+        words = [f"--output_dir={tmp_path / output}", *words]
+        return run_ranks(program, "train", recipe, *words, processes=processes)
+
+    whole = run(MIDUS, "whole")
+    assert whole.returncode == 0, whole.stderr
+    for resume in ("false", "true"):
+        assert run(KILLED, "parts", f"--resume_from_checkpoint={resume}").returncode == -signal.SIGKILL
+    assert latest_whole(tmp_path / "parts").name == "checkpoint-4"
+    last = run(MIDUS, "parts", "--resume_from_checkpoint=true")
+    assert last.returncode == 0, last.stderr
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert len(logged(tmp_path / "parts")) == 8
+
+
+def test_a_stream_of_texts_with_paths_goes_on_exactly(blocks_for):
+    assert_resumes(blocks_for, 3, generic_share=0.3, **STREAM)
+
+
+def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, rows, tmp_path):
+    corpus = shutil.copytree(rows, tmp_path / "rows")
+    options = {"corpus": corpus, "max_steps": 4, "save_steps": 2, "resume_from_checkpoint": "auto"}
+    run_training(config_for(**options, **STREAM))
+    with refused("'its default', but the run to resume has .*; give the same, or start a new run"):
+        PreparedRun(config_for(**options))
+    (corpus / "3.jsonl").write_text('{"text": "w4"}')
+    with refused("corpus is '.*', whose sequences of tokens are not those that the run to resume read"):
+        PreparedRun(config_for(**options, **STREAM))
+    (latest_whole(tmp_path / "out") / "stream-1.safetensors").touch()
+    with refused("has the streams of 2 processes, and this run has 1; expected the same number of processes"):
+        PreparedRun(config_for(**options, **STREAM))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": -1}, "streaming is true, and max_steps is -1; expected the number of steps, since the length of a"),
+        ({"dataloader_num_workers": 2}, "streaming is true, and dataloader_num_workers is 2; expected 0, since a stream is"),
+        ({"auto_find_batch_size": True}, "streaming is true, and auto_find_batch_size is True; expected false, since"),
+        ({"shuffle_buffer": -1}, "shuffle_buffer is -1; expected at least 0"),
+        ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
+        ({"text_column": "body"}, "corpus, after 0 texts, has no text under 'body'|corpus has 0 tokens"),
+        ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_stream_is_refused(changes, message, config_for, rows, tmp_path):
+    (tmp_path / "short.jsonl").write_text('{"text": "w4 w5 w6"}')
+    corpus = tmp_path / "short.jsonl" if "sequence_length" in changes else rows
+    with refused(message):
+        PreparedRun(config_for(**{"corpus": corpus, **STREAM, **changes}))
