@@ -28,7 +28,7 @@ OLDEST_TESTS = tests/models tests/ops/kernels $(patsubst %,tests/ops/test_%.py,l
 	-k 'not test_offline_compilation and not inductor and not is_proven_in_a_wiring and not wired_wrongly'
 IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-deepspeed test-vllm test-gguf release-check clean
+.PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-real test-deepspeed test-vllm test-gguf release-check clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -92,6 +92,12 @@ test-lot: $(VENV)/installed material
 		*) echo "LOT is '$$lot'; expected avx2, sse41, two-threads or seed-NUMBER."; exit 2;; esac; \
 	echo "The lot fell on $$lot; the same again: make test-lot LOT=$$lot"; \
 	env $(TEST_ENV) "$$@" $(VENV)/bin/python $(PYTEST) $$seed $(NEWEST_TESTS)
+
+# Every method on a real model, in a table and in outputs/real. MODEL=gemma for Gemma-3-270M, under its terms: ai.google.dev/gemma/terms.
+MODEL ?= smollm2
+test-real: $(VENV)/installed
+	$(VENV)/bin/python -m material $(MODEL)
+	$(TEST_ENV) MODEL=$(MODEL) $(VENV)/bin/python -m pytest -sv tests/real/every_method.py
 
 # What nothing else has: DeepSpeed, in an environment that sees what $(VENV) has. transformers imports it wherever it is.
 test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed

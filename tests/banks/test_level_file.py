@@ -1,5 +1,7 @@
 """The file of a level: rows come back as they were written, the rest is a hole, and what is wrong with it is said."""
 
+import os
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -55,6 +57,13 @@ def test_a_row_is_a_part_of_the_mapped_file_which_stays_what_it_was(path):
     assert torch.equal(level.row(2), record(2)) and torch.equal(MappedLevel(path, ROWS, NUMEL).row(2), record(9))
 
 
+def test_a_file_may_be_larger_than_the_machines_memory(tmp_path):
+    numel, path = 2**20, tmp_path / "larger"
+    rows = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * numel)
+    write_level(path, rows, numel, torch.float32, {rows - 1: lambda: record(3, numel)})
+    assert torch.equal(MappedLevel(path, rows, numel).row(rows - 1), record(3, numel))
+
+
 def test_a_row_that_was_deleted_is_a_hole_without_a_block(tmp_path):
     numel, path = 2**18, tmp_path / "large"  # 1 MB
     write_level(path, ROWS, numel, torch.float32, {3: lambda: record(3, numel)}, [2])
@@ -76,7 +85,9 @@ def test_a_mark_that_was_lost_names_its_block_whether_it_was_written_or_not(path
         MappedLevel(path, ROWS, NUMEL).row(row)
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "header", "empty", "other tensors", "gone", "rows", "numel"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "longer", "header", "empty", "other tensors", "dtype", "gone", "rows", "numel"]
+)
 def test_a_file_that_is_none_of_the_bank_is_refused(damage, path):
     content = path.read_bytes()
     changed = {
@@ -84,6 +95,7 @@ def test_a_file_that_is_none_of_the_bank_is_refused(damage, path):
         "longer": content + b"0",
         "header": content[:8] + b"?" + content[9:],
         "empty": b"",
+        "dtype": content.replace(b'"F32"', b'"I32"'),
         "other tensors": content.replace(b'"marks"', b'"other"'),
     }
     if damage == "gone":

@@ -91,7 +91,7 @@ def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories
     source = source_of(checkpoints(family, method))
     packages = imports_of(source)
     assert packages <= {*OTHERS, *sys.stdlib_module_names}
-    assert not packages & {"ctypes", "subprocess", "multiprocessing", "concurrent", "mmap"}
+    assert not packages & {"ctypes", "subprocess", "multiprocessing", "concurrent"}
     assert "triton" not in source.lower() and "native" not in source
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     for name, methods in NEEDED_BY.items():

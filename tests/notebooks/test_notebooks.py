@@ -1,33 +1,33 @@
 """The notebooks run from top to bottom, and their kept outputs are what their code gives, but for numbers."""
 
-import ast
 import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import pytest
 from evaluation.byte_models import save_byte_model
 from nbclient import NotebookClient
-from training.tiny_run import write_corpus
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IDENTITY = "Identity(checked='logits', max_abs_diff=0.0)"
 # What cells of each notebook show, in this order, whatever the base is.
 CLAIMS = {
-    "first_steps": [IDENTITY, *["True"] * 4],
+    "tour": [IDENTITY, "True", IDENTITY, "True"],
     "train_and_look_inside": [IDENTITY, *["True"] * 3],
     "compare": ["{'midus-hml': True, 'llama-pro': True, 'full': True}"],
 }
 # What of a notebook's code is replaced, so that a base of five layers takes seconds.
 SMALLER = {
-    "num_new_layers=10": "num_new_layers=5",
-    "max_steps=40": "max_steps=2",
-    r"sequence_length(=|\": )256": r"sequence_length\g<1>32",
-    r"max_tokens(=|\": )\d+": r"max_tokens\g<1>64",
+    r"(num_new_layers(=|\": ))\d+": r"\g<1>5",
+    r"str\(TEXTS\.train\)": "str(TEXTS.held_out)",
+    r"str\(TRAIN\)": "str(HELD_OUT)",
+    r"str\(addresses\(\)\.train\)": "str(addresses().held_out)",
+    r"(max_steps(=|\": ))\d+": r"\g<1>2",
+    r"(sequence.length(=|\": | ))256": r"\g<1>32",
+    r"(max.tokens(=|\": | ))\d+": r"\g<1>64",
     r'"max_new_tokens": 32': '"max_new_tokens": 4',
 }
 
@@ -56,22 +56,13 @@ def kept_outputs(notebook: Any) -> list[list[Output]]:
     ]
 
 
-def results_of(notebook: Any) -> list[str]:
-    """Return what the last lines of cells give in this process. Commands are left out: tests/docs/test_pages.py knows them."""
-    names: dict[str, Any] = {}
-    results = []
-    for cell in code_cells(notebook):
-        magic, _, below = cell.source.partition("\n")
-        if magic == "%%bash":
-            continue
-        source = below if magic == "%%capture" else cell.source
-        for pattern, instead in SMALLER.items():
-            source = re.sub(pattern, instead, source)
-        *statements, last = ast.parse(source).body
-        shown = [last] if isinstance(last, ast.Expr) else []
-        exec(compile(ast.Module([*statements, *([] if shown else [last])], []), "cell", "exec"), names)
-        results += [repr(eval(compile(ast.Expression(one.value), "cell", "eval"), names)) for one in shown]
-    return results
+def executed(notebook: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[Output]]:
+    """Run a notebook in Jupyter, whose cells write to `work`; return what each cell of code shows, but for messages."""
+    monkeypatch.setenv("WORK", str(work))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    position = {"metadata": {"path": str(NOTEBOOKS)}}
+    NotebookClient(notebook, timeout=3600, coalesce_streams=True, resources=position).execute()
+    return [[one for one in of_cell if "stderr" not in one] for of_cell in kept_outputs(notebook)]
 
 
 def kind(output: Output) -> str:
@@ -89,18 +80,15 @@ def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
     assert [text for text in texts if text in CLAIMS[name]] == CLAIMS[name]
 
 
-@pytest.mark.parametrize("name", ["first_steps", "train_and_look_inside"])
-def test_claims_hold_of_a_tiny_base(name, tmp_path, monkeypatch):
-    save_byte_model("llama", tmp_path / "base", num_hidden_layers=5)
-    texts = SimpleNamespace(**{part: write_corpus(tmp_path / part) for part in ("train", "held_out")})
-    monkeypatch.setattr("material.addresses.addresses", lambda: texts)
-    monkeypatch.setattr("material.articles.articles", lambda: texts.held_out)
-    monkeypatch.chdir(NOTEBOOKS)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    variables = {"WORK": str(tmp_path / "work"), "BASE": str(tmp_path / "base")}
-    for variable, value in {**dict.fromkeys(("HELD_OUT", "OTHER", "FORCE_COLOR", "COLUMNS"), ""), **variables}.items():
-        monkeypatch.setenv(variable, value)  # cells set some: they are put back
-    assert [result for result in results_of(read(name)) if result in CLAIMS[name]] == CLAIMS[name]
+@pytest.mark.material
+@pytest.mark.parametrize("name", CLAIMS)
+def test_it_runs_in_jupyter_on_a_tiny_base(name, tmp_path, monkeypatch):
+    notebook = read(name)
+    for cell in code_cells(notebook):
+        for pattern, instead in SMALLER.items():
+            cell.source = re.sub(pattern, instead, cell.source)
+    monkeypatch.setenv("BASE", str(save_byte_model("llama", tmp_path / "base", num_hidden_layers=5)))
+    assert_claims_hold(name, executed(notebook, tmp_path / "work", monkeypatch))
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -128,12 +116,8 @@ def test_every_notebook_is_run_and_its_links_lead_to_files():
 @pytest.mark.product
 @pytest.mark.parametrize("name", CLAIMS)
 def test_it_runs_in_jupyter_on_the_base_that_it_fetches(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORK", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook = read(name)
     kept = kept_outputs(notebook)
-    position = {"metadata": {"path": str(NOTEBOOKS)}}
-    NotebookClient(notebook, timeout=3600, coalesce_streams=True, resources=position).execute()
-    outputs = [[one for one in of_cell if "stderr" not in one] for of_cell in kept_outputs(notebook)]
+    outputs = executed(notebook, tmp_path, monkeypatch)
     assert_claims_hold(name, outputs)
     assert [[*map(kind, of_cell)] for of_cell in outputs] == [[*map(kind, of_cell)] for of_cell in kept]

@@ -1,7 +1,10 @@
 """The blocks of one level of a bank in a safetensors file, which is mapped: a block is a row, and an unwritten row is a hole."""
 
 import json
+import math
+import mmap
 import struct
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from midus_hf.files.outputs import atomic_write
 UNWRITTEN, WRITTEN, DELETED = 1, 2, 3
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PAGE = 4096
 
 
@@ -25,9 +29,11 @@ class MappedLevel:
     def __init__(self, path: Path, rows: int, numel: int):
         self.path = path
         try:
-            with safetensors.safe_open(path, "pt") as file:
-                self.blocks, self.marks = file.get_tensor("blocks"), file.get_tensor("marks")
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            with safetensors.safe_open(path, "np") as file:
+                blocks, self.marks = file.get_slice("blocks"), torch.from_numpy(file.get_tensor("marks"))
+                shape, dtype = blocks.get_shape(), _DTYPES[blocks.get_dtype()]
+            self.blocks = _mapped(path, math.prod(shape), dtype, behind=len(self.marks)).view(shape)
+        except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
             raise ValueError(
                 f"bank file {path} cannot be read ({error}); expected a whole file of a bank. Copy the bank again."
             ) from None
@@ -55,6 +61,16 @@ class MappedLevel:
     def rows(self, mark: int) -> list[int]:
         """Return the rows with a mark, ascending."""
         return (self.marks == mark).nonzero().flatten().tolist()
+
+
+def _mapped(path: Path, count: int, dtype: torch.dtype, behind: int) -> torch.Tensor:
+    """Return the numbers of a file that are followed by `behind` bytes, mapped for reading alone."""
+    # Safetensors maps for torch what could be written too, which Linux refuses for a file larger than the machine's memory.
+    start = path.stat().st_size - behind - count * dtype.itemsize
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what cannot be written
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=start)
 
 
 def file_head(tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
