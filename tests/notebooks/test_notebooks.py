@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from evaluation.byte_models import save_byte_model
 from nbclient import NotebookClient
+from pairs import by_default
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IDENTITY = "Identity(checked='logits', max_abs_diff=0.0)"
@@ -81,7 +82,7 @@ def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
 
 
 @pytest.mark.material
-@pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.parametrize("name", by_default(["tour", "train_and_look_inside"], CLAIMS))
 def test_it_runs_in_jupyter_on_a_tiny_base(name, tmp_path, monkeypatch):
     notebook = read(name)
     for cell in code_cells(notebook):
