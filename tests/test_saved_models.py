@@ -253,7 +253,7 @@ def test_a_path_that_is_not_there_is_told_by_its_key(key, name, expected, tmp_pa
 
 def test_what_is_there_or_may_be_on_the_hub_is_taken_and_of_two_mistakes_the_models_is_told_first(tmp_path):
     for name in ("text.txt", "adapter_config.json", "config.json"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("some text")
     check_model_name("model", str(tmp_path))  # an adapter beside it does not hide the model
     check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
     check_sources([("protect", "owner/texts"), ("eval_text.wiki", "owner/texts")])

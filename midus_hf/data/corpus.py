@@ -39,7 +39,6 @@ _SEPARATORS = {"csv": ",", "tsv": "\t"}
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
 _FILE_COLUMN = "file"  # of texts in a folder
-_ROWS_OF_STREAM = 1000  # of a Parquet file at once
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -304,8 +303,6 @@ def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> 
         return builder.as_dataset(split=split)
     if isinstance(builder, JsonReader):
         builder.take(columns)
-    if getattr(builder.config, "batch_size", 0) is None:  # Parquet, whose groups of rows may be large
-        builder.config.batch_size = _ROWS_OF_STREAM
     files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
     builder.info.description = _description([name if "://" in name else Path(name) for name in files])
     return builder.as_streaming_dataset(split=split)

@@ -50,7 +50,7 @@ LEAST = {
     1: "batch_size chapters epochs hash_heads heads hidden_size k limit max_tokens memory_tokens n open rank rows sequence_length "
     "slots width",
     0: "base_kl distance generic_share kernel known_ngrams known_tokens norm_weight num_fewshot row_dropout "
-    "router_aux_loss_coef router_z_loss_coef shared_chapters value_weight_decay weight_decay",
+    "router_aux_loss_coef router_z_loss_coef shared_chapters shuffle_buffer value_weight_decay weight_decay",
 }
 LEAST = {name: least for least, names in LEAST.items() for name in names.split()}
 ABOVE_0 = "alpha key_value_learning_rate learning_rate max_iterations memory_learning_rate regularization routed_scale".split()

@@ -96,7 +96,7 @@ def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, r
         ({"auto_find_batch_size": True}, "streaming is true, and auto_find_batch_size is True; expected false, since"),
         ({"shuffle_buffer": -1}, "shuffle_buffer is -1; expected at least 0"),
         ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
-        ({"text_column": "body"}, "texts that are blank or missing under 'body'; set text_column"),
+        ({"text_column": "body"}, "corpus begins with 36 texts that are blank or missing under 'body'; set text_column"),
         ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
     ],
     ids=str,
