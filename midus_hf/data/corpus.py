@@ -297,11 +297,11 @@ def _read_source(
 
 def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> Any:
     """Return the rows of a prepared builder, or with `columns` a stream."""
-    from midus_hf.data.readers import JsonReader
+    from midus_hf.data.readers import JsonReader, ParquetReader
 
     if columns is None:
         return builder.as_dataset(split=split)
-    if isinstance(builder, JsonReader):
+    if isinstance(builder, JsonReader | ParquetReader):
         builder.take(columns)
     files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
     builder.info.description = _description([name if "://" in name else Path(name) for name in files])
@@ -354,7 +354,7 @@ def _read_declared(
         _say_unread(key, path, _files_of(key, path), read)
         files, text = data_files_of(splits), _OPTIONS_OF_TEXT
     with reading(subject):
-        builder = with_own_reader(declared, files, text)
+        builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is None:
             builder.download_and_prepare()
         return _rows_of(builder, split, columns)

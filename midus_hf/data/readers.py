@@ -27,6 +27,7 @@ from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.text.text import Text
 from datasets.table import array_cast
+from pyarrow.parquet import ParquetFile
 
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
@@ -36,6 +37,7 @@ VERSION = "midus-3"
 
 _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
+_ROWS_OF_STREAM = 1000
 _CHARACTERS_OF_HEAD = 64 << 10
 
 
@@ -198,8 +200,33 @@ class TableReader(Csv):
         return of_file
 
 
+class ParquetReader(Parquet):
+    """Reader of Parquet, of which a stream reads some columns in this thread.
+
+    The reader of `datasets` keeps what it has read of a file until its end, and its threads abort a process that ends before that.
+    """
+
+    _columns: Sequence[str] | None = None
+
+    def take(self, columns: Sequence[str]) -> None:
+        """Read a stream of these columns, where files have them."""
+        self._columns = columns
+
+    def _generate_tables(self, files: Any, row_groups_list: Any = ()) -> Iterator[tuple[Key, pa.Table]]:
+        if self._columns is None:
+            yield from super()._generate_tables(files, row_groups_list)
+            return
+        for shard, file in enumerate(files):
+            with open(file, "rb") as opened:
+                parquet = ParquetFile(opened, pre_buffer=False)
+                columns = [name for name in self._columns if name in parquet.schema_arrow.names]
+                batches = parquet.iter_batches(_ROWS_OF_STREAM, columns=columns, use_threads=False)
+                for number, batch in enumerate(batches):
+                    yield Key(shard, number), pa.Table.from_batches([batch])
+
+
 # The reader of each kind of files, by the name of the kind in `datasets`.
-READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader, "parquet": Parquet}
+READERS: dict[str, Any] = {"text": Text, "json": JsonReader, "csv": TableReader, "parquet": ParquetReader}
 
 
 def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from processes.warm import run_warm
 from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
 from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
@@ -195,3 +196,13 @@ def test_paths_of_another_tree_are_refused_where_they_come(tmp_path):
     stream = StreamedSequences(texts, tiny_tokenizer(), T, documents_apart=True, **options)
     with refused("corpus, after 3 texts, has paths of another tree under 'memory_tree'; expected paths of one tree"):
         taken(stream, 9)
+
+
+def test_a_process_may_end_within_a_file_of_parquet(tmp_path):
+    """Threads of pyarrow's scanner would abort it."""
+    datasets.Dataset.from_dict({"text": TEXTS * 200}).to_parquet(tmp_path / "x.parquet", batch_size=100)
+    code = (
+        "from midus_hf.data.corpus import stream_rows; import sys; rows = stream_rows('corpus', sys.argv[1], ['text'])"
+    )
+    done = run_warm(f"{code}; batches = rows.iter(9); next(batches)", tmp_path / "x.parquet")
+    assert done.returncode == 0, done.stderr
