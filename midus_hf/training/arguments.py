@@ -336,7 +336,14 @@ class TrainArguments(MemoryArguments, TrainingArguments):
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
         super().__post_init__()
         if self.streaming:
+            batches: Any = self.accelerator_config
+            splits = bool(batches.split_batches or batches.dispatch_batches)
             for key, is_right, expected in (
+                (
+                    "accelerator_config",
+                    not splits,
+                    "neither split_batches nor dispatch_batches, since each process reads its own",
+                ),
                 ("max_steps", self.max_steps > 0, "the number of steps, since the length of a stream is not known"),
                 (
                     "dataloader_num_workers",
