@@ -161,7 +161,7 @@ def type_of(model_type: str) -> ModelType | CompositeType:
         raise UnknownType(f"{model_type!r} {row}")
     if row is None:
         raise UnknownType(
-            f"{model_type!r} is not among the {len(listed_types())} types that were proven to host memory; expected one of these "
+            f"{model_type!r} is not among the {len(listed_types())} types that were read and proven; expected one of these "
             "(docs/families.md). Do not rename the type: as another type the model may load and still be a different model. A "
             f"checkout of the repository proves it, with a transformers that has it: python -m scripts.anatomy {model_type}"
         )

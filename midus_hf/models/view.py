@@ -64,8 +64,8 @@ class ModelView:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether PEFT has wrapped the model; PEFT need not be installed."""
-        return hasattr(self.model, "peft_config")
+        """Whether PEFT has wrapped the model."""
+        return has_adapters(self.model)
 
     @cached_property
     def memories(self) -> Memories:
@@ -149,3 +149,8 @@ class ModelView:
                     label = f"{name} bank {number} (layers {', '.join(map(str, tables.layers))})"
                     parts.append(Part(label, "bank", tables.layers, name))
         return parts
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether PEFT has wrapped a model, which may be of any kind; PEFT need not be installed."""
+    return hasattr(model, "peft_config")

@@ -20,7 +20,7 @@ from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.full_disk import NotWritten, telling_room
 from midus_hf.files.secrets import for_record
-from midus_hf.models.view import ModelView
+from midus_hf.models.view import has_adapters
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.optim.freezing import restore_dtypes, whole_numel
 from midus_hf.training.parallel import shares_parameters
@@ -69,7 +69,7 @@ def save_model(
         trainer.saved_dtypes = dtypes
     else:
         restore_dtypes(model, dtypes)
-    if ModelView(model).has_adapters:
+    if has_adapters(model):
         trainer.model = model = model.merge_and_unload()
     model.config.use_cache = uses_cache
     output, partial_model = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)

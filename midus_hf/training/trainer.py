@@ -19,7 +19,7 @@ from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.full_disk import telling_room
 from midus_hf.memories.hierarchical.training import Blocks, model_banks
-from midus_hf.models.view import ModelView
+from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.base_divergence import BaseDivergenceMixin
 from midus_hf.training.checkpoints import (
@@ -242,7 +242,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
             ValueError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
-        if self._is_checkpointing and not ModelView(self.model).has_adapters:
+        if self._is_checkpointing and not has_adapters(self.model):
             assert isinstance(self.model, nn.Module) and output_dir is not None
             if self.is_fsdp_enabled:  # which writes shards of the model and of the optimizer
                 return

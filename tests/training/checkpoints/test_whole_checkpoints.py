@@ -8,13 +8,16 @@ from signal import SIGTERM
 from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 from training.outcomes import as_it_was_at, assert_same_checkpoint, assert_same_run, exact_log, flip, moved
 from training.tiny_run import AtStep, PreparedRun, document, framing_tokenizer, refused, tiny_config
+from transformers import TrainingArguments
 
 from midus_hf.files.outputs import exclusive
-from midus_hf.training import checkpoints
+from midus_hf.training import MemoryTrainer, checkpoints
 from midus_hf.training.callbacks import RunInterrupted
 from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
 from midus_hf.training.run import run_training
@@ -371,3 +374,22 @@ def test_two_runs_at_once_do_not_write_one_folder(config_for, tmp_path):
     assert tried
     with exclusive(tmp_path / "out", busy):
         pass
+
+
+class Classifier(nn.Module):
+    """A module that is no language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_model_of_any_kind_has_checkpoints(tmp_path):
+    rows = [{"x": torch.full((4,), float(label)), "labels": torch.tensor(label)} for label in (0, 1)]
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, save_steps=1, report_to=[], use_cpu=True)
+    MemoryTrainer(Classifier(), arguments, train_dataset=rows).train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
