@@ -14,7 +14,15 @@ from midus_hf.compare.options import rate_name
 from midus_hf.compare.runs import Result, read_result
 
 ROOT = Path(__file__).parents[2]
-RUNS = ROOT / "experiments" / "results" / "smollm2-135m-instruct-short" / "runs"
+# The runs of each table of what is learned of one text, by what its header begins with.
+RUNS = {
+    "| variant | trains |": "smollm2-135m-instruct-short",
+    "| on Gemma-3-270M | trains |": "gemma-3-270m-short",
+}
+CONTROLS_OF = {
+    "| variant | itself |": "| variant | trains |",
+    "| on Gemma-3-270M | itself |": "| on Gemma-3-270M | trains |",
+}
 MEASURED = "\n\n".join(
     (ROOT / page).read_text(encoding="utf-8") for page in ("docs/results.md", "experiments/learning.md")
 )
@@ -30,14 +38,15 @@ STATED = [
 
 
 @cache
-def results() -> list[Result]:
-    found = [read_result(path.with_suffix("")) for path in sorted(RUNS.rglob("seed-*.json"))]
+def results(table: str) -> list[Result]:
+    runs = ROOT / "experiments" / "results" / RUNS[table] / "runs"
+    found = [read_result(path.with_suffix("")) for path in sorted(runs.rglob("seed-*.json"))]
     return [one for one in found if one is not None]
 
 
-def chosen(variant: str) -> dict[int, Result]:
+def chosen(table: str, variant: str) -> dict[int, Result]:
     """Return the runs of a variant by seed, at the rate that the validation text chose with seed 0."""
-    own = [one for one in results() if one.variant == variant]
+    own = [one for one in results(table) if one.variant == variant]
     rate = chosen_rate([one for one in own if one.seed == 0], ["other_addresses"])
     return {one.seed: one for one in own if one.rate == rate}
 
@@ -56,12 +65,13 @@ def rows_of(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-def test_the_table_is_what_the_results_say():
-    variants = {one.variant for one in results() if one.control is None}
-    lora = {seed: fall(one, "addresses") for seed, one in chosen("lora").items()}
+@pytest.mark.parametrize("table", RUNS)
+def test_the_table_is_what_the_results_say(table):
+    variants = {one.variant for one in results(table) if one.control is None}
+    lora = {seed: fall(one, "addresses") for seed, one in chosen(table, "lora").items()}
     expected = []
     for name in variants:
-        runs = chosen(name)
+        runs = chosen(table, name)
         assert sorted(runs) == [0, 1, 2]
         learned = {seed: fall(one, "addresses") for seed, one in runs.items()}
         rate = list(runs[0].rate.values())[-1]
@@ -75,17 +85,20 @@ def test_the_table_is_what_the_results_say():
                 with_spread(spread([-fall(one, "articles") for one in runs.values()]), "+"),
             ]
         )
-    assert rows_of("| variant | trains |") == sorted(expected, key=lambda row: row[3], reverse=True)
+    assert rows_of(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
 
 
-def test_the_table_of_null_controls_is_what_the_results_say():
+@pytest.mark.parametrize("table", CONTROLS_OF)
+def test_the_table_of_null_controls_is_what_the_results_say(table):
     controls = {
-        (one.control_of, one.control, rate_name(one.rate)): one for one in results() if one.control is not None
+        (one.control_of, one.control, rate_name(one.rate)): one
+        for one in results(CONTROLS_OF[table])
+        if one.control is not None
     }
-    rows = rows_of("| variant | itself |")
+    rows = rows_of(table)
     assert {row[0] for row in rows} == {variant for variant, _, _ in controls}
     for name, *cells in rows:
-        itself = chosen(name)[0]
+        itself = chosen(CONTROLS_OF[table], name)[0]
         runs = [itself, *(controls[name, control, rate_name(itself.rate)] for control in CONTROLS)]
         assert cells == [f"{fall(one, 'addresses'):.3f}" for one in runs]
 
