@@ -85,6 +85,7 @@ NEAREST = {
     "midus_hf/training": "tests/training --ignore=tests/training/parallel --ignore=tests/training/checkpoints/test_killed_runs.py",
     "midus_hf/training/adapters.py": "tests/adapters/test_runs.py tests/adapters/test_lora.py",
     "midus_hf/training/arguments.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
+    "midus_hf/training/keys.py": "tests/training/test_arguments.py tests/commands/test_training_words.py",
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_run.py",
     "midus_hf/training/loading.py": "tests/training/test_loading.py tests/training/test_sharing.py",

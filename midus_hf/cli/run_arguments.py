@@ -1,16 +1,17 @@
 """Recipe and flags of `midus train` and `midus sft`, read by Transformers' `HfArgumentParser` as the arguments of a run."""
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import inspect
 import re
 import shlex
 import sys
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import HfArgumentParser
@@ -21,7 +22,7 @@ from midus_hf.config.options import alternatives_of
 from midus_hf.config.wording import print_note
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.model_names import saved_config
-from midus_hf.training.callbacks import ENOUGH_STEPS
+from midus_hf.training.keys import ENOUGH_STEPS
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
 # Keys that also have a short name.
@@ -115,23 +116,26 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
 class RunParser(HfArgumentParser):
     """The `HfArgumentParser` of a command, which also reads `null`, and YAML for keys that take more than text."""
 
-    def __init__(self, arguments_class: Any, description: str | None = None):
+    def __init__(self, arguments_class: Any, description: str | None = None, epilog: str | None = None):
         self._hints = typing.get_type_hints(arguments_class)
-        described = _descriptions(arguments_class)
-        for field in dataclasses.fields(arguments_class):
-            if field.name in described:
-                field.metadata = MappingProxyType({**field.metadata, "help": described[field.name]})
         super().__init__(
             arguments_class,
             prog=f"midus {arguments_class.command}",
             usage=f"midus {arguments_class.command} TEXTS|RECIPE [--KEY VALUE ...]",
             description=description,
+            epilog=epilog,
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
             exit_on_error=False,
         )
+        described = _descriptions(arguments_class)
+        for action in self._actions:
+            is_negation = action.const is False
+            action.help = f"Same as --{action.dest} false." if is_negation else described.get(action.dest, action.help)
         for name, key in _SHORT_NAMES.items():
             self.add_argument(f"--{name}", dest=key, help=f"Same as --{key}.", default=argparse.SUPPRESS)
+        order = ["help", *described]
+        self._optionals._group_actions.sort(key=lambda action: order.index(action.dest) if action.dest in order else 0)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         kinds = {*alternatives_of(self._hints.get(action.dest, str))}
@@ -143,19 +147,38 @@ class RunParser(HfArgumentParser):
         return values[0] if str in kinds and isinstance(values, list) and len(values) == 1 else values
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with defaults, and with the lines of the description as they are."""
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with one spelling of each key and one default; paragraphs behind `\\b` keep their lines, as in docstrings of commands."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(
+            part.removeprefix("\b\n") if part.startswith("\b") else textwrap.fill(part, width) for part in paragraphs
+        )
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" in name] or action.option_strings
+        return super()._format_action_invocation(shown)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "VALUE"
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_default = "Default: " in (action.help or "") or action.const is False
+        return action.help if says_default else super()._get_help_string(action)
 
 
 def _descriptions(arguments_class: type) -> dict[str, str]:
-    """Return the description of each key from our docstrings; for keys with another default, from the class that sets it."""
+    """Return the description of each key: from our docstrings, in their order, then from the Trainer's classes."""
     described: dict[str, str] = {}
     for kind in arguments_class.__mro__:
-        for name, field in getattr(kind, "__dataclass_fields__", {}).items():
-            if "help" in field.metadata:
-                described.setdefault(name, field.metadata["help"])
         if kind.__module__.startswith("midus_hf."):
             arguments = (inspect.getdoc(kind) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
             for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
                 described.setdefault(entry.group(1), " ".join(entry.group(2).split()).replace("%", "%%"))
+    for kind in arguments_class.__mro__:
+        for name, field in getattr(kind, "__dataclass_fields__", {}).items():
+            if "help" in field.metadata:
+                described.setdefault(name, field.metadata["help"])
     return described

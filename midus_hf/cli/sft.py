@@ -6,7 +6,7 @@ from typing import Annotated
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.options import argument
-from midus_hf.cli.train import WITH_FLAGS, asks_for_help, print_keys, train_in_group
+from midus_hf.cli.train import HELP, WITH_FLAGS, asks_for_all_keys, print_keys, train_in_group
 from midus_hf.config.wording import install_extra
 
 _NEEDED = ("datasets", "peft", "trl")
@@ -20,17 +20,21 @@ def midus_sft(
 ) -> None:
     """Fine-tune a model on chats, with the loss only on answers.
 
-    Recipes are in configs/sft; a flag replaces the key of a recipe. A key that transformers.TrainingArguments or
-    TRL's sft has as well is named as there: midus sft --help lists all.
+    Recipes are in configs/sft; a flag replaces the key of a recipe. midus sft --help explains the keys.
 
     \b
     midus sft CHATS.jsonl --model MODEL --output TUNED
     midus sft recipe.yaml --learning_rate 1e-4 --model MODEL --dataset_name CHATS.jsonl
     """
+    if HELP & {*words}:
+        from midus_hf.training.keys import SftKeys
+
+        print_keys(SftKeys, midus_sft, "TRL's SFTConfig, with those of transformers.TrainingArguments,")
+        return
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
         raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
-    asks = asks_for_help(words)
+    asks = asks_for_all_keys(words)
     from midus_hf.training.sft import SftArguments, finetune
 
     if asks:

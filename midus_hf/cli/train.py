@@ -13,8 +13,9 @@ from midus_hf.cli.options import argument
 from midus_hf.config.refusals import is_refusal
 from midus_hf.config.wording import print_note
 
-# For a command that passes its flags on to the parser that `--help` describes.
+# For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
+HELP = {"-h", "--help"}
 
 app = command_line()
 
@@ -26,14 +27,18 @@ def midus_train(
     """Train a model on text: an upscaled model, any other model, or a new one from random weights.
 
     An upscaled model trains the parameters that its method names, unless trainable says otherwise. Recipes are in
-    configs/train; a flag replaces the key of a recipe. Every key of transformers.TrainingArguments works:
-    midus train --help lists all.
+    configs/train; a flag replaces the key of a recipe. midus train --help explains the keys.
 
     \b
     midus train TEXTS --model UPSCALED --output TRAINED
     midus train recipe.yaml --learning_rate 1e-3 --model UPSCALED --corpus TEXTS
     """
-    asks = asks_for_help(words)
+    if HELP & {*words}:
+        from midus_hf.training.keys import TrainKeys
+
+        print_keys(TrainKeys, midus_train, "transformers.TrainingArguments")
+        return
+    asks = asks_for_all_keys(words)
     from midus_hf.training.arguments import TrainArguments
 
     if asks:
@@ -44,19 +49,23 @@ def midus_train(
         train_in_group(words, TrainArguments, run_training)
 
 
-def asks_for_help(words: Sequence[str]) -> bool:
-    """Return whether words ask for help, whose keys are imported for seconds, which a line says."""
-    asks = bool({"-h", "--help"} & {*words})
+def asks_for_all_keys(words: Sequence[str]) -> bool:
+    """Return whether words ask for the Trainer's keys too, which are imported for seconds, which a line says."""
+    asks = "--help=all" in words
     if asks and "transformers.training_args" not in sys.modules:
         print_note("reading the Trainer's keys ...")
     return asks
 
 
-def print_keys(arguments_class: Any, command: Any) -> None:
-    """Print the docstring of a command and its keys."""
+def print_keys(keys_class: Any, command: Any, others: str = "") -> None:
+    """Print the docstring of a command and its keys, and, if these are only ours, whose keys `others` are."""
     from midus_hf.cli.run_arguments import RunParser
 
-    RunParser(arguments_class, (inspect.getdoc(command) or "").replace("\b\n", "")).print_help()
+    end = (
+        f"The keys of {others} work too, spelled as there, among them output_dir, per_device_train_batch_size, "
+        f"gradient_accumulation_steps, max_steps and seed. midus {keys_class.command} --help=all lists all."
+    )
+    RunParser(keys_class, inspect.getdoc(command), end if others else None).print_help()
 
 
 def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from midus_hf.config.wording import print_note
+from midus_hf.training.keys import ENOUGH_STEPS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
 _SECONDS_OF_ONE_REQUEST = 1.0
-# With fewer steps there is a warning, which recommends this number.
-_FEW_STEPS, ENOUGH_STEPS = 30, 100
+# With fewer steps there is a warning, which recommends `ENOUGH_STEPS`.
+_FEW_STEPS = 30
 
 
 class RunInterrupted(KeyboardInterrupt):

@@ -22,9 +22,10 @@ from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
 from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import ENOUGH_STEPS, GracefulStop, RunInterrupted, StepSummary
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
+from midus_hf.training.keys import ENOUGH_STEPS
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
 from midus_hf.training.optim.freezing import cast_for_training, num_trained, set_trainable
 from midus_hf.training.optim.new_rows import has_new_tokens

@@ -63,6 +63,7 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         f"midus sft: midus sft needs no_such_package, not installed; {install_extra('train')}.\n"
     )
+    assert main(["--help"]) == 0, "which needs none"
 
 
 NEEDED = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "bf16": False}

@@ -11,11 +11,13 @@ import pytest
 import torch
 from training.tiny_run import PreparedRun, refused
 
+from midus_hf.cli import sft
 from midus_hf.cli.run_arguments import RunParser, read_arguments
-from midus_hf.cli.train import asks_for_help, main
+from midus_hf.cli.train import asks_for_all_keys, main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
+from midus_hf.training.keys import SftKeys, TrainKeys
 from midus_hf.training.sft.arguments import SftArguments
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
@@ -127,17 +129,32 @@ def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
 
 
 def test_a_line_is_printed_before_the_keys_of_the_help_are_imported(capsys, monkeypatch):
-    assert asks_for_help(["--help"]) and not asks_for_help(["texts", "--model", "m"]) and capsys.readouterr().err == ""
+    assert asks_for_all_keys(["--help=all"]) and not asks_for_all_keys(["--help"]) and capsys.readouterr().err == ""
     monkeypatch.delitem(sys.modules, "transformers.training_args")
-    assert asks_for_help(["-h"]) and capsys.readouterr().err == "reading the Trainer's keys ...\n"
+    assert asks_for_all_keys(["a", "--help=all"]) and capsys.readouterr().err == "reading the Trainer's keys ...\n"
 
 
-def test_every_key_is_described_in_the_help(capsys):
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize(("main", "kind", "recomputes"), [(sft.main, SftKeys, "true"), (main, TrainKeys, "false")])
+def test_the_help_describes_our_keys_with_one_spelling_and_one_default(main, kind, recomputes, capsys):
+    assert main(["texts", "--help"]) == 0
+    shown = capsys.readouterr().out
+    entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {10}.*)*)", shown, re.MULTILINE))
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert entries.keys() - {"no_assistant_only_loss"} == {*fields, "model", "output"}
+    assert all(entries[name].count("Default:") == 1 for name in fields) and "(default:" not in shown
+    assert entries["activation_checkpointing"].endswith(f"Default: {recomputes}.")
+    end = " ".join(shown.split()).partition(" work too, spelled as there, among them ")[2]
+    assert {*re.findall(r"\w*_\w+", end)} <= {field.name for field in dataclasses.fields(TrainArguments)}
+    assert end.endswith(f" midus {kind.command} --help=all lists all.")
+
+
+def test_every_key_is_described_in_the_help_that_lists_all(capsys):
+    assert main(["--help=all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("usage: midus train TEXTS|RECIPE [--KEY VALUE ...] Train a model on text")
     assert all(f" --{field.name}" in shown for field in dataclasses.fields(TrainArguments) if field.init)
-    assert "--sequence_length SEQUENCE_LENGTH, --sequence-length SEQUENCE_LENGTH T, tokens per sequence." in shown
+    assert "--sequence_length VALUE T, tokens per sequence. Default: 2048. --" in shown
+    assert "--no_average_tokens_across_devices Same as --average_tokens_across_devices false. --" in shown
     assert all(action.help for action in RunParser(SftArguments)._actions)
 
 

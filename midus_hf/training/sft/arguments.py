@@ -1,11 +1,12 @@
 """Arguments of a run of supervised fine-tuning."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from trl import SFTConfig
 
 from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.keys import SftKeys
 
 # Keys of TRL that would have no effect, with the values that they may have and the reason.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -23,44 +24,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @dataclasses.dataclass(repr=False)
-class SftArguments(MemoryArguments, SFTConfig):
-    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
+class SftArguments(SftKeys, MemoryArguments, SFTConfig):
+    """Arguments of `midus sft`: the keys of TRL's `SFTConfig`, and `SftKeys`.
 
     Keys of TRL that would have no effect are refused (`REFUSED`).
-
-    Args:
-        dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of
-            `midus train` is.
-        dataset_config: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
-        dataset_train_split: Split of the data. Default: the only one, or `train`.
-        max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
-        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, or a file with a Jinja template that has
-            `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
-        assistant_only_loss: Compute the loss only on answers: messages of the assistant with their end tokens, or
-            completions. Default: true.
-        activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: true.
-        completion_only_loss: Compute the loss only on completions, of rows that have them. Default: as `assistant_only_loss`.
-        packing: Pack several short chats into a sequence, without attention between them. Default: false.
-        include_num_input_tokens_seen: Tokens that count as seen. Default: `"non_padding"`, and `"all"` with `packing`, whose
-            sequences have no padding and no attention mask.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    command: ClassVar[str] = "sft"
-    data_key: ClassVar[str] = "dataset_name"
-    length_key: ClassVar[str] = "max_length"
-
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_train_split: str | None = None
-    max_length: int | None = 2048
-    chat_template_path: str | None = None
-    assistant_only_loss: bool = True
-    packing: bool = False
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
-    include_num_input_tokens_seen: Literal[True, False] | str | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         for key, (expected, reason) in REFUSED.items():
