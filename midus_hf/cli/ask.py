@@ -66,7 +66,7 @@ def _lines_of(path: str) -> list[str]:
         raise ValueError(
             f"questions is {path!r}, which cannot be read: {first_line(error)}. Expected a text file in UTF-8, a question per line."
         ) from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"questions is {path!r}, which has no question; expected one per line.")
     return lines

@@ -176,7 +176,7 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
 def allowed_controls(variant: Variant, available: Controls) -> list[str]:
     """Return the names of the null controls that a variant's memory has and its training allows."""
     # A null control that trains only certain roles would lack more than addressing if the variant trains the base as well.
-    trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
+    trains_more = variant.train.get("trainable", "auto") not in ("auto", "new") or variant.train.get("adapters")
     return [name for name, change in available.items() if not (trains_more and change["trainable"])]
 
 

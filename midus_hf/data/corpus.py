@@ -468,7 +468,7 @@ def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, us
                 if separator == usual == "\t" and b'"' in line:
                     in_quotes += sum(field[:1] == field[-1:] == b'"' for field in line.strip(b"\r\n").split(b"\t"))
     rows = sum(split.num_examples for split in (builder.info.splits or {}).values())
-    if rows + len(files) != not_blank:
+    if files and rows + len(files) != not_blank:
         phrases.append(f"rows: {rows:,}, in {lines:,} lines")
     if in_quotes:
         phrases.append(f"quotes around {in_quotes:,} fields are text, as all of a TSV file")

@@ -26,7 +26,7 @@ from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.text.text import Text
-from datasets.table import array_cast
+from datasets.table import array_cast, table_cast
 from pyarrow.parquet import ParquetFile
 
 from midus_hf.files.json_text import parse_json
@@ -216,13 +216,14 @@ class ParquetReader(Parquet):
         if self._columns is None:
             yield from super()._generate_tables(files, row_groups_list)
             return
+        schema = pa.schema([each for each in self.info.features.arrow_schema if each.name in self._columns])
         for shard, file in enumerate(files):
             with open(file, "rb") as opened:
                 parquet = ParquetFile(opened, pre_buffer=False)
                 columns = [name for name in self._columns if name in parquet.schema_arrow.names]
                 batches = parquet.iter_batches(_ROWS_OF_STREAM, columns=columns, use_threads=False)
                 for number, batch in enumerate(batches):
-                    yield Key(shard, number), pa.Table.from_batches([batch])
+                    yield Key(shard, number), table_cast(pa.Table.from_batches([batch]).select(columns), schema)
 
 
 # The reader of each kind of files, by the name of the kind in `datasets`.

@@ -98,7 +98,9 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
                 raise ValueError(
                     f"row {number} of {path!r} has {row[column]!r} under {column!r}; expected a text. Write it, or remove the row."
                 )
-    read: list[Row] = [{column: " ".join(row[column].split()) for column in ("question", "answer")} for row in rows]
+    read: list[Row] = [
+        {"question": row["question"].strip(), "answer": " ".join(row["answer"].split())} for row in rows
+    ]
     return read[:limit]
 
 

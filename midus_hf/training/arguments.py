@@ -246,6 +246,11 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
                     not self.dataloader_num_workers,
                     "0, since a stream is read in its process",
                 ),
+                (
+                    "train_sampling_strategy",
+                    self.train_sampling_strategy == "random",
+                    "random, since a stream draws from shuffle_buffer, of which 0 keeps the order",
+                ),
                 ("auto_find_batch_size", not self.auto_find_batch_size, "false, since a stream is read once"),
             ):
                 if not is_right:

@@ -184,7 +184,9 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 
 def _held_out(arguments: Any, state: TrainerState) -> str:
     """Return a table of held-out losses before the first step and of the saved model; empty if there are none."""
-    saved = state.best_global_step if arguments.load_best_model_at_end else state.global_step
+    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+    # The best step may have no checkpoint.
+    saved = state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
     rows = []
     for name in arguments.eval_texts:
         measured = f"eval_{name}_" if name else "eval_"

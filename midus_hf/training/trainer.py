@@ -118,7 +118,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and skips damaged ones.
 
-        A checkpoint of the last step is loaded, and no step is taken. A `Path` is a checkpoint that has been checked.
+        After the last step, the model that the run ends with is loaded, and no step is taken. A `Path` has been checked.
 
         Raises:
             ValueError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
@@ -132,6 +132,9 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
+                best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
+                if best is not None:  # which lies beside it, also if the folder was moved
+                    checkpoint = checkpoint.with_name(Path(best).name)
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})

@@ -59,7 +59,7 @@ def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind
 
 
 def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
-    other, loads = document(2, seed=1), []
+    other, loads = f"{document(2, seed=1)}\u2028{document(2, seed=2)}", []
     (tmp_path / "questions.txt").write_text(f"{QUESTION}\n\n  {other}\n", encoding="utf-8-sig")
     out = "".join(f"> {each}\n{answer_of(model, each)}\n" for each in (QUESTION, other))
     load = saved_models.load_for_reading

@@ -204,8 +204,11 @@ def test_null_controls_are_told_of_a_type_that_is_proven_in_each_run(tmp_path):
     available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
     assert list(available) == ALL_CONTROLS
     # Where the base trains as well, rows that are trained alone would lack more than their addresses.
-    trains_all = Variant("a", METHODS["moc"], {"trainable": "all"}, [{}])
-    assert allowed_controls(trains_all, available) == [name for name in ALL_CONTROLS if name != "frozen-addresses"]
+    for train in ({"trainable": "all"}, {"adapters": {"r": 4}}):
+        trains_more = Variant("a", METHODS["moc"], train, [{}])
+        assert allowed_controls(trains_more, available) == [
+            name for name in ALL_CONTROLS if name != "frozen-addresses"
+        ]
 
 
 # Every null control, of memories that are inserted and of one that is attached.

@@ -13,6 +13,7 @@ from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 
+import pyarrow.parquet  # noqa: E402
 from datasets.distributed import split_dataset_by_node  # noqa: E402
 
 from midus_hf.data import stream as stream_module  # noqa: E402
@@ -72,7 +73,28 @@ def test_a_pass_has_the_sequences_of_a_corpus_that_is_read_whole(tmp_path, kind,
     assert whole.is_short is (frame != "<bos> <pad> $A <eos>")  # whose remainder is less than 1 % of the tokens
     rows = list(whole.sequences)
     assert_same(taken(streamed(corpus, tokenizer, documents_apart=apart), 2 * len(rows) + 1), [*rows, *rows, rows[0]])
-    assert f"all {len(TEXTS)} texts (1 of them blank, and left out)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"all {len(TEXTS)} texts (1 of them blank, and left out)" in said and "in 0 lines" not in said
+
+
+def test_files_of_parquet_are_read_with_the_types_of_the_first(tmp_path):
+    """A column that has a dot in its name, which Parquet also calls a part of another, is one of them."""
+    for number, kind in enumerate(("string", "large_string", None)):
+        texts = TEXTS[number::3]
+        named = {} if kind is None else {"a.b": pyarrow.array(texts, kind)}
+        table = pyarrow.table({"a": [{"b": "w9"}] * len(texts), **named})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    rows = read_corpus(str(tmp_path), text_column="a.b")
+    whole = packed_sequences(rows, tiny_tokenizer(), T, documents_apart=False, text_column="a.b").sequences
+    stream = StreamedSequences(
+        stream_rows("corpus", str(tmp_path), ["a.b"]),
+        tiny_tokenizer(),
+        T,
+        documents_apart=False,
+        text_column="a.b",
+        shuffle_buffer=0,
+    )
+    assert_same(taken(stream, len(whole)), list(whole))
 
 
 @pytest.mark.parametrize("kind", KINDS)

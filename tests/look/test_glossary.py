@@ -126,7 +126,7 @@ def said_by(folder, text):
 
 
 def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, capsys, tmp_path):
-    question = "Is Merlin at Unit 1?"
+    question = "Is Merlin\nat Unit 1?"
     names, texts = "Merlin\nUnit 1\n", "It is at port 80. Ask Q.\n\nUnit 1 has 7.\n\n"
     said = {
         "right": said_by(folder / "model", names + question),
@@ -147,7 +147,7 @@ def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, 
     assert {row["said"] for row in written} == {said["right"]} and written[-1]["right"] == "True"
     for row in written:
         (key,) = [key for key in said if row[key] == "True"]
-        assert row["answer"] == said[key].swapcase()
+        assert row["question"] == question and row["answer"] == said[key].swapcase()
     assert look([*words, "--at-least", "0.3", "--limit", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["share"] == 1
 

@@ -343,12 +343,13 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
     assert all(name.endswith("bank") for name in kept)
 
 
-def test_named_texts_are_measured(config_for, tmp_path):
+@pytest.mark.parametrize("packing", [False, True])
+def test_named_texts_are_measured(packing, config_for, tmp_path):
     texts = {}
     for name, words in (("one", "it is 1 "), ("two", "say 22 ")):
         (tmp_path / f"{name}.txt").write_text(words * 40)
         texts[name] = str(tmp_path / f"{name}.txt")
-    finetune(config_for(eval_text=texts, eval_steps=2))
+    finetune(config_for(eval_text=texts, eval_steps=2, packing=packing))
     for name in texts:
         assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [2, 3]
 

@@ -78,14 +78,22 @@ def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpu
     losses = by_step(tmp_path / "last", "eval_loss")
     assert list(losses) == [2, 4, 6] and losses[6] < losses[2]
     assert by_step(tmp_path / "last", "eval_perplexity") == {step: math.exp(loss) for step, loss in losses.items()}
-    give_held_out_losses(monkeypatch, best_at(4))
-    run_training(config_for("best", **options, load_best_model_at_end=True, save_total_limit=1))
+    give_held_out_losses(monkeypatch, best_at(2))
+    options["load_best_model_at_end"] = True
+    run_training(config_for("best", **options))
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     set_trainable(model)
-    load_checkpoint(model, tmp_path / "last" / "checkpoint-4")
-    saved = weights(tmp_path / "best")
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    load_checkpoint(model, tmp_path / "last" / "checkpoint-2")
+
+    def is_best(output):
+        saved = weights(tmp_path / output)
+        return all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+    assert is_best("best")
+    (tmp_path / "best").rename(tmp_path / "moved")
+    run_training(config_for("moved", **options, resume_from_checkpoint=True))
+    assert is_best("moved")
 
 
 def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):

@@ -78,7 +78,8 @@ def test_its_card_has_what_held_out_texts_measured_before_and_after_and_makes_no
             for step, loss in losses.items()
             for name in keys["eval_text"]
         ]
-        state = TrainerState(global_step=2, best_global_step=1, log_history=events, num_input_tokens_seen=1_000)
+        state = TrainerState(global_step=2, best_global_step=0, log_history=events, num_input_tokens_seen=1_000)
+        state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
         return add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path, **keys), state).decode()
 
     both = card({0: 3.0, 1: 2.0, 2: 2.5})

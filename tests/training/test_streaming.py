@@ -94,6 +94,7 @@ def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, r
         ({"max_steps": -1}, "streaming is true, and max_steps is -1; expected the number of steps, since the length of a"),
         ({"dataloader_num_workers": 2}, "streaming is true, and dataloader_num_workers is 2; expected 0, since a stream is"),
         ({"auto_find_batch_size": True}, "streaming is true, and auto_find_batch_size is True; expected false, since"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'; expected random, since a stream draws"),
         ({"accelerator_config": {"split_batches": True}}, "streaming is true, and accelerator_config is .*; expected neither split"),
         ({"shuffle_buffer": -1}, "shuffle_buffer is -1; expected at least 0"),
         ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),

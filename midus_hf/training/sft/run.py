@@ -166,8 +166,8 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: bool, *others: Any) -> Any:
         """Return tokens and labels as TRL makes them, for chats in two steps, since checks need them before truncation."""
-        if "input_ids" in dataset.column_names:  # a held-out text
-            return super()._prepare_dataset(dataset, processing_class, args, packing, *others)
+        if "input_ids" in dataset.column_names:  # a held-out text, which is packed
+            return super()._prepare_dataset(dataset, processing_class, args, False, *others)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         try:
