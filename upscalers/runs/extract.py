@@ -38,7 +38,11 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks, shards = _alone(opened.config, opened.family.class_name), banks_of(opened.layout.memories), split_shards(tensors)
+        config, banks, shards = (
+            _alone(opened.config, opened.family.class_name),
+            banks_of(opened.layout.memories),
+            split_shards(tensors),
+        )
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
             keep_tokenizer(source, folder.partial, progress)
