@@ -162,6 +162,8 @@ def test_the_language_model_is_extracted(cells, model_type, tmp_path):
         ids = torch.arange(3, 15)[None]
         with torch.no_grad():
             assert torch.equal(alone(ids).logits, loaded(folder)(input_ids=ids).logits)
+    auto_map = config_of(tmp_path / "upscaled")["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == f"modeling_midus.{type(alone).__name__}"
     assert strip(tmp_path / "upscaled", tmp_path / "stripped")["base_confirmed"] is None
 
 
