@@ -224,7 +224,10 @@ def _rows() -> Mapping[str, Any]:
     """Return rows by type: those of the file, else those that the user proved; a text says why a type cannot host memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(own_rows().glob("*.json")):
-        listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
+        try:
+            listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ValueError(f"{path} is not JSON; expected what scripts.anatomy wrote. Delete it.") from None
         if not isinstance(listed, dict) or installed_version() not in listed["transformers"]:
             rows[path.stem] = own
     return rows

@@ -79,6 +79,13 @@ def run(
     upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR
     """
     if context.invoked_subcommand is not None:
+        given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
+        if given:
+            option = given[0].strip("_").replace("_", "-")
+            raise ValueError(
+                f"--{option} is given before {context.invoked_subcommand!r}, which would not read it; expected options behind the "
+                "command. Move it there, or leave it out."
+            )
         return
     if not any(context.params.values()):
         print(context.get_help())

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import UpscaleRecord, record_of
+from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
 from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
 from midus_hf.config.refusals import refusals_about
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.controls import controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
-from midus_hf.memories.registry import MEMORY_TYPES, sample_tensors
+from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
 from midus_hf.model_names import saved_config
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 
@@ -80,7 +80,7 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         # A plain base does not record which parameters to train: all are trained, unless the recipe differs or trains adapters.
         train = train if train.get("adapters") else {"trainable": "all", **train}
         base = saved_config(comparison.base)
-        types = [entry.get("type") for entry in base.get("memory") or []]
+        types = [memory_type(entry.get("type")).type for entry in language_entry(base).get("memory") or []]
         rates = _rates(train, (record_of(base) or UpscaleRecord()).trainable, types, listed)
         return Variant(name, None, train, rates)
     keys = _keys(f"variants.{name}.upscale", options.upscale, _OWN_UPSCALING_KEYS)

@@ -125,7 +125,7 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
 
     Args:
         entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave
-            out `site` (default: the first site of the type), `name` (default: the type) and any option.
+            out `site` (default: the first site of the type), `name` (default: that of the type) and any option.
         sizes: Sizes of the model.
         base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 

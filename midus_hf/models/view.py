@@ -63,6 +63,11 @@ class ModelView:
         return getattr(self.model, "banks", None)
 
     @property
+    def adds_bank(self) -> bool:
+        """Whether a memory that was added fetches blocks."""
+        return self.banks is not None and not self.banks.layouts.keys().isdisjoint(self.record.new_memories)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether PEFT has wrapped the model."""
         return has_adapters(self.model)

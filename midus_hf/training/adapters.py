@@ -128,7 +128,7 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
                 ) from error
     banks = view.banks
     if banks is not None:
-        banks.trainable = trains_new
+        banks.trainable = trains_new and view.adds_bank
     training, total = adapted.get_nb_trainable_parameters()
     if not training:
         raise ValueError(

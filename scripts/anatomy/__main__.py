@@ -135,6 +135,7 @@ def main(words: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"transformers {transformers.__version__} has no type {', '.join(unknown)}")
     rows = {} if named or not FILE.is_file() else json.loads(FILE.read_text(encoding="utf-8"))
+    status = 0
     for model_type in tqdm(named or [*causal_types(), *composite_types()], unit="type"):
         row = proven_row(model_type)
         rows[model_type] = row if named else with_versions(rows.get(model_type), row)
@@ -143,14 +144,15 @@ def main(words: list[str] | None = None) -> int:
             continue
         if isinstance(row, str):
             print(f"{model_type!r} {row}", file=sys.stderr)
-            return 1
+            status = 1
+            continue
         own_rows().mkdir(parents=True, exist_ok=True)
         path = own_rows() / f"{model_type}.json"
         path.write_text(table_of(row), encoding="utf-8")
         print(f"{path}: {', '.join(row.get('wirings', [])) or 'a composite model'}")
         for wiring, reason in row.get("refused", {}).items():
             print(f"not {wiring}: {reason}")
-    return 0
+    return status
 
 
 def table_of(rows: dict[str, Any]) -> str:

@@ -95,8 +95,11 @@ def test_a_number_is_the_rate_of_what_is_new_of_which_values_learn_ten_times_as_
     assert (given.learning_rate, given.value_learning_rate) == (3e-4, values or shared.get("value_learning_rate"))
 
 
-def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned, tmp_path):
+@pytest.mark.parametrize("memory_type", ["midus-hml", "headwise"])
+def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned, tmp_path, memory_type):
     upscale(base=str(room / "base"), output=tmp_path / "base", **HEADWISE)
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"type": "midus-hml"', f'"type": "{memory_type}"'))
     variants = {
         "new": {"train": {"trainable": "new"}},
         "recorded": {"train": {"trainable": "auto"}},

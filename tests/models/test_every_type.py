@@ -378,7 +378,7 @@ def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tm
             UnknownType, match=r"'cohere' is not among the \d+ types .*python -m scripts\.anatomy cohere$"
         ):
             model_type_of("midus_cohere")
-        assert main(["cohere"]) == 0 and main(["gpt2"]) == 1
+        assert main(["gpt2", "cohere"]) == 1
         [clear() for clear in fresh]
         assert model_type_of("cohere").wirings == tuple(rows["cohere"]["wirings"])
         own = {**rows["phi3"], "class_name": "Own"}
@@ -390,6 +390,10 @@ def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tm
             monkeypatch.setattr(types, "installed_version", lambda version=version: version)
             [clear() for clear in fresh]
             assert model_type_of("phi3").class_name == name
+        (types.own_rows() / "phi3.json").write_text("{")
+        [clear() for clear in fresh]
+        with pytest.raises(ValueError, match=r"phi3\.json is not JSON; expected what scripts\.anatomy wrote"):
+            model_type_of("llama")
     finally:
         [clear() for clear in fresh]
 

@@ -150,6 +150,7 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
         ),
         ("ultramem-v2, skip", {}, "memory 'ultramem' ties layers 0, 1 together, and the plan repeats some of them"),
         ("ultramem-v2, skip", {"layers": [0]}, "memory 'ultramem' adds behind layer 2, which the plan repeats"),
+        ("hier-ffn", {}, "memory 'hier-ffn' ties layers .* together, and the plan repeats some of them"),
     ],
 )
 def test_layers_that_a_memory_ties_together_are_not_repeated(kind, options, message, shared_base, tmp_path):

@@ -54,6 +54,13 @@ def test_the_model_trains_as_well_where_everything_does(blocks_for, fetching, tm
     assert bank_of(tmp_path / "out").written(2) == LEAVES
 
 
+def test_blocks_of_the_base_stay_where_another_memory_trains(fetching, blocks_for, tmp_path):
+    upscale(base=fetching, method="midus-hml", output=tmp_path / "deeper", options={"n": 4, "k": 2})
+    run_training(blocks_for(model=tmp_path / "deeper"))
+    assert moved(tmp_path / "deeper", tmp_path / "out")
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(fetching))
+
+
 def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
     """Every sequence of a run, in order, and whether it fetched the generic memory."""
     run, seen = PreparedRun(config), []

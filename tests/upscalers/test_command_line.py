@@ -60,6 +60,12 @@ def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_els
         refused(command(*words), message, ["request.yaml"])
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], ["--seed", 5], ["--no-verify"], ["--set", "n=4"]], ids=str)
+def test_options_that_a_command_would_not_read_are_refused(command, words):
+    done = command(*words, "strip", "model", "--output", "base")
+    assert done.status == 2 and f"{words[0].replace('no-', '')} is given before 'strip'" in done.err
+
+
 def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts(command):
     (method,) = [row for row in command("methods", "--json").json() if row["name"] == "midus-hml"]
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}

@@ -162,7 +162,20 @@ def test_the_language_model_is_extracted(cells, model_type, tmp_path):
         ids = torch.arange(3, 15)[None]
         with torch.no_grad():
             assert torch.equal(alone(ids).logits, loaded(folder)(input_ids=ids).logits)
+    auto_map = config_of(tmp_path / "upscaled")["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == f"modeling_midus.{type(alone).__name__}"
     assert strip(tmp_path / "upscaled", tmp_path / "stripped")["base_confirmed"] is None
+
+
+def test_two_upscalings_of_an_extracted_model_come_off(cells, tmp_path):
+    base, once = cells("gemma3", "moc")
+    upscale(base=once, method="llama-pro", output=tmp_path / "twice")
+    for name, folder in (("plain", base), ("0", tmp_path / "twice")):
+        extract(folder, tmp_path / name)
+    for number in range(2):
+        strip(tmp_path / f"{number}", tmp_path / f"{number + 1}")
+    assert config_of(tmp_path / "2") == config_of(tmp_path / "plain")
+    assert file_digests(tmp_path / "2")["model.safetensors"] == file_digests(tmp_path / "plain")["model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -305,3 +305,12 @@ def test_inspect_tells_repeats_copies_and_fusions_apart(method, base, tmp_path):
     assert {row["index"]: row["from"] for row in rows if row["new"]} == FROM[method]
     assert all(row["from"].startswith("base ") for row in rows if not row["new"])
     assert [row["index"] for row in rows] == list(range(len(rows)))
+
+
+def test_files_of_memories_of_the_base_are_told_to_be_not_compared(base, tmp_path, command):
+    once = unverified(base, tmp_path / "once", method="hier-ffn", options={"sizes": [3, 2], "branching": 2})
+    twice = unverified(once, tmp_path / "twice", method="llama-pro", options={})
+    for model, told in ((twice, True), (once, False)):
+        done = command("strip", model, "--output", tmp_path / f"stripped-{told}")
+        assert done.status == 0 and "are the base's, byte for byte" in done.out
+        assert ("the files of hier-ffn beside the weights stay as they are now" in " ".join(done.err.split())) == told

@@ -108,14 +108,15 @@ def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_un
 
 
 def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, base, tmp_path):
-    for dtype, sides in (
-        ("auto", "base and result in float32"),
-        ("bfloat16", "base rounded from float32 to bfloat16, result in bfloat16"),
+    for dtype, sides, same in (
+        ("auto", "base and result in float32", "the same as the base."),
+        ("bfloat16", "base rounded from float32 to bfloat16, result in bfloat16", "the same as the base in bfloat16."),
     ):
         words = ("--method", "midus-hml", "--set", "n=8", "--set", "k=2", "--dtype", dtype)
         done = command("--base", base, "--output", tmp_path / dtype, *words)
         assert f"logits: largest difference 0 ({sides})" in " ".join(done.out.split())
         assert record_of(tmp_path / dtype)["identity"] == {"checked": "logits", "max_abs_diff": 0.0, "compared": sides}
+        assert f"Before any training it computes exactly {same}" in (tmp_path / dtype / "README.md").read_text()
 
 
 PROMISED = (

@@ -144,7 +144,7 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
     """Return the config after an edit, with the edit recorded; if memories of the base are edited, in the base's config too."""
     config = copy.deepcopy(config)
     entries = config.get("memory") or []
-    memories = [(entry.get("name", memory_type(entry["type"]).type), entry) for entry in entries]
+    memories = [(_name_in(entry), entry) for entry in entries]
     of_base = [name for name in edit["memories"] if name in dict(memories)]
     for name, entry in memories:
         entry.update(options.get(name, {}))
@@ -154,6 +154,12 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
         base_config = _edited_config(dict(record.base_config), edit, options)
         config[RECORD_KEY] = dataclasses.replace(record, edits=edits, base_config=base_config).to_dict()
     return config
+
+
+def _name_in(entry: Mapping[str, Any]) -> str:
+    """Return the name in edits, as `name_of` does, of a memory by its entry in a config."""
+    kind = memory_type(entry["type"])
+    return entry.get("name") or (kind.type if entry.get("site", kind.sites[0]) == "inserted" else kind.default_name)
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import MemoryEntry
 from upscalers.architecture.family import Config, Layout
 from upscalers.architecture.per_layer import (
@@ -65,7 +66,8 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
         if isinstance(layer, Base) and layer.index in entry.layers
     ]
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
-        if entry.into or base.layout.memories.tables(entry.name) or entry.options.attends:
+        memories = base.layout.memories
+        if entry.into or memories.tables(entry.name) or entry.options.attends or entry.name in banks_of(memories):
             raise ValueError(
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats "
                 "some of them; expected each once. Choose a method that inserts layers."

@@ -51,6 +51,7 @@ def model_card(
     start = "It is meant to be trained: before that it is not guaranteed to compute the same as the base"
     if method.identity:
         start = "Before any training it computes exactly the same as the base"
+        start += f" in {request['dtype']}" * (request["dtype"] != "auto")
         if method.identity_except is not None:
             start += f", but for {method.identity_except}"
         start += ", as the method promises" * (not compared)

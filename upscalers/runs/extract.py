@@ -9,7 +9,7 @@ from midus_hf.anatomy.record import RECORD_KEY, record_of
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
+from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import keep_tokenizer
 from upscalers.request.progress import Progress
@@ -38,7 +38,11 @@ def extract(
             if name not in outside
         ]
         folder = CheckpointFolder(output, source.folder, overwrite)
-        config, banks, shards = _config(opened), banks_of(opened.layout.memories), split_shards(tensors)
+        config, banks, shards = (
+            _alone(opened.config, opened.family.class_name),
+            banks_of(opened.layout.memories),
+            split_shards(tensors),
+        )
         with written_from(opened, folder, shards, banks, progress) as written:
             write_part(source.folder, folder.partial, config, progress)
             keep_tokenizer(source, folder.partial, progress)
@@ -53,12 +57,12 @@ def extract(
     }
 
 
-def _config(opened: BaseCheckpoint) -> Config:
-    """Return the config of the language model as that of a separate checkpoint."""
-    config = dict(opened.config)
-    has_memory = config["model_type"].startswith(MEMORY_PREFIX)
-    config["architectures"] = [f"{'Midus' if has_memory else ''}{opened.family.class_name}ForCausalLM"]
-    record = record_of(config)
-    if record is not None:
-        config[RECORD_KEY] = dataclasses.replace(record, base_sha256=None, larger_base_config=None).to_dict()
-    return config
+def _alone(config: Config, class_name: str) -> Config:
+    """Return the config of a language model, and those of its bases in its record, as those of separate checkpoints."""
+    host = "Midus" if config["model_type"].startswith(MEMORY_PREFIX) else ""
+    alone = {**config, "architectures": [f"{host}{class_name}ForCausalLM"]}
+    if (record := record_of(config)) is not None:
+        base_config = _alone(dict(record.base_config), class_name)
+        of_alone = dataclasses.replace(record, base_config=base_config, base_sha256=None, larger_base_config=None)
+        alone[RECORD_KEY] = of_alone.to_dict()
+    return alone

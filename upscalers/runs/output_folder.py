@@ -65,14 +65,19 @@ def write_part(source: Path, partial: Path, config: Config, progress: Progress) 
     write_config(partial, config)
     tie_banks(partial, banks_of(open_base(partial).layout.memories))
     if str(config.get("model_type")).startswith(MEMORY_PREFIX):
-        write_code_of(partial)
+        auto_map = write_code_of(partial)
+        if "auto_map" not in config:  # as in a language model within a larger one, whose config has it
+            write_config(partial, {**config, "auto_map": auto_map})
 
 
-def write_code_of(folder: Path) -> None:
-    """Write the code that a checkpoint's config needs into its folder, so that the checkpoint loads without this package."""
+def write_code_of(folder: Path) -> dict[str, str]:
+    """Write the code that a checkpoint's config needs into its folder, to load without this package; return its `auto_map`."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes
     from midus_hf.carried.module import write_code
 
-    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    write_code(folder, config)
+    auto_map: dict[str, str] = config.to_dict()["auto_map"]
+    return auto_map

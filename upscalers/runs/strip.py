@@ -102,6 +102,10 @@ def strip(
                     f"{difference} not the base's, byte for byte: {size}trained since it was upscaled, or cast. If you need the base "
                     "itself, use the base's checkpoint."
                 )
+            if kept:
+                progress.note(
+                    f"the files of {', '.join(kept)} beside the weights stay as they are now, and are not compared."
+                )
             removal: dict[str, Any] = {
                 "model": source.label,
                 "method": upscaled.method,

@@ -108,7 +108,8 @@ def set_trainable(
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
-    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. Of new
+    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. An added
+    memory that fetches blocks trains the blocks of all banks, since a text reads one path in all of them. Of new
     tokens (method `vocabulary`), their rows of the embedding and the head train: the gradients of other rows are zero, and an
     optimizer that decays no weights, or is built on `parameter_groups`, keeps their bits. With
     a list of indices, these layers train whole; with a list of roles, only the tensors of these roles in the added
@@ -171,7 +172,7 @@ def set_trainable(
         )
     banks = view.banks
     if banks is not None:
-        banks.trainable = resolved in ("new", "all")
+        banks.trainable = resolved == "all" or (resolved == "new" and view.adds_bank)
     layouts = list(banks.layouts.values()) if banks is not None and banks.trainable else []
     return TrainableReport(
         trainable=resolved,

@@ -180,6 +180,15 @@ def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(
     assert [entry["chapters"] for entry in record["base_config"]["memory"]] == kept
 
 
+def test_a_memory_whose_entry_leaves_out_its_name_is_edited_as_the_named_one(tmp_path, chapters):
+    model = save_chapters(tmp_path / "model")
+    (entry,) = config_of(model)["memory"]
+    edit_config(model, memory=[{key: value for key, value in entry.items() if key != "name"}])
+    assert chapters("prune", model, "--chapters", "4", "--output", tmp_path / "out").status == 0
+    assert config_of(tmp_path / "out")["memory"][0]["chapters"] == entry["chapters"] - 1
+    assert [edit["command"] for edit in inspect_checkpoint(tmp_path / "out")["edits"]] == ["prune"]
+
+
 def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
     output = edited("zero", checkpoint, "--chapters", "1")
     done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
