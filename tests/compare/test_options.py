@@ -80,7 +80,8 @@ assert RECIPES
 def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     room = write_room(tmp_path)
     (tmp_path / "sized").mkdir()
-    shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
+    (base,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
+    shutil.copyfile(base, tmp_path / "sized" / "config.json")
     for path in (room / "base").glob("tokenizer*"):
         shutil.copyfile(path, tmp_path / "sized" / path.name)
     for name in ("plants", "stars", "herbs"):
@@ -96,7 +97,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     assert comparison.seeds and [variant.name for variant in variants] == list(comparison.variants)
     for variant in variants:
         if variant.upscale is not None and not variant.name.endswith("-one-row"):
-            assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.3), variant.name
+            assert variant.trained_parameters == pytest.approx(8_900_000, rel=0.4), variant.name
 
 
 # Of papers' settings: every row is planned on its base, and a file behind them makes them small.
