@@ -60,6 +60,12 @@ def midus_ask(
 
 def _lines_of(path: str) -> list[str]:
     """Return the lines of a file, or of standard input, that are not blank."""
+    from midus_hf.data.corpus import KINDS
+
+    if KINDS.get(Path(path).suffix, "text") != "text":
+        raise ValueError(
+            f"questions is {path!r}, which has rows; expected a text file, a question per line. midus look glossary --questions asks rows."
+        )
     try:
         text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:

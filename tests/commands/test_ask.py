@@ -78,6 +78,7 @@ def test_questions_that_are_none_are_refused_before_the_model_is_loaded(model, a
         ([], "expected either QUESTION or --questions FILE; give one of them."),
         (["--questions", tmp_path / "empty.txt"], "which has no question; expected one per line."),
         (["--questions", tmp_path / "other.txt"], "Expected a text file in UTF-8, a question per line."),
+        (["--questions", tmp_path / "rows.jsonl"], "midus look glossary --questions asks rows."),
         (["--questions", tmp_path / "none.txt"], "which cannot be read: [Errno 2] No such file"),
     ):
         status, out, err = ask(model, *words)
