@@ -64,7 +64,8 @@ def _lines_of(path: str) -> list[str]:
 
     if KINDS.get(Path(path).suffix, "text") != "text":
         raise ValueError(
-            f"questions is {path!r}, which has rows; expected a text file, a question per line. midus look glossary --questions asks rows."
+            f"questions is {path!r}, which has rows; expected a text file, a question per line. midus look glossary --questions asks "
+            "rows."
         )
     try:
         text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8-sig")
