@@ -10,6 +10,7 @@ from tiny import prompt
 from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.blocks import level_file
+from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,
@@ -215,6 +216,13 @@ def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it_and_w
         path = paths[level_file(level)]
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         assert path.stat().st_size == header + bank.layout.file_bytes(level, torch.bfloat16.itemsize)
+
+
+def test_beside_a_new_bank_those_of_the_base_train_and_are_counted(base, tmp_path):
+    first = unverified(base, tmp_path / "first", method="hier-ffn", options=SMALL_TREE)
+    counts = with_memory(first, tmp_path / "second", method="hier-kv", options=SMALL_TREE).parameters
+    report = set_trainable(load(tmp_path / "second"))
+    assert counts.trainable == report.parameters + report.blocks > counts.bank
 
 
 def test_the_seed_decides_what_blocks_start_as_and_a_second_memory_of_the_type_starts_otherwise(base, tmp_path):

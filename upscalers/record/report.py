@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters; a tied head counts once. `fetched` and `bank` are of new banks, which `trainable` includes."""
+    """Numbers of parameters; a tied head counts once. `fetched` and `bank` are of new banks, `trainable` of all that train."""
 
     base: int
     new: int

@@ -80,8 +80,8 @@ class Job:
         self.concerns = method.concerns(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.concerns = [*self.concerns, pattern]
-        banks = banks_of(self.layout.memories)
-        self.new_banks = {name: bank for name, bank in banks.items() if name in plan.new_memories}
+        self.banks = banks_of(self.layout.memories)
+        self.new_banks = {name: bank for name, bank in self.banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
         base, method = self.base, self.method
@@ -129,9 +129,11 @@ class Job:
                 size = size // tensor.recipe.shape[0] * len(self.plan.new_rows)
             new += size if self.plan.owns(tensor.name) or isinstance(tensor.recipe, NewRows) else 0
         trainable = new if self.method.trainable == "new" else total
+        if self.new_banks or self.method.trainable == "all":  # beside a new bank, those of the base train too
+            trainable += sum(each.parameters for each in self.banks.values())
         banks = self.new_banks.values()
         fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
-        return ParameterCounts(base, new, total, trainable + bank, *((fetched, bank) if bank else ()))
+        return ParameterCounts(base, new, total, trainable, *((fetched, bank) if bank else ()))
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
