@@ -1,5 +1,6 @@
 """Effects on the loss of texts when a model computes without an added part, one part at a time, and without all of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
-from midus_hf.look.effects import Effect, effect_between
 from midus_hf.look.page import TextTable
 from midus_hf.look.pictures import Panel, bars
 from midus_hf.models.added_parts import switched_off
@@ -20,6 +20,36 @@ HOW_TO_READ = (
 
 # Name of all added parts together among the parts.
 _ALL = "all of them"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of an intervention on the loss of a text.
+
+    Args:
+        difference: Loss with the intervention minus loss without it, in nats per predicted token.
+        standard_error: Standard error of the difference, from its variation over rows. None for one row.
+    """
+
+    difference: float
+    standard_error: float | None
+
+    def __format__(self, form: str) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:{form.removeprefix('+')}}"
+        return f"{self.difference:{form}}{error}"
+
+
+def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
+    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error.
+
+    The error is that of a ratio of sums over random rows.
+    """
+    sums, counts = changed.sums - usual.sums, usual.tokens.double()
+    mean, rows = (sums.sum() / counts.sum()).item(), len(counts)
+    if rows < 2:
+        return Effect(mean, None)
+    scatter = (sums - mean * counts).square().sum().item()
+    return Effect(mean, math.sqrt(scatter * rows / (rows - 1)) / counts.sum().item())
 
 
 @dataclass(frozen=True)

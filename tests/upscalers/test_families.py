@@ -15,8 +15,8 @@ from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
 from scripts.anatomy.layouts import written_layout
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from upscalers.architecture import written
-from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import change_of_settings, layout_of, layout_read
+from upscalers.architecture.supported_bases import family_of
 
 SIZES = {
     "vocab_size": 32,

@@ -18,7 +18,7 @@ from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
-from upscalers.architecture.family import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
+from upscalers.architecture.layer_tensors import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
 from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
 from upscalers.architecture.written import written_model
 from upscalers.request.errors import one_line

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
-from upscalers.architecture.family import Config, LayerTensor, Shape
+from upscalers.architecture.layer_tensors import Config, LayerTensor, Shape
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     NOT_PER_LAYER_KEYS,

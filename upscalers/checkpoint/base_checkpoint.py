@@ -13,10 +13,10 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
 from midus_hf.model_names import MERGE_ADAPTER, gguf_refusal
-from upscalers.architecture.families import check_readable, family_of
-from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
+from upscalers.architecture.supported_bases import check_readable, family_of
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
 from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import LANGUAGE_KEY, language_entry
 from midus_hf.anatomy.types import MEMORY_PREFIX
-from upscalers.architecture.family import OF_UPSCALING, Config, Shape
+from upscalers.architecture.layer_tensors import OF_UPSCALING, Config, Shape
 from upscalers.architecture.layout import model_on_meta
 from upscalers.request.errors import one_line
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from upscalers.architecture.families import fp8_block, quantised_form
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
+from upscalers.architecture.supported_bases import fp8_block, quantised_form
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 

@@ -16,7 +16,7 @@ from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.registry import memory_type
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from midus_hf.config.plugins import load_plugins
 from midus_hf.config.wording import one_of
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import place

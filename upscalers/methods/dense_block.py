@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from midus_hf.config.options import option
-from upscalers.architecture.family import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
+from upscalers.architecture.layer_tensors import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan

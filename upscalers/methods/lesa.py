@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from midus_hf.config.options import option
 from midus_hf.model_names import usable_device
-from upscalers.architecture.family import LayerTensor, Projection, projections_of
+from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import LESA, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean

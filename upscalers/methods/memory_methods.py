@@ -10,7 +10,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from upscalers.architecture.family import Config, kept_roles
+from upscalers.architecture.layer_tensors import Config, kept_roles
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan

@@ -8,7 +8,7 @@ from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG
 from midus_hf.memories.engram.options import NgramOptions
 from midus_hf.memories.packs.options import PacksOptions
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, read_config
 from upscalers.checkpoint.new_tokens import NewTokens, ids_in_use, new_tokens, read_tokens
 from upscalers.checkpoint.tokenizer import add_tokens, has_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import MemoryEntry
-from upscalers.architecture.family import Config, Layout
+from upscalers.architecture.layer_tensors import Config, Layout
 from upscalers.architecture.per_layer import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,

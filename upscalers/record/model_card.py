@@ -9,7 +9,7 @@ import yaml
 from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.hub import check_repo_id
 from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import has_tokenizer

@@ -8,7 +8,7 @@ from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, langu
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.secrets import for_record
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method

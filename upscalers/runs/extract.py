@@ -8,7 +8,7 @@ from typing import Any
 from midus_hf.anatomy.record import RECORD_KEY, record_of
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.memories.bank import banks_of
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import keep_tokenizer

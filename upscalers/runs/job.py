@@ -1,9 +1,11 @@
 """One planned upscaling: its config, tensors, parameter counts, and the check of the result."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.memories.bank import banks_of
+from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
@@ -14,11 +16,15 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
-from upscalers.tensors.recipe_check import check_recipes
-from upscalers.tensors.recipes import Copy, Integers, Recipe
+from upscalers.tensors.recipes import Combine, Copy, Integers, Recipe
 from upscalers.tensors.solver import solved_parts
 from upscalers.tensors.vocabulary_rows import NewRows
 from upscalers.tensors.writer import OutputTensor, in_file_order
+
+Recipes = Mapping[str, Recipe]
+
+# Names that a message lists.
+_LISTED = 3
 
 
 class Job:
@@ -86,7 +92,7 @@ class Job:
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
         base, method = self.base, self.method
         try:
-            check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
+            _check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
         except MethodError as error:
             layouts = (base.layout.backbone_layers, self.layout.backbone_layers)
             if all(tensors == of_model[0] for of_model in layouts for tensors in of_model):
@@ -156,3 +162,56 @@ def _new_modules(
         name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy | NewRows)
     ]
     return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
+
+
+def _check_recipes(
+    method: str,
+    base: BaseCheckpoint,
+    plan: Plan,
+    config: Config,
+    layout: Layout,
+    layers: Sequence[Recipes],
+    outer: Recipes,
+) -> None:
+    """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape, or superfluous for the new config."""
+    for subject, number in (
+        ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
+        ("recipes for this many layers:", len(layers)),
+    ):
+        if number != plan.num_layers:
+            raise MethodError(
+                f"method {method} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
+            )
+    for index, (recipes, tensors) in enumerate(zip(layers, layout.layers, strict=True)):
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        _check_part(f"method {method}, layer {index}", base, shapes, recipes)
+    shapes = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
+    shapes |= {name: shape for name, shape in layout.tied.items() if name in outer}
+    _check_part(f"method {method}, outside the layers", base, shapes, outer)
+
+
+def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
+    missing = [name for name in shapes if name not in recipes]
+    if missing:
+        others = f" and {len(missing) - _LISTED} others" if len(missing) > _LISTED else ""
+        raise MethodError(
+            f"{where}: there is no recipe for {', '.join(missing[:_LISTED])}{others}; expected one for each of "
+            f"{len(shapes)} tensors."
+        )
+    for name, shape in shapes.items():
+        subject, recipe = f"{where}: {name}", recipes[name]
+        if tuple(recipe.shape) != shape:
+            raise MethodError(f"{subject} is {list(recipe.shape)}; expected {list(shape)}.")
+        # Other recipes may read tensors of any shape.
+        for source in recipe.sources if isinstance(recipe, Copy | Combine | LayerBlocks) else ():
+            if source not in base.tensors:
+                raise MethodError(f"{subject} is made from {source}; expected a tensor of the base.")
+            held = base.tensors[source].shape
+            if held != shape and not isinstance(recipe, LayerBlocks):
+                raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
+    for name, recipe in ((name, recipe) for name, recipe in recipes.items() if name not in shapes):
+        is_carried = isinstance(recipe, Copy | NewRows) and (
+            recipe.source in base.unexpected or recipe.source in base.surroundings
+        )
+        if not is_carried:
+            raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(shapes)}.")

@@ -10,7 +10,7 @@ from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import Bank, bank_patterns, banks_of
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files

@@ -9,12 +9,13 @@ from typing import Any
 from midus_hf.anatomy.record import LANGUAGE_KEY, UpscaleRecord
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
-from upscalers.architecture.family import Config
-from upscalers.checkpoint.base_checkpoint import open_base, read_config
-from upscalers.checkpoint.content_digest import TensorDigests
+from upscalers.architecture.layer_tensors import Config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
+from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, remove_tokens
+from upscalers.plan.plan import Plan
 from upscalers.record.provenance import (
     read_plan,
     read_record,
@@ -23,11 +24,11 @@ from upscalers.record.provenance import (
     write_record,
 )
 from upscalers.request.progress import Progress
-from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
+from upscalers.tensors.recipes import Copy
 from upscalers.tensors.vocabulary_rows import with_rows_of_base
-from upscalers.tensors.writer import OutputTensor, split_shards
+from upscalers.tensors.writer import OutputTensor, in_file_order, split_shards
 
 
 def strip(
@@ -62,13 +63,13 @@ def strip(
         opened = open_base(source.folder)
         plan = read_plan(upscaled, opened)
         opened = with_rows_of_base(with_blocks_of_base(opened, plan, upscaled), plan, upscaled)
-        tensors = base_tensors(opened, plan)
+        tensors = _base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
         kept = {name: bank for name, bank in banks_of(opened.layout.memories).items() if name not in plan.new_memories}
         digested = TensorDigests(
-            opened.tensors, digested_names(opened, tensors) if upscaled.base_sha256 is not None else {}
+            opened.tensors, _digested_names(opened, tensors) if upscaled.base_sha256 is not None else {}
         )
         with (
             digested as digests,
@@ -93,7 +94,7 @@ def strip(
                     "tokenizer.json is written anew without the new tokens: it reads text as the base's, whose bytes may differ."
                 )
             hashes = digests.finish()
-            comparison = compare_with_base(hashes, upscaled, record)
+            comparison = _compare_with_base(hashes, upscaled, record)
             if comparison["base_confirmed"] is False:
                 differing = comparison["differing_tensors"]
                 difference = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
@@ -161,3 +162,46 @@ def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[st
     if not is_sound or recorded != sorted(by_name):
         return split_shards(tensors)
     return {file: [by_name[name] for name in names] for file, names in files.items()}
+
+
+def _compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record: dict[str, Any]) -> dict[str, Any]:
+    """Return `{"base_confirmed", "differing_tensors"}` of digests by name: None if unknown."""
+    if not digests:
+        return {"base_confirmed": None, "differing_tensors": None}
+    if content_sha256(digests) == upscaled.base_sha256:
+        return {"base_confirmed": True, "differing_tensors": 0}
+    base = record.get("base")
+    recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
+    differing = None
+    if isinstance(recorded, dict) and content_sha256(recorded) == upscaled.base_sha256:
+        differing = sum(recorded.get(name) != digest for name, digest in digests.items())
+    return {"base_confirmed": False, "differing_tensors": differing}
+
+
+def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[str, str]:
+    """Return the name of each base weight in digests, by the name of the tensor that holds it in the upscaled model."""
+    weights = weight_names(model)
+    return {
+        tensor.recipe.source: tensor.name.removeprefix(model.prefix)
+        for tensor in tensors
+        if isinstance(tensor.recipe, Copy) and tensor.recipe.source in weights
+    }
+
+
+def _base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
+    """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
+
+    def carried(name: str, source: str) -> OutputTensor:
+        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].as_stored.dtype)
+
+    names_in_base = model.outer_names(plan.num_base_layers)
+    outer = [carried(in_base, name) for name, in_base in names_in_base.items() if not plan.owns(name)]
+    layers: dict[int, list[OutputTensor]] = {}
+    for layer, index in plan.kept_indices.items():
+        names = model.layer_names[index]
+        layers[layer] = [
+            carried(model.new_name(layer, key), source)
+            for key, source in names.items()
+            if not plan.owns(source) and source not in model.packed
+        ]
+    return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))

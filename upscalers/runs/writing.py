@@ -8,7 +8,7 @@ from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.bank import banks_of
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config

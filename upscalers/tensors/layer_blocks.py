@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from midus_hf.anatomy.record import UpscaleRecord
-from upscalers.architecture.family import Config, Layout, Shape
+from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor

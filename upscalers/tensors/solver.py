@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upscalers.architecture.family import LayerTensor, Projection
+from upscalers.architecture.layer_tensors import LayerTensor, Projection
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Recipe
 

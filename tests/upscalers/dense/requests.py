@@ -5,8 +5,8 @@ from typing import Any
 
 from tiny import NATIVE_FAMILIES
 
-from upscalers.architecture.families import family_of
 from upscalers.architecture.layout import layout_of
+from upscalers.architecture.supported_bases import family_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan

@@ -13,7 +13,7 @@ from tiny import NUM_LAYERS
 from tests.upscalers.checkpoints import layer, read_tensors, record_of, save_base, write_tensors
 from tests.upscalers.dense.requests import known
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.architecture.family import Projection
+from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request.options import parse_options

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
-from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import Config
 
 # Block size in FP8 that transformers assumes if a config has none.
 _FP8_BLOCK = (128, 128)

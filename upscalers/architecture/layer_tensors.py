@@ -1,4 +1,4 @@
-"""The facts about a model that are needed to edit its tensors.
+"""Layers, tensors and their roles: the facts about a model that are needed to edit its tensors.
 
 A name such as `post_attention_layernorm` means different things in different families. The role of a tensor is
 therefore read from what a layer does, and never guessed from the tensor's name.
