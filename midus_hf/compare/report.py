@@ -200,11 +200,9 @@ def draw(findings: Findings) -> bytes:
         axes.errorbar(xs[-1], ys[-1], **deviations, fmt="o", capsize=3, color=color)
     axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
     axes.set(xlabel="learned (nats per token)", ylabel="change of the loss of other text (nats per token)")
-    for label, offset, side in (("forgotten ↑", 5, "bottom"), ("better than the base ↓", -5, "top")):
-        options = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": side}
-        axes.annotate(label, (1.0, 0.0), (0, offset), **options, fontsize=9)
     axes.yaxis.set_major_formatter(lambda risen, _: f"{risen:+.3g}" if abs(risen) > 1e-9 else "as the base")
-    axes.set_title("means over seeds; ends ± one standard deviation over seeds", fontsize=9, loc="left")
+    title = "means over seeds, at the end ± one standard deviation; above the dotted line forgotten, below it better than the base"
+    axes.set_title(title, fontsize=9, loc="left")
     axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return as_png(figure)
