@@ -143,3 +143,4 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     assigned = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["file"] for row in assigned] == [f"deep/{number:02d}.txt" for number in range(24)]
     assert main(["report", "--tree", str(tmp_path / "grown")]) == 0
+    assert f"windows are those of {tmp_path / 'new'} alone, by which the tree has grown" in capsys.readouterr().err
