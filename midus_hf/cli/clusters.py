@@ -202,17 +202,22 @@ def report(
     from midus_hf.model_names import check_sources
 
     check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
+    from midus_hf.config.wording import print_note
     from midus_hf.data.corpus import read_corpus
-    from midus_hf.topics.run import open_build
+    from midus_hf.topics.run import WINDOWS, open_build
+    from midus_hf.topics.windows import windows_of_corpus
 
     built, stored, leaves = open_build(tree)
     path = corpus or stored.corpus
-    texts = read_corpus(path, text_column=stored.column)[stored.column]
-    if len(texts) <= (last := int(stored.documents.max())):
+    documents = read_corpus(path, text_column=stored.column)
+    if windows_of_corpus(tree.expanduser() / WINDOWS, documents, stored.column) is None:
         raise ValueError(
-            f"{path} has no document {last}; expected the corpus that the tree was built from. Give it by --corpus."
+            f"{path} has other texts than the corpus that the tree was built from; expected the same ones. Give them by --corpus, or "
+            "build the tree again."
         )
-    found = nodes_with_words(built, leaves, stored.documents, texts, level, nodes)
+    if built.grown_from:
+        print_note(f"windows are those of {path} alone, by which the tree has grown")
+    found = nodes_with_words(built, leaves, stored.documents, documents[stored.column], level, nodes)
     rows = [[str(node), f"{windows:,}", " ".join(words)] for node, (windows, words) in found.items()]
     show_tables([TextTable(f"Nodes of level {level}", ["node", "windows", "words"], rows)])
 

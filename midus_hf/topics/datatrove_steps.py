@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
 from midus_hf.topics.assigning import document_paths, path_columns
+from midus_hf.topics.known_topics import TopicNames
 from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.run import WINDOWS
 from midus_hf.topics.windows import cutter_of
 
 # Number of documents that are taken from the previous step at a time.
@@ -17,8 +20,9 @@ _DOCUMENTS = 256
 class AssignPaths(PipelineStep):
     """Pipeline step that adds each document's path in a tree to its metadata, like `midus cluster assign`.
 
-    The keys are `memory_ids`, `memory_tree` and `windows`. The tree and its model are loaded when the step begins to
-    run, in the process that runs it. Blank documents are passed on unchanged.
+    In a tree of named topics, documents with these names in their metadata get the paths of their topics. The keys are
+    `memory_ids`, `memory_tree` and `windows`. The tree and its model are loaded when the step begins to run, in the process that
+    runs it. Blank documents are passed on unchanged.
 
     Args:
         tree: Folder that `midus cluster build` wrote.
@@ -37,16 +41,30 @@ class AssignPaths(PipelineStep):
         """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
 
         Raises:
-            ValueError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded.
+            ValueError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded; or if a document has
+                a topic that the tree does not know.
         """
         retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
         tokenizer, tokens = cutter_of(retriever.tree, self.tree)
+        topics = TopicNames.load(Path(self.tree).expanduser() / WINDOWS)
         remaining = iter(data or ())
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):
             with self.track_time(unit="batch"):
-                texts = [document.text for document in batch]
+                named: list[Any] = []
+                others: list[Any] = []
+                for document in batch:
+                    columns = document.metadata.keys() if document.text.strip() else ()
+                    is_named = topics is not None and {*topics.columns}.issubset(columns)
+                    (named if is_named else others).append(document)
+                if topics is not None:
+                    names = {column: [each.metadata[column] for each in named] for column in topics.columns}
+                    for document, path in zip(
+                        named, topics.paths(names, "a batch of documents").tolist(), strict=True
+                    ):
+                        document.metadata |= path_columns([path], retriever.tree)
+                texts = [document.text for document in others]
                 for number, windows in document_paths(retriever, tokenizer, texts, tokens):
-                    batch[number].metadata |= path_columns(windows, retriever.tree)
+                    others[number].metadata |= path_columns(windows, retriever.tree)
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document

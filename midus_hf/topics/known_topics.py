@@ -1,7 +1,7 @@
 """Topics from a column of a corpus instead of clusters: each name is a node, and its path needs no embedding."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # File next to the windows of a tree whose nodes have names.
 NAMES_FILE = "topics.json"
+
+_CORPUS = "the corpus, without blank ones,"
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,16 @@ class TopicNames:
 
         return max(2, most(self.names))
 
-    def paths(self, rows: "Dataset") -> np.ndarray:
-        """Return the node at each level of each text by its names, `[texts, levels]`, int64."""
+    def paths(self, rows: "Dataset | Mapping[str, Sequence[Any]]", label: str = _CORPUS) -> np.ndarray:
+        """Return the node at each level of each text by its names, `[texts, levels]`, int64; messages call the rows `label`."""
         branching, paths = self.branching, []
-        for number, path in enumerate(_paths_of_names(rows, self.columns), start=1):
+        for number, path in enumerate(_paths_of_names(rows, self.columns, label), start=1):
             below, node, nodes = self.names, 0, []
             for name in path:
                 if name not in below:
                     raise ValueError(
-                        f"row {number} of the corpus, without blank ones, has the topic {' / '.join(path)!r}, which the tree does "
-                        "not know; expected a topic that it was built with. Build the tree again, or remove the row."
+                        f"row {number} of {label} has the topic {' / '.join(path)!r}, which the tree does not know; "
+                        "expected a topic that it was built with. Build the tree again, or remove the row."
                     )
                 node = branching * node + list(below).index(name)
                 nodes.append(node)
@@ -83,12 +85,14 @@ class TopicNames:
         return cls(tuple(record["columns"]), record["names"])
 
 
-def _paths_of_names(rows: "Dataset", columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _paths_of_names(
+    rows: "Dataset | Mapping[str, Sequence[Any]]", columns: Sequence[str], label: str = _CORPUS
+) -> Iterator[tuple[str, ...]]:
     for number, path in enumerate(zip(*(rows[column] for column in columns), strict=True), start=1):
         for name, column in zip(path, columns, strict=True):
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(
-                    f"row {number} of the corpus, without blank ones, has {name!r} under {column!r}; expected the name of its topic. "
+                    f"row {number} of {label} has {name!r} under {column!r}; expected the name of its topic. "
                     "Fill it in, or remove the row."
                 )
         yield path

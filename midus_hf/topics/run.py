@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midus_hf.config.wording import install_extra
+from midus_hf.config.wording import install_extra, print_note
 from midus_hf.data.corpus import read_corpus
 from midus_hf.topics.building import (
     BuiltTree,
@@ -114,7 +114,7 @@ def grow(
     """Embed a corpus, and write a tree with new nodes for its windows that are not close to any topic of a tree.
 
     Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
-    embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows.
+    embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows, and no names of topics.
 
     Args:
         tree: Folder of the tree, which is not changed.
@@ -134,7 +134,12 @@ def grow(
     old, embedder = retriever.tree, retriever.embedder
     tokenizer, tokens = cutter_of(old, tree)
     stored = store_windows(output / WINDOWS, documents, corpus, column, tokenizer, embedder, tokens)
-    options = TreeOptions(old.branching, old.levels, seed=old.origin.seed or 0)
+    if TopicNames.load(Path(tree).expanduser() / WINDOWS) is not None:
+        print_note(
+            f"the grown tree has no names of topics: assign finds paths in it by texts alone, by names in {tree}"
+        )
+    samples = max(TreeOptions.samples, 2 * old.branching)  # a tree of named topics may have any number of them
+    options = TreeOptions(old.branching, old.levels, samples=samples, seed=old.origin.seed or 0)
     with only_run(output / WINDOWS):
         held_out = held_out_rows(len(stored.documents), options.seed)
         built = grow_tree(old, stored.embeddings, options, held_out)

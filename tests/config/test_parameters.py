@@ -83,6 +83,11 @@ def test_memories_have_as_many_parameters_as_their_models(native_family, memory,
         ),
         ({"type": "ultramem-v2", "n": 8, "k": 5, "pre_value_width": 0, "value_width": 7, "layers": [0]}, 5 * 7),
         ({"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 2, "layers": [1, 2]}, 2 * 3 * 8 * 32),
+        # The first two layers read at most the whole bank, the third 6 of 8 chapters of another.
+        (
+            {"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 5, "share": "every:2", "layers": [0, 1, 2]},
+            (8 + 6) * 8 * 32,
+        ),
     ],
     ids=str,
 )

@@ -8,13 +8,16 @@ import torch
 from banks.small_bank import layout_of, made, record_of
 from models.hierarchical_models import IDS, hierarchical_model
 from tiny import prompt
+from topics.tiny_bert import WIDTH
+from topics.trees import random_tree
 
 from midus_hf.cli.clusters import main
 from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
-from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.known_topics import TopicNames
+from midus_hf.topics.tree import ClusterTree, TreeOrigin
 
 OPTIONS = TreeOptions(branching=4, levels=2, steps=4, samples=64)
 
@@ -143,3 +146,20 @@ def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_
     assigned = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["file"] for row in assigned] == [f"deep/{number:02d}.txt" for number in range(24)]
     assert main(["report", "--tree", str(tmp_path / "grown")]) == 0
+    assert f"windows are those of {tmp_path / 'new'} alone, by which the tree has grown" in capsys.readouterr().err
+
+
+def test_a_tree_of_any_number_of_named_topics_grows_and_says_that_names_stay_behind(bert, tmp_path, capsys):
+    origin = TreeOrigin(embedding_model=bert, tokenizer=bert, window_tokens=6)
+    random_tree(branching=3201, levels=1, width=WIDTH, origin=origin, min_similarity=1.0).save(tmp_path / "named")
+    words = ["grow", str(tmp_path / "named"), "--corpus", str(tmp_path / "new"), "--output"]
+    (tmp_path / "new").mkdir()
+    for number in range(4):
+        (tmp_path / "new" / f"{number}.txt").write_text(f"w{number} w{number + 5}")
+    assert main([*words, str(tmp_path / "one")]) == 0
+    out, err = capsys.readouterr()
+    assert "2 new nodes in addition to 3,201" in out and "names" not in err
+    (tmp_path / "named" / "windows").mkdir()
+    TopicNames(("topic",), {f"topic {number}": {} for number in range(3201)}).save(tmp_path / "named" / "windows")
+    assert main([*words, str(tmp_path / "two")]) == 0
+    assert "the grown tree has no names of topics: assign finds paths in it by texts alone" in capsys.readouterr().err

@@ -143,6 +143,26 @@ def test_documents_of_a_pipeline_get_their_paths_in_their_order(built, corpus, t
     assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
 
 
+def test_documents_of_a_pipeline_with_named_topics_get_the_paths_of_their_names(bert, tmp_path):
+    steps, data = pytest.importorskip("midus_hf.topics.datatrove_steps"), pytest.importorskip("datatrove.data")
+    rows = [{"text": f"w{number} w{number + 3}", "topic": "ab"[number % 2]} for number in range(6)]
+    corpus = tmp_path / "rows.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = tmp_path / "tree"
+    run.build(str(corpus), embedding_model=bert, tokenizer=bert, output=tree, topic_columns=["topic"])
+
+    def paths(*metadata):
+        given = [data.Document("w0 w3" if each is not None else " ", "0", metadata=each or {}) for each in metadata]
+        return [each.metadata.get("memory_ids") for each in steps.AssignPaths(str(tree)).run(given)]
+
+    (by_text,) = paths({})
+    assert paths({"topic": "b"}, None, {}, {"topic": "a"}) == [[1], None, by_text, [0]]
+    with pytest.raises(
+        ValueError, match="row 2 of a batch of documents has the topic 'c', which the tree does not know"
+    ):
+        paths({"topic": "b"}, {"topic": "c"})
+
+
 def test_a_tree_that_names_no_tokenizer_is_refused(built, bert, tmp_path):
     assign = pytest.importorskip("midus_hf.topics.datatrove_steps").AssignPaths
     assert list(assign(str(built)).run([])) == [] and list(assign(str(built)).run(None)) == []

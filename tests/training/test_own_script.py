@@ -120,3 +120,21 @@ def test_a_caller_chooses_the_optimizer(upscaled, scene):
     trainer = MemoryTrainer(settings["model"], settings["arguments"], optimizer_cls_and_kwargs=chosen)
     optimizer = trainer.create_optimizer()
     assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}
+
+
+def test_a_plain_trainer_which_would_leave_blocks_untrained_is_refused(upscaled, scene):
+    settings = scene(upscaled("llama", "hier-ffn"))
+    model, arguments = settings["model"], settings["arguments"]
+    rows = [{**row, "memory_ids": [0, 1]} for row in settings["dataset"]]
+
+    def train(trainer_class):
+        trainer_class(model, arguments, train_dataset=rows, data_collator=default_data_collator).train()
+
+    set_trainable(model, "all")
+    with refused(r"blocks of a memory bank shall train, and this trainer would leave them .* expected MemoryTrainer"):
+        train(Trainer)
+    set_trainable(model, [0])
+    train(Trainer)
+    set_trainable(model, "all")
+    train(MemoryTrainer)
+    assert model.banks.bank("hier-ffn").touched() == [(1, 0), (2, 1)]

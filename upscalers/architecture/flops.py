@@ -59,14 +59,16 @@ def count_parameters(config: dict[str, Any]) -> dict[str, int]:
     numbers = {"value": 0, "buffer": 0, "rest": 0}
     read = 0
     for entry in memories.entries:
-        tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
+        held = [(1, entry.tensors_at(layer, sizes)) for layer in entry.layers]
         if entry.is_attached:
-            tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
-        for tensor in tensors:
-            numbers[tensor.role if tensor.role in numbers else "rest"] += math.prod(tensor.shape)
-        num_values = sum(math.prod(tensor.shape) for tensor in tensors if tensor.role == "value")
+            held += [(len(tables.layers), tables.tensors) for tables in memories.tables(entry.name)]
         per_token = values_read(entry.options, sizes)
-        read += num_values if per_token is None else per_token * len(entry.layers)
+        for readers, tensors in held:
+            for tensor in tensors.values():
+                numbers[tensor.role if tensor.role in numbers else "rest"] += math.prod(tensor.shape)
+            num_values = sum(math.prod(tensor.shape) for tensor in tensors.values() if tensor.role == "value")
+            # Layers may read the same rows of a table that they share.
+            read += num_values if per_token is None else min(num_values, per_token * readers)
     backbone = sum(map(math.prod, shapes)) - sum(numbers.values())
     embeddings = sum(math.prod(layout.outer.get(f"{name}.weight", (0,))) for name in ("model.embed_tokens", "lm_head"))
     total, activated = backbone + numbers["value"] + numbers["rest"], backbone + numbers["rest"] + read

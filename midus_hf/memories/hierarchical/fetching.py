@@ -35,7 +35,8 @@ class BlockService(BankService):
         """Return the blocks of the texts of the pass, by the name of the memory.
 
         Raises:
-            ValueError: If both paths and blocks are given, or blocks for another number of texts.
+            ValueError: If both paths and blocks are given, or blocks for another number of texts; or if the blocks shall train, and
+                nothing trains them.
         """
         memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
         if memory_ids is not None and memory_blocks is not None:
@@ -44,6 +45,8 @@ class BlockService(BankService):
             return {}
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
         if memory_blocks is None:
+            if model.training and torch.is_grad_enabled():
+                self.banks.check_training()
             return _fetch(self.banks, memory_ids, len(tokens), tokens.device, model.dtype)
         for batch in memory_blocks.values():
             if batch.num_rows != len(tokens):

@@ -52,6 +52,14 @@ class Banks:
             )
         return self.opened[name]
 
+    def check_training(self) -> None:
+        """Refuse a pass that trains while `set_trainable` lets blocks train, and no `MemoryTrainer` makes them trainable."""
+        if self.trainable and not all(bank.trains for bank in self.opened.values()):
+            raise ValueError(
+                "blocks of a memory bank shall train, and this trainer would leave them as they are; expected MemoryTrainer, or a "
+                "trainer class with MemoryTrainerMixin. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
+            )
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write the open banks into the folder of another checkpoint."""
         for name, bank in self.opened.items():
