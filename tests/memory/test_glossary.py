@@ -163,6 +163,10 @@ REPLACED = {
     "a new name": ({"names": ["Fe", "Ferrum"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
     "a new name first": ({"names": ["Ferrum", "IRON ORE"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
     "exact": ({"names": "Fe", "exact": True}, Entry(("Iron ore", "Fe"), "Heavy.", True)),
+    "exact, in its case": (
+        {"names": ["IRON ORE", "Fe"], "exact": True},
+        Entry(("Iron ore", "Fe", "IRON ORE"), "Heavy.", True),
+    ),
     "neither": ({"names": ["Fe", "iron ore"]}, Entry(("Iron ore", "Fe"), "Heavy.")),
 }
 
