@@ -136,6 +136,16 @@ def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(r
     ]
 
 
+def test_windows_of_different_lengths_are_told(room, tmp_path, ask):
+    short = shutil.copytree(room / "base", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    asked = [room / "base", short, "--text", room / "text.txt"]
+    note = "Windows have other numbers of tokens (base: 256, short: 16), so results cannot be compared: pass --sequence-length 16."
+    assert note in " ".join(ask(*asked).split())
+    assert "Windows" not in ask(*asked, "--sequence-length", 16)
+
+
 def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
     for name in ("b.doc", "c.doc", "d.pdf"):
