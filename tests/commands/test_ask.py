@@ -11,7 +11,7 @@ from models.pack_models import tiny_tokenizer
 from sft.tiny_chats import write_rows
 from tokenizers import processors
 from topics.trees import random_tree
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from midus_hf import saved_models
 from tests.tiny import save_tiny_model
@@ -56,6 +56,13 @@ def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind
     tokenizer.backend_tokenizer.post_processor = behind
     tokenizer.save_pretrained(folder)
     assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
+
+
+def test_an_answer_is_greedy_whatever_the_settings_of_the_model_are(model, ask, tmp_path):
+    folder, expected = shutil.copytree(model, tmp_path / "model"), (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
+    for settings in ({"repetition_penalty": 0.01}, {"num_beams": 2}):
+        GenerationConfig(**settings).save_pretrained(folder)
+        assert ask(folder, QUESTION) == expected, settings
 
 
 def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
