@@ -68,12 +68,12 @@ def _lines_of(path: str) -> list[str]:
             "rows."
         )
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"questions is {path!r}, which cannot be read: {first_line(error)}. Expected a text file in UTF-8, a question per line."
         ) from None
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line.strip() for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"questions is {path!r}, which has no question; expected one per line.")
     return lines

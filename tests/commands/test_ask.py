@@ -72,7 +72,7 @@ def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_lo
     load = saved_models.load_for_reading
     monkeypatch.setattr(saved_models, "load_for_reading", lambda *words: loads.append(words) or load(*words))
     assert ask(model, "--questions", tmp_path / "questions.txt") == (0, out, AS_TEXT)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{other}"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{QUESTION}\n{other}"))
     assert ask(model, "--questions", "-") == (0, out, AS_TEXT)
     assert len(loads) == 2
 
