@@ -62,18 +62,18 @@ def _lines_of(path: str) -> list[str]:
     """Return the lines of a file, or of standard input, that are not blank."""
     from midus_hf.data.corpus import KINDS
 
-    if KINDS.get(Path(path).suffix, "text") != "text":
+    if KINDS.get(Path(path).suffix.lower(), "text") != "text":
         raise ValueError(
             f"questions is {path!r}, which has rows; expected a text file, a question per line. midus look glossary --questions asks "
             "rows."
         )
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"questions is {path!r}, which cannot be read: {first_line(error)}. Expected a text file in UTF-8, a question per line."
         ) from None
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line.strip() for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"questions is {path!r}, which has no question; expected one per line.")
     return lines
@@ -93,13 +93,15 @@ def _ask(
     in_front = [f"{each}\n" for each in named]
     inputs = question_inputs(loaded, tokenizer, question, name=name, in_front=in_front, plain=plain)
     if glossary is not None:
-        _say_what_is_open(loaded, glossary, inputs["input_ids"][0].tolist(), named)
+        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), named)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
 
 
-def _say_what_is_open(loaded: "PreTrainedModel", glossary: "Glossary", ids: list[int], in_front: list[str]) -> None:
-    """Print which entries are read after a text, which others it names, or which names are similar."""
+def _say_what_is_open(
+    loaded: "PreTrainedModel", glossary: "Glossary", question: str, ids: list[int], in_front: list[str]
+) -> None:
+    """Print which entries are read after the tokens of a question, which others they name, or which names are similar."""
     stack: Any = loaded.stack
     entries, others = stack.services["packs"].open_at_end(ids)
     if entries:
@@ -113,7 +115,7 @@ def _say_what_is_open(loaded: "PreTrainedModel", glossary: "Glossary", ids: list
         said = "no pack is read"
     else:
         said = "no pack is read: the question contains no name of an entry"
-        near = glossary.near(glossary.spelling.tokenizer.decode(ids, skip_special_tokens=True))
+        near = glossary.near(question)
         said += f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     said += f"; named, but not read: {', '.join(glossary[entry].names[0] for entry in others)}" if others else ""
     print(said, file=sys.stderr)

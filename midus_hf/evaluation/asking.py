@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Glossary
 
 # Arguments of `generate` for the likeliest token each time, whatever the model's own settings are.
-GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+_UNSET: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, **_UNSET}
 
 
 def glossary_of(model: Any) -> "Glossary | None":

@@ -94,7 +94,7 @@ def _results(measured: dict[str, Any], settings: dict[str, Any]) -> tuple[list[E
 
     perplexity = measured["perplexity"]
     if perplexity is not None and measured["causal"]:
-        how: dict[str, Any] = {name: perplexity[name] for name in ("sequence_length", "tokens")}
+        how: dict[str, Any] = {name: perplexity[name] for name in ("sequence_length", "tokens", "tokens_sha256")}
         add(Path(settings["text"]).name, perplexity["dataset"], "perplexity", perplexity["perplexity"], **how)
     elif perplexity is not None:
         left_out.append("no perplexity, since it cannot be compared: the model reads tokens before it predicts them")

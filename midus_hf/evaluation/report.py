@@ -30,6 +30,13 @@ def comparison_table(report: dict[str, Any]) -> Table:
                 "byte of the text (UTF-8) can."
             )
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
+        lengths = [result["sequence_length"] for result in results]
+        if len({*lengths}) > 1:
+            told = ", ".join(f"{label}: {length:,}" for label, length in zip(labels, lengths, strict=True))
+            notes.append(
+                f"Windows have other numbers of tokens ({told}), so results cannot be compared: pass --sequence-length "
+                f"{min(lengths)}."
+            )
     for task, scores in models[0]["tasks"].items():
         for metric in scores:
             if metric in ABOUT_THE_TASK or _is_error_of_another(metric, scores):

@@ -64,26 +64,28 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
     heads = model.config.get_text_config().num_attention_heads
     last = model.config.get_text_config().num_hidden_layers - 1
     embeddings: Any = model.get_input_embeddings()
-    device = embeddings.weight.device
     absolute = torch.zeros(len(projections), heads, dtype=torch.float64)
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
     count, total = 0, 0.0
     inputs: list[torch.Tensor] = []
     with held_hooks() as hold:
+        hold(embeddings.register_forward_hook(lambda module, arguments, output: output.detach().requires_grad_()))
         for projection in projections.values():
-            hold(projection.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0])))
+            # A pass within the pass, over a text that is named, computes no gradients.
+            hold(
+                projection.register_forward_pre_hook(
+                    lambda module, arguments: inputs.append(arguments[0]) if torch.is_grad_enabled() else None
+                )
+            )
         for answer in answers:
             if not 0 < answer.prompt_tokens < len(answer.ids):
                 raise ValueError(
                     f"an answer has {len(answer.ids)} tokens, of which the prompt has {answer.prompt_tokens}; expected some of each."
                 )
             inputs.clear()
-            ids = answer.ids.to(device).unsqueeze(0)
+            ids = answer.ids.to(embeddings.weight.device).unsqueeze(0)
             with torch.enable_grad():
-                embedded = embeddings(ids).detach().requires_grad_()
-                logits = (
-                    model(inputs_embeds=embedded, use_cache=False).logits[0, answer.prompt_tokens - 1 : -1].float()
-                )
+                logits = model(input_ids=ids, use_cache=False).logits[0, answer.prompt_tokens - 1 : -1].float()
                 loss = F.cross_entropy(logits, ids[0, answer.prompt_tokens :], reduction="sum")
                 gradients = torch.autograd.grad(loss, inputs)
             predicting = len(answer.ids) - answer.prompt_tokens

@@ -11,7 +11,7 @@ from models.pack_models import tiny_tokenizer
 from sft.tiny_chats import write_rows
 from tokenizers import processors
 from topics.trees import random_tree
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from midus_hf import saved_models
 from tests.tiny import save_tiny_model
@@ -58,6 +58,13 @@ def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind
     assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
 
 
+def test_an_answer_is_greedy_whatever_the_settings_of_the_model_are(model, ask, tmp_path):
+    folder, expected = shutil.copytree(model, tmp_path / "model"), (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
+    for settings in ({"repetition_penalty": 0.01}, {"num_beams": 2}):
+        GenerationConfig(**settings).save_pretrained(folder)
+        assert ask(folder, QUESTION) == expected, settings
+
+
 def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
     other, loads = f"{document(2, seed=1)}\u2028{document(2, seed=2)}", []
     (tmp_path / "questions.txt").write_text(f"{QUESTION}\n\n  {other}\n", encoding="utf-8-sig")
@@ -65,7 +72,7 @@ def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_lo
     load = saved_models.load_for_reading
     monkeypatch.setattr(saved_models, "load_for_reading", lambda *words: loads.append(words) or load(*words))
     assert ask(model, "--questions", tmp_path / "questions.txt") == (0, out, AS_TEXT)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{other}"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"\ufeff{QUESTION}\n{other}"))
     assert ask(model, "--questions", "-") == (0, out, AS_TEXT)
     assert len(loads) == 2
 
@@ -78,7 +85,7 @@ def test_questions_that_are_none_are_refused_before_the_model_is_loaded(model, a
         ([], "expected either QUESTION or --questions FILE; give one of them."),
         (["--questions", tmp_path / "empty.txt"], "which has no question; expected one per line."),
         (["--questions", tmp_path / "other.txt"], "Expected a text file in UTF-8, a question per line."),
-        (["--questions", tmp_path / "rows.jsonl"], "midus look glossary --questions asks rows."),
+        (["--questions", tmp_path / "rows.JSONL"], "midus look glossary --questions asks rows."),
         (["--questions", tmp_path / "none.txt"], "which cannot be read: [Errno 2] No such file"),
     ):
         status, out, err = ask(model, *words)
@@ -178,19 +185,23 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
 def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(ask, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
+        "Irons.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
+        "{% endfor %}(A)"
     )
     save_tiny_model("llama", tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
     model, options = tmp_path / "model", {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows))}
     upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
-    asked = "(Q) Is it iron\nor steel?\n(A)"
+    asked = "Irons.\n(Q) Is it iron\nor steel?\n(A)"
     assert ask(model, "Is it iron\nor steel?") == (
         0,
         answer_of(model, asked, tokenizer) + "\n",
         "packs of Steel, Iron are read\n",
     )
+    unnamed = "no pack is read: the question contains no name of an entry"
+    assert ask(model, "Is it so?")[2] == unnamed + "\n", "what the template says is not asked"
+    assert ask(model, "Is it steell?")[2] == unnamed + "; did you mean 'Steel'?\n"
     three = ask(model, "Tin, iron, steel?")[2]
     assert three == "packs of Steel, Iron are read; named, but not read: Tin\n"
 

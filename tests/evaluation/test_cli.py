@@ -136,6 +136,16 @@ def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(r
     ]
 
 
+def test_windows_of_different_lengths_are_told(room, tmp_path, ask):
+    short = shutil.copytree(room / "base", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    asked = [room / "base", short, "--text", room / "text.txt"]
+    note = "Windows have other numbers of tokens (base: 256, short: 16), so results cannot be compared: pass --sequence-length 16."
+    assert note in " ".join(ask(*asked).split())
+    assert "Windows" not in ask(*asked, "--sequence-length", 16)
+
+
 def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
     for name in ("b.doc", "c.doc", "d.pdf"):
@@ -330,7 +340,8 @@ def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(roo
         assert perplexity.metric_value == measured["perplexity"]["perplexity"]
         assert (perplexity.task_type, perplexity.dataset_name) == ("text-generation", "text.txt")
         assert (perplexity.metric_type, perplexity.dataset_split) == ("perplexity", None)
-        assert perplexity.metric_args == {"sequence_length": 32, "tokens": len(TEXT) - 1}
+        of_text = {"sequence_length": 32, "tokens": len(TEXT) - 1}
+        assert perplexity.metric_args == {**of_text, "tokens_sha256": measured["perplexity"]["tokens_sha256"]}
         values = {result.metric_type: result.metric_value for result in of_task}
         assert values == {name: measured["tasks"]["mine"][name] for name in ("shininess", "spread")}
         assert all(result.metric_args == {"task": "mine", "num_few_shot": 0, "limit": 2} for result in of_task)
@@ -349,6 +360,9 @@ def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(roo
         results = ModelCard.load(folders[0] / "README.md").data.eval_results
         assert len(results) == count and other in results
         assert 1.0 not in [result.metric_value for result in results]
+    (tmp_path / "text.txt").write_text(TEXT[::-1])  # another text of the same name and length
+    cli.main([*map(str, (folders[0], "--text", tmp_path / "text.txt", "--sequence-length", 16, "--write-card"))])
+    assert len(ModelCard.load(folders[0] / "README.md").data.eval_results) == 6
 
 
 @pytest.mark.parametrize(
@@ -380,12 +394,13 @@ def test_a_card_that_cannot_be_written_is_refused_before_a_model_is_measured(
 
 def test_a_perplexity_that_cannot_be_compared_and_blocks_that_were_not_read_are_told_in_the_card(tmp_path):
     dataset = {"id": "wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
-    perplexity = {"perplexity": 3.0, "tokens": 9, "sequence_length": 4, "dataset": dataset}
+    perplexity = {"perplexity": 3.0, "tokens": 9, "tokens_sha256": "ab", "sequence_length": 4, "dataset": dataset}
     settings = dataclasses.asdict(EvaluationSettings(text="wikitext", dtype="bfloat16"))
     report = {"model": str(tmp_path), "causal": True, "reads_blocks": False, "perplexity": perplexity, "tasks": {}}
     write_results({"models": [report], "settings": settings})
     (result,) = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert (result.dataset_type, result.dataset_config, result.dataset_split) == tuple(dataset.values())
-    assert result.metric_args == {"dtype": "bfloat16", "reads_blocks": False, "sequence_length": 4, "tokens": 9}
+    how = {"sequence_length": 4, "tokens": 9, "tokens_sha256": "ab"}
+    assert result.metric_args == {"dtype": "bfloat16", "reads_blocks": False, **how}
     (line,) = write_results({"models": [{**report, "causal": False}], "settings": settings})
     assert line.endswith("no perplexity, since it cannot be compared: the model reads tokens before it predicts them")

@@ -97,7 +97,8 @@ def test_a_fact_is_asked_for_as_its_row_says_and_written_greedily(data, name, ro
     if name == "facts":
         assert task.doc_to_target(document) == QUESTIONS[name][row]["answers"]
     request = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
-    assert request.args == (prompt, {"until": until, "do_sample": False, "max_gen_toks": 16})
+    greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # whatever the model's own settings are
+    assert request.args == (prompt, {"until": until, **greedy, "max_gen_toks": 16})
 
 
 WRITTEN = {

@@ -6,10 +6,12 @@ import json
 import pytest
 import torch
 from look.upscaled_folders import loaded, saved_pair
+from models.pack_models import pack_model
 from tiny import tiny_model
 from training.tiny_run import refused
 
 from midus_hf.look.heads import Answer, head_importance, heads_rows, heads_table
+from midus_hf.memories.hosting.layer import without_memories
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
 
@@ -22,6 +24,8 @@ def by_definition(model, answer: Answer) -> torch.Tensor:
     def gated(layer):
         def hook(module, arguments):
             (read,) = arguments
+            if not torch.is_grad_enabled():  # in the pass over an entry's text
+                return None
             return ((read.unflatten(-1, (heads, -1)) * gates[layer].T[None, :, :, None]).flatten(-2),)
 
         return hook
@@ -52,6 +56,15 @@ def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
     tokens[-1] = sum(len(answer.ids) - answer.prompt_tokens for answer in ANSWERS)
     torch.testing.assert_close(result.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
     assert (result.answers, result.layers, result.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
+
+
+def test_packs_that_answers_open_count():
+    model = pack_model("llama", torch.float64)
+    result = head_importance(model, ANSWERS)
+    absolute = sum(by_definition(model, answer) for answer in ANSWERS)
+    torch.testing.assert_close(result.absolute[:3] * 6, absolute[:3])
+    with without_memories(model.model.layers, ["packs"]):
+        assert not torch.allclose(head_importance(model, ANSWERS).absolute, result.absolute)
 
 
 def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important():

@@ -23,7 +23,11 @@ WRONG_ROWS = [
     ({"name": ["a", 3], "text": "x"}, "row 1 has the name ['a', 3]; expected a name, or a list of names."),
     ({"name": "a", "text": " "}, "row 1 has the text ' '; expected what is to be known of 'a'. Write it, or remove"),
     ({"name": "a"}, "row 1 has the text None; expected what is to be known of 'a'."),
-    ({"name": "a", "text": "x", "exact": "yes"}, "row 1 has exact = 'yes'; expected true or false."),
+    ({"name": "a", "text": "x", "exact": 2}, "row 1 has exact = 2; expected true or false."),
+    (
+        {"name": "a", "text": "x", "exact": "true"},
+        "row 1 has the text 'true' under exact; expected true or false, without quotes. Write JSON, since columns of CSV are text.",
+    ),
     ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),
     ({"name": "a|b", "text": "x"}, "the name 'a|b'; did you mean several names?"),
     ({"name": '["a", "b"]', "text": "x"}, "did you mean several names?"),
@@ -163,6 +167,10 @@ REPLACED = {
     "a new name": ({"names": ["Fe", "Ferrum"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
     "a new name first": ({"names": ["Ferrum", "IRON ORE"]}, Entry(("Iron ore", "Fe", "Ferrum"), "Heavy.")),
     "exact": ({"names": "Fe", "exact": True}, Entry(("Iron ore", "Fe"), "Heavy.", True)),
+    "exact, in its case": (
+        {"names": ["IRON ORE", "Fe"], "exact": True},
+        Entry(("Iron ore", "Fe", "IRON ORE"), "Heavy.", True),
+    ),
     "neither": ({"names": ["Fe", "iron ore"]}, Entry(("Iron ore", "Fe"), "Heavy.")),
 }
 

@@ -216,6 +216,14 @@ def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_wor
     assert not table.reads(keys.keys).any()
 
 
+def test_a_list_of_names_that_is_one_text_is_refused(spoken_base, tmp_path):
+    (tmp_path / "names.txt").write_text("\nthe cat\ndog\n")
+    with pytest.raises(
+        ValueError, match=r"names.txt has the name 'the cat\\ndog', of several lines; expected a text for"
+    ):
+        made(spoken_base, tmp_path, **{**NAMES, "corpus": str(tmp_path / "names.txt")})
+
+
 def test_names_need_a_tokenizer_that_tells_what_its_tokens_spell(spoken_base, tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ["cat"])}

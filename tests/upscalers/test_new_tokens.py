@@ -61,6 +61,7 @@ def added(folder, tokens, tokenizer=None, in_use=None, special=False, inside_wor
         ("t.txt", b"ab\r\ncd\r\n"),
         ("t.txt", b"ab\ncd"),
         ("t.json", b'\xef\xbb\xbf["ab", "cd"]'),
+        ("T.JSON", b'["ab", "cd"]'),
     ],
 )
 def test_files_as_editors_write_them(name, content, tmp_path):

@@ -156,7 +156,7 @@ def read_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
     Raises:
         ValueError: If the file has no list of tokens, or tokens that no text has.
     """
-    bare = path.suffix != ".json"
+    bare = path.suffix.lower() != ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
         # Of a mapping the pairs, since a mapping would drop a token that stands there twice.

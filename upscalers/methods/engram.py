@@ -184,6 +184,11 @@ class Engram(AttachedMemoryMethod):
             options = self.memory_options(**{name: getattr(self.options, name) for name in ("min_order", "max_order")})
             tokenizer, numbers = tokenizer_of(base), self._token_numbers(base)
             if self.options.names:
+                if lines := [text.strip() for text in texts if len(text.strip().splitlines()) > 1]:
+                    raise ValueError(
+                        f"corpus {self.options.corpus} has the name {textwrap.shorten(repr(lines[0]), 60)}, of several lines; "
+                        'expected a text for each name. Write a row {"text": ...} for each, since a text file is one text.'
+                    )
                 self._keys = self._ends_of_names(texts, tokenizer, numbers)
             else:
                 keys = keys_of_texts(texts, tokenizer, options, numbers)

@@ -218,7 +218,7 @@ class Glossary:
 
     def _only(self, entry: Entry, where: str) -> int:
         """Return the number of the entry that names find; refuse those of several, and names without one."""
-        found = dict.fromkeys(number for name in entry.names for number in self._found(name))
+        found = dict.fromkeys(number for name in entry.names for number in self.table.found(name))
         numbers = [*found] or self.numbers(entry.names[0])
         if len(numbers) > 1:
             firsts = ", ".join(repr(self._entries[number].names[0]) for number in numbers)
@@ -229,8 +229,9 @@ class Glossary:
         return numbers[0]
 
     def _renewed(self, old: Entry, new: Entry, has_exact: bool) -> Entry:
-        names = [name for name in new.names if not self._found(name)]
-        return Entry((*old.names, *names), new.text, new.exact if has_exact else old.exact)
+        entry = old._replace(text=new.text, exact=new.exact if has_exact else old.exact)
+        table = NameTable(names_of(0, entry))
+        return entry._replace(names=(*old.names, *(name for name in new.names if not table.found(name))))
 
     def _new_names(self, where: str, entry: Entry, replaced: set[int]) -> Iterator[str]:
         """Yield the names of an entry that were none of a replaced one; refuse those of others."""
@@ -318,12 +319,6 @@ class Glossary:
                 "(common_names=true)."
             )
 
-    def _found(self, name: str) -> list[int]:
-        """Return the numbers of the entries that a name finds."""
-        folded, written = spelled(name)
-        found = (each.entry for each in self.table.by_folded.get(folded, ()) if each.written in (None, written))
-        return [*dict.fromkeys(found)]
-
     def numbers(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds, in any form in which it is found in texts.
 
@@ -332,7 +327,7 @@ class Glossary:
         Raises:
             ValueError: If no entry has the name.
         """
-        if not (found := self._found(name)):
+        if not (found := self.table.found(name)):
             near = self.near(name)
             remedy = f"did you mean {', '.join(map(repr, near))}?" if near else "expected a name of the glossary."
             raise ValueError(f"no entry has the name {name!r}; {remedy}")

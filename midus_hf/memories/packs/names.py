@@ -137,6 +137,12 @@ class NameTable:
         table.reach = max(self.reach, *(_reach_of(name.folded) for name in added), 0)
         return table
 
+    def found(self, name: str) -> list[int]:
+        """Return the numbers of the entries that a name finds."""
+        folded, written = spelled(name)
+        found = (each.entry for each in self.by_folded.get(folded, ()) if each.written in (None, written))
+        return [*dict.fromkeys(found)]
+
     def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
         """Return the node that a character leads to; None if no name continues with it."""
         key = node, character

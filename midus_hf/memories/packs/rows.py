@@ -56,6 +56,11 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
         raise ValueError(
             f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or remove the row."
         )
+    if isinstance(exact, str):
+        raise ValueError(
+            f"{where} has the text {exact!r} under exact; expected true or false, without quotes. Write JSON, since columns of CSV "
+            "are text."
+        )
     if exact not in (None, True, False):
         raise ValueError(f"{where} has exact = {exact!r}; expected true or false.")
     for name in names:
