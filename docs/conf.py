@@ -44,7 +44,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(accelerate|collections|datasets|numpy|os|pathlib|peft|torch|transformers|trl|types|typing)\..*"),
     (r"py:.*", r"(midus_hf|upscalers)\..*"),
-    (r"py:exc", r"\w+Error"),
+    (r"py:exc", r"\w+Error|UnknownType"),
     (r"py:class", r"Dataset"),  # of datasets, which is imported for types alone
 ]
 

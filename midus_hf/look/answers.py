@@ -40,8 +40,8 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
         questions: Rows with `question` and `answer`, as `read_questions` returns them.
 
     Returns:
-        One per question: `question`, `answer`, whether the model's answer is `right`, also `without` packs and with the text in
-        `front`, and what it `said` with packs. Those that are wrong come first.
+        A record per question with `question`, `answer`, whether the model's answer is `right`, also `without` packs and with the text
+        in `front`, and what it `said` with packs. Those that are wrong come first.
 
     Raises:
         ValueError: If the model has no packs, or cannot be asked a question.
