@@ -103,6 +103,15 @@ def test_the_table_of_null_controls_is_what_the_results_say(table):
         assert cells == ["not kept" if one is None else f"{fall(one, 'addresses'):.3f}" for one in runs]
 
 
+def test_the_row_of_domains_on_a_second_model_is_what_the_run_says():
+    run = ROOT / "experiments/results/gemma-3-270m-stages/hier-ffn.jsonl"
+    *_, end, _ = (json.loads(line) for line in run.read_text(encoding="utf-8").splitlines())
+    *gained, articles = end["gains"].values()
+    (row,) = (row for row in rows_of("| variant | rate | gained |") if "on Gemma-3-270M" in row[0])
+    numbers = [sum(gained) / len(gained), end["backward_transfer"]]
+    assert row[2:] == [*(f"{each:.3f}".removesuffix(".000") for each in numbers), f"{-articles:+.3f}"]
+
+
 def test_the_table_of_base_kl_is_what_the_results_say():
     with (ROOT / "experiments" / "results" / "base_kl.csv").open(encoding="utf-8", newline="") as file:
         base, *rows = csv.DictReader(file)
