@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import tests
 from midus_hf.models.families import HEAD_KINDS
+from midus_hf.models.listing import list_model
 
 SOURCE = Path(os.environ.get("TRANSFORMERS_SOURCE", ""))
 if not (SOURCE / "tests" / "test_modeling_common.py").is_file():
@@ -115,6 +116,9 @@ def _classes(family: str, method: str) -> tuple[Any, dict[str, type]]:
         mapping = getattr(transformers, f"AutoModel{kind}")._model_mapping
         if type(model.config) in mapping:
             classes[kind] = mapping[type(model.config)]
+            list_model(
+                classes[kind]
+            )  # as its first model would; a test makes labels for what is listed before it makes a model
     return model.config, classes
 
 
