@@ -116,9 +116,8 @@ def _classes(family: str, method: str) -> tuple[Any, dict[str, type]]:
         mapping = getattr(transformers, f"AutoModel{kind}")._model_mapping
         if type(model.config) in mapping:
             classes[kind] = mapping[type(model.config)]
-            list_model(
-                classes[kind]
-            )  # as its first model would; a test makes labels for what is listed before it makes a model
+            # As its first model would: a test makes labels for what is listed before it makes a model.
+            list_model(classes[kind])
     return model.config, classes
 
 
