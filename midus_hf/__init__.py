@@ -7,13 +7,14 @@ without importing transformers or torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.lazy_registration import register_lazily
 from midus_hf.version import __version__
 
 if TYPE_CHECKING:
     from midus_hf import memories, models
 
-__all__ = ["__version__", "memories", "models"]
+__all__ = ["RequestError", "__version__", "memories", "models"]
 
 
 def __getattr__(name: str) -> Any:

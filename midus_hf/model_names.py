@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line, save_as_utf8
 from midus_hf.files.json_text import read_json
 
@@ -39,11 +40,11 @@ def check_model_name(key: str, name: str) -> None:
     if path.is_dir():
         _check_folder(key, name, path)
     elif path.suffix == ".gguf":
-        raise ValueError(f"{key} is {name!r}, {gguf_refusal(path)}")
+        raise RequestError(f"{key} is {name!r}, {gguf_refusal(path)}")
     elif path.exists():
-        raise ValueError(f"{key} is {name!r}, a file; expected the folder of a model, or its Hub id.")
+        raise RequestError(f"{key} is {name!r}, a file; expected the folder of a model, or its Hub id.")
     elif not _HUB_ID.fullmatch(name):
-        raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
+        raise RequestError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
         check_hub_id(key, name)
 
@@ -65,7 +66,7 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
             expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix.lower() not in _FILE_SUFFIXES
         )
         if not may_be_id and not Path(name).expanduser().exists():
-            raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
+            raise RequestError(f"{key} is {name!r}, which does not exist; expected {expected}.")
         _check_beginning(key, name)
 
 
@@ -78,26 +79,26 @@ def _check_beginning(key: str, name: str) -> None:
         beginning = file.read(_BEGINNING)
     if not beginning:
         content = "row" if key == "dataset_name" else "text with a visible character"
-        raise ValueError(f"{key} is {name!r}, which is empty: it has no {content}. Add text to it.")
+        raise RequestError(f"{key} is {name!r}, which is empty: it has no {content}. Add text to it.")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(beginning)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{key} is {name!r}, which cannot be read: {error}{save_as_utf8(error)}") from None
+        raise RequestError(f"{key} is {name!r}, which cannot be read: {error}{save_as_utf8(error)}") from None
 
 
 def _check_folder(key: str, name: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{key} is {name!r}, an adapter of PEFT; expected a whole model. {MERGE_ADAPTER}")
+        raise RequestError(f"{key} is {name!r}, an adapter of PEFT; expected a whole model. {MERGE_ADAPTER}")
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
-        raise ValueError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")
+        raise RequestError(f"{key} is {str(ggufs[0])!r}, {gguf_refusal(ggufs[0])}")
     # A run that was interrupted leaves checkpoints and no model.
     checkpoints = [path.parent.name for path in folder.glob("checkpoint-*/config.json")]
     newest = max(checkpoints, key=lambda checkpoint: (len(checkpoint), checkpoint), default=None)
     remedy = f", such as {newest} in it" if newest else ""
-    raise ValueError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
+    raise RequestError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
 
 
 def gguf_refusal(file: Path) -> str:
@@ -130,12 +131,12 @@ def check_hub_id(key: str, name: str, kind: str = "model") -> None:
             snapshot_download(name, allow_patterns=[file], repo_type=kind)
     except GatedRepoError:
         reason = "is gated: accept its terms on the Hub, and log in with 'hf auth login'"
-        raise ValueError(f"{key} is {name!r}, which {reason}.") from None
+        raise RequestError(f"{key} is {name!r}, which {reason}.") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"{absent} and not on the Hub; expected {expected}.") from None
+        raise RequestError(f"{absent} and not on the Hub; expected {expected}.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         reason = answer_of_hub(error) or f"the Hub cannot be reached (or HF_HUB_OFFLINE is set); expected {expected}"
-        raise ValueError(f"{absent}, and {reason}.") from None
+        raise RequestError(f"{absent}, and {reason}.") from None
 
 
 def answer_of_hub(error: Exception) -> str | None:
@@ -158,7 +159,7 @@ def answer_of_hub(error: Exception) -> str | None:
 def check_dtype(dtype: str) -> None:
     """Check the name of a dtype to load a model in."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
+        raise RequestError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:
@@ -171,7 +172,7 @@ def usable_device(name: str | None, precision: str = "float32") -> str:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         reason = first_line(error).partition(". ")[0][:120]
-        raise ValueError(
+        raise RequestError(
             f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
         ) from None
     return device

@@ -1,9 +1,7 @@
 """Loading of saved models and their tokenizers, for all commands."""
 
-import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from midus_hf.config.refusals import is_refusal
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
 from midus_hf.library_bars import library_bars_on_terminals
 from midus_hf.memories.bank import bank_patterns
 from midus_hf.model_names import check_dtype, usable_device
-
-
-@contextlib.contextmanager
-def as_value_error(
-    prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
-) -> Iterator[None]:
-    """Turn errors that other libraries raise inside the context, over what the user gave, into a `ValueError`."""
-    try:
-        yield
-    except errors as error:
-        if is_refusal(error):
-            raise
-        raise ValueError(f"{prefix}: {reason(error)}") from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -52,7 +36,7 @@ def open_ended(tokenizer: Any) -> Any:
     """Return a tokenizer for texts to be continued: the one given, or a copy that does not append special tokens to texts.
 
     Raises:
-        ValueError: If it is not a fast one, and they cannot be left out.
+        RequestError: If it is not a fast one, and they cannot be left out.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -88,7 +72,7 @@ def _slow_open_ended(tokenizer: Any) -> Any:
     copied = copy.deepcopy(tokenizer)
     copied.add_eos_token = False
     if copied.build_inputs_with_special_tokens([-1])[-1] != -1:
-        raise ValueError(
+        raise RequestError(
             f"the tokenizer puts {tokenizer.decode(framed([-1])[-1:])!r} behind every text, so that no text can go on; expected one "
             "without it. Set add_eos_token to false in its tokenizer_config.json."
         )
@@ -110,7 +94,7 @@ def beginning_of(tokenizer: Any) -> list[int]:
 def check_ids(largest: int, vocab_size: int) -> None:
     """Check that a model embeds every id that a tokenizer yields."""
     if largest >= vocab_size:
-        raise ValueError(
+        raise RequestError(
             f"the tokenizer yields id {largest}, but the model embeds {vocab_size} ids; "
             "use the tokenizer that the model was made with."
         )
@@ -153,7 +137,7 @@ _OF_FILES = ("revision", "token", "cache_dir", "local_files_only", "force_downlo
 def check_whole(name: str, missing: list[str], label: str = "model") -> None:
     """Refuse a model whose checkpoint lacks tensors, since these tensors would be random."""
     if missing:
-        raise ValueError(
+        raise RequestError(
             f"{label} is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be "
             "random; expected a whole checkpoint. Make it again."
         )
@@ -166,7 +150,7 @@ def load_for_reading(
     check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"model is {name!r}, which cannot be loaded on {usable}"
-    with as_value_error(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
+    with as_request_error(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

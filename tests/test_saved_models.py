@@ -15,7 +15,7 @@ from transformers.utils import logging
 from midus_hf.config.wording import first_line
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import check_model_name, check_sources, usable_device
-from midus_hf.saved_models import as_value_error, check_ids, load_for_reading, load_model, load_tokenizer, open_ended
+from midus_hf.saved_models import load_for_reading, load_model, load_tokenizer, open_ended
 from midus_hf.short_names import short_names
 
 ROOT = Path(__file__).parent.parent
@@ -153,22 +153,6 @@ def test_a_slow_tokenizer_leaves_the_end_token_out_if_it_can(obeys):
             ValueError, match=r"puts '</s>' behind every text, .* expected one without it\. Set add_eos_token to"
         ):
             open_ended(tokenizer)
-
-
-def test_a_refusal_is_the_callers_words_and_what_the_library_says():
-    with pytest.raises(ValueError, match=r"^there is none: [^\n]+$"), as_value_error("there is none", OSError):
-        load_tokenizer("absent/model")
-    with pytest.raises(ValueError, match=r"^no: first$"), as_value_error("no", KeyError, OSError):
-        raise OSError("first\nsecond")
-    with (
-        pytest.raises(ValueError, match=r"^no: a b$"),
-        as_value_error("no", KeyError, reason=lambda error: error.args[0]),
-    ):
-        raise KeyError("a b")
-    with pytest.raises(ValueError, match=r"^the tokenizer yields id 3"), as_value_error("no", ValueError):
-        check_ids(3, 2)  # which says it in words of ours
-    with pytest.raises(RuntimeError, match=r"^other$"), as_value_error("no", OSError):
-        raise RuntimeError("other")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from midus_hf.config.errors import RequestError
+
 #: Key of the record in a config.
 RECORD_KEY = "upscale"
 #: Key of the language model's config within the config of a composite model.
@@ -107,7 +109,7 @@ def record_of(config: Any) -> UpscaleRecord | None:
         config: Content of a `config.json`, or a config of transformers, each also of a composite model.
 
     Raises:
-        ValueError: If a value is not what `upscale` writes.
+        RequestError: If a value is not what `upscale` writes.
     """
     entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else _entry(config)
     if not isinstance(entry, Mapping) or not entry:
@@ -118,7 +120,7 @@ def record_of(config: Any) -> UpscaleRecord | None:
         try:
             values[name] = read(values.get(name) or ())
         except (TypeError, ValueError):
-            raise ValueError(
+            raise RequestError(
                 f"the config's {RECORD_KEY}.{name} is {values[name]!r}; expected what upscale wrote. Restore that config."
             ) from None
     return UpscaleRecord(**values, others={key: value for key, value in entry.items() if key not in names})

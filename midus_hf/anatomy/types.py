@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midus_hf.config.errors import RequestError
+
 MEMORY_PREFIX = "midus_"
 
 #: Types with all methods, whose layouts are written down too, so that their checkpoints are planned without torch.
@@ -37,7 +39,7 @@ WIRINGS = (
 FILE = Path(__file__).with_name("types.json")
 
 
-class UnknownType(ValueError):
+class UnknownType(RequestError):
     """A model type that cannot host memory, or that was not proven; the message says why, and what to do."""
 
 
@@ -227,7 +229,7 @@ def _rows() -> Mapping[str, Any]:
         try:
             listed, own = rows.get(path.stem), json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            raise ValueError(f"{path} is not JSON; expected what scripts.anatomy wrote. Delete it.") from None
+            raise RequestError(f"{path} is not JSON; expected what scripts.anatomy wrote. Delete it.") from None
         if not isinstance(listed, dict) or installed_version() not in listed["transformers"]:
             rows[path.stem] = own
     return rows

@@ -20,6 +20,7 @@ import midus_hf.ops
 from midus_hf.carried import standins
 from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.registry import layer_class
 from midus_hf.version import __version__
@@ -105,7 +106,7 @@ class Closure:
         stand_ins: For a name, the definition that replaces every definition of this name in this package.
 
     Raises:
-        ValueError: If a module has statements that cannot be copied, or two definitions have one name.
+        RequestError: If a module has statements that cannot be copied, or two definitions have one name.
     """
 
     def __init__(self, roots: Iterable[Name], packages: Collection[str], stand_ins: Mapping[str, Name]):
@@ -136,7 +137,7 @@ class Closure:
     def _define(defined: dict[str, Name], called: str, name: Name) -> None:
         other = defined.setdefault(called, name)
         if other != name:
-            raise ValueError(
+            raise RequestError(
                 f"{other.module} and {name.module} both define {called}, and the code of a checkpoint needs both; expected one "
                 "definition of a name. Rename one of them."
             )
@@ -173,7 +174,7 @@ class Closure:
         origin = source.imports[name]
         resolved = self._resolved(*origin) if origin.name else None
         if resolved is None:
-            raise ValueError(
+            raise RequestError(
                 f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
                 "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: from "
                 "package.module import name."

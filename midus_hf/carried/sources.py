@@ -8,6 +8,8 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, NamedTuple
 
+from midus_hf.config.errors import RequestError
+
 # Decorators that enter a definition in a table that does not travel.
 _MARKS = re.compile(r"^@register_(composite_)?family\n", flags=re.MULTILINE)
 
@@ -58,10 +60,10 @@ class Source:
         """Return the source of a definition.
 
         Raises:
-            ValueError: If the module has statements that cannot be copied.
+            RequestError: If the module has statements that cannot be copied.
         """
         if self._refusal:
-            raise ValueError(self._refusal)
+            raise RequestError(self._refusal)
         return self.definitions[name]
 
     def calls_of(self, name: str) -> list[str]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.bank.mapped_bank import MappedBank
 
 ENTRY_MODULE = "modeling_midus"
@@ -60,7 +61,7 @@ def check_entry(values: Any) -> None:
     """Refuse a memory whose type or site this code does not have.
 
     Raises:
-        ValueError: If the type or the site is another.
+        RequestError: If the type or the site is another.
     """
     name = values["type"]
     if name not in MEMORY_TYPES:
@@ -93,8 +94,8 @@ def decode_cache(model: Any) -> Any:
     return contextlib.nullcontext()
 
 
-def _written_for(subject: str, expected: Any) -> ValueError:
-    return ValueError(
+def _written_for(subject: str, expected: Any) -> RequestError:
+    return RequestError(
         f"{subject}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "
         "Load the model with midus-hf installed, and save it again."
     )

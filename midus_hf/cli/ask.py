@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, cli_option, flag
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.rows import is_text
@@ -40,11 +41,11 @@ def midus_ask(
     check_model_name("model", model)
     check_dtype(dtype)
     if (question is None) == (questions is None):
-        raise ValueError("expected either QUESTION or --questions FILE; give one of them.")
+        raise RequestError("expected either QUESTION or --questions FILE; give one of them.")
     asked = [question] if question is not None else _lines_of(str(questions))
     for each in asked:
         if not is_text(each):
-            raise ValueError(f"question is {each!r}, with half a character; expected text in UTF-8. Write it again.")
+            raise RequestError(f"question is {each!r}, with half a character; expected text in UTF-8. Write it again.")
     from midus_hf.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
@@ -63,19 +64,19 @@ def _lines_of(path: str) -> list[str]:
     from midus_hf.data.corpus import KINDS
 
     if KINDS.get(Path(path).suffix.lower(), "text") != "text":
-        raise ValueError(
+        raise RequestError(
             f"questions is {path!r}, which has rows; expected a text file, a question per line. midus look glossary --questions asks "
             "rows."
         )
     try:
         text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ValueError(
+        raise RequestError(
             f"questions is {path!r}, which cannot be read: {first_line(error)}. Expected a text file in UTF-8, a question per line."
         ) from None
     lines = [line.strip() for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"questions is {path!r}, which has no question; expected one per line.")
+        raise RequestError(f"questions is {path!r}, which has no question; expected one per line.")
     return lines
 
 

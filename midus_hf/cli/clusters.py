@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Column, Device, argument, check_file, cli_option, flag, show_tables
+from midus_hf.config.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +68,7 @@ def build(
 
     options = TreeOptions(branching, levels, steps, samples, seed)
     if topic_column and options != TreeOptions(seed=seed):
-        raise ValueError(
+        raise RequestError(
             f"--topic-column is {topic_column[0]!r}, whose names are the nodes; --branching, --levels, --steps and --samples are for "
             "clustering. Leave these out."
         )
@@ -148,7 +149,7 @@ def assign(
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
-        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
+        raise RequestError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     check_sources([("tree", str(tree)), ("corpus", corpus)])
     from midus_hf.config.wording import print_note
     from midus_hf.data.corpus import read_corpus
@@ -211,7 +212,7 @@ def report(
     path = corpus or stored.corpus
     documents = read_corpus(path, text_column=stored.column)
     if windows_of_corpus(tree.expanduser() / WINDOWS, documents, stored.column) is None:
-        raise ValueError(
+        raise RequestError(
             f"{path} has other texts than the corpus that the tree was built from; expected the same ones. Give them by --corpus, or "
             "build the tree again."
         )
@@ -229,9 +230,9 @@ def nodes_with_words(
     import numpy as np
 
     if not 1 <= level <= tree.levels:
-        raise ValueError(f"level is {level}; expected a number from 1 to {tree.levels}, the levels of the tree.")
+        raise RequestError(f"level is {level}; expected a number from 1 to {tree.levels}, the levels of the tree.")
     if most < 1:
-        raise ValueError(f"nodes is {most}; expected at least 1.")
+        raise RequestError(f"nodes is {most}; expected at least 1.")
     nodes = np.asarray(leaves, np.int64) // tree.branching ** (tree.levels - level)
     numbers, sizes = np.unique(nodes, return_counts=True)
     read, largest = {}, {}
@@ -263,7 +264,7 @@ def _results_alone() -> Iterator[None]:
 def _as_text(value: Any) -> str:
     """Return a value that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
     if isinstance(value, bytes):
-        raise ValueError(
+        raise RequestError(
             f"a row has the bytes {value[:16]!r}; expected text, numbers, dates, or lists of them. Leave that column out."
         )
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -7,7 +7,7 @@ lines say where it was raised.
 |---|---|
 | 0 | done |
 | 1 | the work failed |
-| 2 | the request is invalid, as our code says (`midus_hf.config.refusals`) |
+| 2 | the request is refused (`midus_hf.RequestError`) |
 | 3 | done, but not all output could be written, for example because a disk is full |
 | 130, 143 | interrupted, terminated: 128 and the number of the signal |
 """
@@ -25,7 +25,8 @@ from typing import Any
 
 import typer
 
-from midus_hf.config.refusals import is_refusal, raised_at
+from midus_hf.config.errors import RequestError, traceback_places
+from midus_hf.config.plugins import plugin_packages
 from midus_hf.files.full_disk import not_written
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
@@ -102,12 +103,13 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
             elif (told := not_written(error)) is not None:
                 status, line = FAILED, str(told)
-            elif is_refusal(error):
+            elif isinstance(error, RequestError):
                 status, line = WRONG_REQUEST, str(error)
             elif raises:
                 raise
             else:
-                status, line, places = FAILED, f"failed: {type(error).__name__}: {error}", raised_at(error)
+                status, line = FAILED, f"failed: {type(error).__name__}: {error}"
+                places = traceback_places(error, {"midus_hf", "upscalers", *plugin_packages()})
         if terminations and status == INTERRUPTED:
             status = TERMINATED
     return status, None if line is None else f"{path}: {line}", places

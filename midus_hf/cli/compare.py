@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, needing_harness, show, show_tables
+from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import options_from_files
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def devices_of(devices: str | None, jobs: int) -> list[str]:
     """Return the GPU numbers that `--devices` lists, such as `"0,1"`; an empty list without the option."""
     numbers = [] if devices is None else [number.strip() for number in devices.split(",")]
     if jobs < 1:
-        raise ValueError(f"jobs is {jobs}; expected at least 1.")
+        raise RequestError(f"jobs is {jobs}; expected at least 1.")
     if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
+        raise RequestError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
     if numbers and jobs not in (1, len(numbers)):
-        raise ValueError(
+        raise RequestError(
             f"jobs is {jobs}, and devices names {len(numbers)}; expected one run per device. Leave jobs out."
         )
     return numbers

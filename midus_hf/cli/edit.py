@@ -7,6 +7,7 @@ import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, print_note
 from midus_hf.model_names import check_sources
 
@@ -96,7 +97,7 @@ def delete(
     from upscalers.edits import banks
 
     if bool(node) == bool(name) or (name and subtree):
-        raise ValueError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
+        raise RequestError("expected either blocks (--node, perhaps with --subtree) or names of entries (--name).")
     if name:
         from upscalers.edits.packs import delete_entries
 

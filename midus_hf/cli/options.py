@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import install_extra
 from midus_hf.model_names import check_model_name
 
@@ -57,11 +58,11 @@ _SHORT_CELL = 12
 def check_file(option: str, path: Path, suffixes: Sequence[str], drawn: Sequence[str] = ()) -> None:
     """Check that a file can be written."""
     if path.suffix not in suffixes:
-        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {', '.join(suffixes)}.")
+        raise RequestError(f"{option} is {str(path)!r}; expected a file ending in {', '.join(suffixes)}.")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
+        raise RequestError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
     if path.suffix in drawn and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} has pictures, which need matplotlib; {install_extra('look')}.")
+        raise RequestError(f"{option} has pictures, which need matplotlib; {install_extra('look')}.")
 
 
 @contextlib.contextmanager

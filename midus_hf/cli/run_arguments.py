@@ -18,6 +18,7 @@ from transformers import HfArgumentParser
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.cli.command_line import is_main_process
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.wording import print_note
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
@@ -41,16 +42,16 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
     first, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("", words)
     is_recipe = first.endswith((".yaml", ".yml"))
     if first and (Path(first) / "config.json").is_file():
-        raise ValueError(f"{first!r} is a model; expected texts. Run 'midus {command} TEXTS --model {first}'.")
+        raise RequestError(f"{first!r} is a model; expected texts. Run 'midus {command} TEXTS --model {first}'.")
     given = read_mapping(first) if is_recipe else {data_key: first} if first else {}
     keys = _with_flags(arguments_class, given, flags)
     if not is_recipe and first and keys[data_key] != first:
-        raise ValueError(
+        raise RequestError(
             f"{data_key} is given twice, by {first!r} and by --{data_key}; expected it once. Leave one out."
         )
     if not is_recipe and "output_dir" not in keys:
         usage = f"midus {command} TEXTS --model MODEL --output DIR"
-        raise ValueError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
+        raise RequestError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
     if _has_flag(flags, "adapters") and not _has_flag(flags, "trainable") and given.get("trainable", "auto") != "auto":
         print_note(f"--adapters replaces trainable: {keys.pop('trainable')} of {first}")
     chosen = {} if is_recipe else _short_run(arguments_class, keys)
@@ -74,12 +75,12 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
     try:
         _, unknown = parser.parse_known_args(flags, keys)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error}.") from None
+        raise RequestError(f"{error}.") from None
     unknown_keys = [str(name) for name in given if name not in names]
     unknown_keys += [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if unknown_keys:
         told = " ".join(_not_a_key(name, known) for name in unknown_keys)
-        raise ValueError(
+        raise RequestError(
             f"{told} Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus {arguments_class.command} --help'."
         )
     if unknown:
@@ -87,7 +88,7 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
         if not given and Path(unknown[0]).exists():
             words = [unknown[0], *(word for word in flags if word != unknown[0])]
             expected += f": 'midus {arguments_class.command} {shlex.join(words)}'"
-        raise ValueError(f"{unknown[0]!r} is not a value of a key; {expected}.")
+        raise RequestError(f"{unknown[0]!r} is not a value of a key; {expected}.")
     return {key: value for key, value in vars(keys).items() if value is not _NOT_GIVEN}
 
 

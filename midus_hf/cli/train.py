@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_line, is_main_process, run_command
 from midus_hf.cli.options import argument
-from midus_hf.config.refusals import is_refusal
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 
 # For a command that passes its flags on to the parser of its keys.
@@ -97,9 +97,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         return Ending(128 + interrupted.signal_number, str(interrupted))
     except (NotFiniteError, PartialSaveError) as error:
         return Ending(FAILED, str(error))
-    except ValueError as error:
-        if not is_refusal(error):
-            raise
+    except RequestError as error:
         return Ending(WRONG_REQUEST, str(error))
     if is_main_process():
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"

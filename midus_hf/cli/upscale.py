@@ -11,6 +11,7 @@ import typer
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show
+from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
 from upscalers.record.report import PushError
 from upscalers.request.options import parse_options
@@ -82,7 +83,7 @@ def run(
         given = [key for key, value in context.params.items() if value or (key, value) == ("verify", False)]
         if given:
             option = given[0].strip("_").replace("_", "-")
-            raise ValueError(
+            raise RequestError(
                 f"--{option} is given before {context.invoked_subcommand!r}, which would not read it; expected options behind the "
                 "command. Move it there, or leave it out."
             )
@@ -99,7 +100,7 @@ def run(
         arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
         if not arguments.get(needed):
-            raise ValueError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
+            raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
     from upscalers.runs.upscale import upscale

@@ -20,6 +20,7 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import code, machine
 from midus_hf.compare.runs import Point, Result, Run, write_result
 from midus_hf.compare.variants import SHUFFLED, Variant, allowed_controls, available_controls
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.checkpoint_files import CERTIFICATE
@@ -67,7 +68,9 @@ def measure(run: Run, comparison: Comparison, inputs: Mapping[str, str]) -> Resu
         result = _trained(run, comparison)
     broken = [name for name, loss in result.losses.items() if not math.isfinite(loss)]
     if broken:
-        raise ValueError(f"the loss of {broken[0]} did not end at a finite number, but at {result.losses[broken[0]]}.")
+        raise RequestError(
+            f"the loss of {broken[0]} did not end at a finite number, but at {result.losses[broken[0]]}."
+        )
     return dataclasses.replace(result, request=request, origin=origin)
 
 
@@ -99,7 +102,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
     outcome = run_training(from_mapping(TrainArguments, keys))
     steps = finite_number(keys.get("max_steps", -1))
     if steps is not None and outcome.steps < steps:
-        raise ValueError(
+        raise RequestError(
             f"training ended after {outcome.steps} of {steps:g} steps: the corpus has fewer sequences than a batch; expected more "
             "text, or a smaller per_device_train_batch_size."
         )

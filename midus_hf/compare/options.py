@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.model_names import check_model_name, check_sources
 
 # Rate keys of `midus train`, such as `learning_rate`, with their values.
@@ -21,16 +22,16 @@ def rate_name(rate: Rate) -> str:
 def check_rates(rates: list[float | dict[str, float]] | None) -> None:
     """Check that rates are numbers above 0, and that no two numbers or two mappings have the same folder name."""
     if rates is not None and not rates:
-        raise ValueError("rates is an empty list; expected one or more, or leave it out.")
+        raise RequestError("rates is an empty list; expected one or more, or leave it out.")
     names: set[tuple[bool, str]] = set()
     for rate in rates or ():
         values = as_keys(rate)
         if not values or min(values.values()) <= 0:
             expected = "expected numbers above 0, or mappings from keys of rates to such numbers"
-            raise ValueError(f"rates has {rate}; {expected}.")
+            raise RequestError(f"rates has {rate}; {expected}.")
         named = (isinstance(rate, Mapping), rate_name(values))
         if named in names:
-            raise ValueError(f"rates has {named[1]} twice; expected rates that differ, since each names a folder.")
+            raise RequestError(f"rates has {named[1]} twice; expected rates that differ, since each names a folder.")
         names.add(named)
 
 
@@ -62,11 +63,11 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise ValueError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
+            raise RequestError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
         for name, least in (("limit", 1), ("num_fewshot", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
+                raise RequestError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -107,7 +108,7 @@ class Comparison:
         controls: Whether the null controls of a variant's memory are trained as well, at its chosen rate. Default: true.
 
     Raises:
-        ValueError: If a value lies outside its range or contradicts another.
+        RequestError: If a value lies outside its range or contradicts another.
     """
 
     base: str
@@ -125,37 +126,37 @@ class Comparison:
     def __post_init__(self) -> None:
         for name in ("variants", "seeds"):
             if not getattr(self, name):
-                raise ValueError(f"{name} is empty; expected one or more.")
+                raise RequestError(f"{name} is empty; expected one or more.")
         check_rates(self.rates)
         several = [name for name in self.variants if len(self.rates_of(name)) > 1]
         if not (self.domain or self.tasks):
-            raise ValueError("domain is empty, and there are no tasks; expected one of them, to measure learning.")
+            raise RequestError("domain is empty, and there are no tasks; expected one of them, to measure learning.")
         if several and not self.validation:
-            raise ValueError(
+            raise RequestError(
                 f"validation is empty, and {several[0]} has several rates; expected text like the corpus that is neither trained on "
                 "nor in domain, by which a rate is chosen. Give some, as validation.NAME=PATH, or one rate for each variant."
             )
         if self.controls and not self.domain:
-            raise ValueError(
+            raise RequestError(
                 "domain is empty, and controls are true; expected held-out text by which learning is measured. Give some, or "
                 "controls: false."
             )
         for kind in ("variants", *TEXT_KINDS):
             for name in getattr(self, kind):
                 if not (isinstance(name, str) and _NAME.fullmatch(name)):
-                    raise ValueError(
+                    raise RequestError(
                         f"{kind} has {name!r}; expected letters, digits and the signs . _ -, the first a letter or a digit. "
                         "Rename it, or put a number in quotes."
                     )
         if "base" in self.variants:
-            raise ValueError("variants has 'base', which is the name of the base itself; choose another name.")
+            raise RequestError("variants has 'base', which is the name of the base itself; choose another name.")
         for name in self.texts:
             kinds = [kind for kind in TEXT_KINDS if name in getattr(self, kind)]
             if len(kinds) > 1:
                 both = " and ".join(kinds)
-                raise ValueError(f"{both} both have a text {name!r}; expected a different name for each text.")
+                raise RequestError(f"{both} both have a text {name!r}; expected a different name for each text.")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
+            raise RequestError(f"seeds is {self.seeds}; expected different numbers from 0.")
 
     @property
     def texts(self) -> dict[str, str]:
@@ -176,10 +177,10 @@ def check_names(comparison: Comparison) -> None:
     """Refuse an invalid base, texts or output, as far as this can be checked before torch is imported."""
     output = Path(comparison.output_dir)
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
+        raise RequestError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     for name, path in comparison.texts.items():
         if not Path(path).expanduser().exists():
-            raise ValueError(
+            raise RequestError(
                 f"{comparison.label(name)} is {path!r}, which does not exist; expected a file or a folder of text."
             )
     trains = {

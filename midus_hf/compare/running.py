@@ -19,6 +19,7 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.origins import FIXED, Inputs
 from midus_hf.compare.runs import Result, Run, base_run, changed_keys, read_result, runs_at, searches_of
 from midus_hf.compare.variants import Variant, control_variants
+from midus_hf.config.errors import RequestError
 from midus_hf.files.outputs import exclusive
 from midus_hf.files.secrets import for_record, without_secrets
 
@@ -32,12 +33,12 @@ def run_all(
 
     The base comes first. Then every variant is trained at each of its rates with the first seed, then at the chosen rate with
     the second seed, the third, and so on. Null controls come last, each at the rate of its variant. `jobs` runs work
-    at a time and see all GPUs, or one on each of `devices`, numbers of GPUs. Raises a ValueError if the folder has a result of
+    at a time and see all GPUs, or one on each of `devices`, numbers of GPUs. Raises a RequestError if the folder has a result of
     another request, or another comparison runs in the same folder.
     """
     places = list(devices) if devices else [None] * jobs
     output = Path(comparison.output_dir)
-    refusal = ValueError(
+    refusal = RequestError(
         f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
         "output_dir; --jobs does several runs at a time."
     )
@@ -58,7 +59,7 @@ def run_all(
 
 
 def check_finished(comparison: Comparison, variants: Sequence[Variant], inputs: Inputs | None) -> None:
-    """Raise a ValueError unless results in the output belong to these runs and, if `inputs` are given, to the same texts and base."""
+    """Raise a RequestError unless results in the output belong to these runs and, with `inputs`, to the same texts and base."""
     _check_same([base_run(comparison), *itertools.chain(*runs_of(variants, comparison))], comparison, inputs)
 
 
@@ -162,7 +163,7 @@ def _last_words(run: Run, comparison: Comparison, status: int) -> str:
 
 
 def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | None) -> None:
-    """Raise a ValueError if a run has a result of another request, or of other texts or another base under the same names."""
+    """Raise a RequestError if a run has a result of another request, or of other texts or another base under the same names."""
     for run in runs:
         before = read_result(run.folder(comparison))
         if before is None:
@@ -172,7 +173,7 @@ def _check_same(runs: Sequence[Run], comparison: Comparison, inputs: Inputs | No
             now = inputs.digests_for(run.variant)
             changed = [name for kind, name in FIXED.items() if before.origin.get(kind) != now[kind]]
         if changed:
-            raise ValueError(
+            raise RequestError(
                 f"{run.name} was done with another {', '.join(changed)}; expected the same. Give the variant another name, choose "
                 f"another output_dir, or remove {run.folder(comparison)}.json."
             )

@@ -10,8 +10,8 @@ from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, check_names, rate_name
 from midus_hf.compare.variants import BASE, Variant
+from midus_hf.config.errors import RequestError, as_request_error, name_in_request_errors
 from midus_hf.config.options import finite_number
-from midus_hf.config.refusals import refusals_about
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
@@ -63,7 +63,7 @@ class Run:
         # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
         steps = finite_number(keys.get("max_steps"))
         if keys.get("max_steps") is None or (steps is not None and steps < 1):
-            raise ValueError(
+            raise RequestError(
                 f"variants.{self.variant.name} has max_steps {keys.get('max_steps')}; expected at least 1, the budget that variants "
                 "are compared at. Set train.max_steps."
             )
@@ -215,7 +215,8 @@ def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check early what a run would refuse late: keys of runs, corpora, texts, tasks, and the base's tokenizer and positions.
 
-    Raises a ValueError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed. Texts are cached as tokens.
+    Raises a RequestError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed. Texts are
+    cached as tokens.
     """
     check_names(comparison)
     _check_texts(comparison, variants)
@@ -238,7 +239,7 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
         label, text = comparison.label(name), Path(path).expanduser()
         for other, before in texts.items():
             if _overlap(text, before):
-                raise ValueError(
+                raise RequestError(
                     f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
                 )
         texts[label] = text
@@ -246,7 +247,7 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
     for name, corpus, place in corpora:
         for label, text in texts.items():
             if place.exists() and _overlap(text, place):
-                raise ValueError(
+                raise RequestError(
                     f"{label} is {str(text)!r}, which {name} trains on, since its corpus is {corpus!r}; expected text that no "
                     "variant trains on."
                 )
@@ -282,20 +283,20 @@ def _check_keys(variant: Variant, comparison: Comparison) -> None:
     """Check that `midus train` accepts the keys of every run of a variant."""
     for key in {key for rate in variant.rates for key in rate}:
         if key not in _RATES:
-            raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+            raise RequestError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
     for run in searches_of(variant, comparison):
         keys = run.training_keys(comparison, "model", Path("trained"))
         if keys.get("streaming"):
-            raise ValueError(
+            raise RequestError(
                 f"variants.{variant.name} has streaming, and texts of a comparison are read whole, to be compared; expected a corpus "
                 "that fits the disk. Leave streaming out."
             )
-        with refusals_about(f"variants.{variant.name}, as a run of midus train"):
+        with name_in_request_errors(f"variants.{variant.name}, as a run of midus train"):
             from_mapping(TrainArguments, keys)
     assert isinstance(comparison.train, Mapping), "files have been read"
     length, shared = (_window_keys(train)["sequence_length"] for train in (variant.train, comparison.train))
     if length != shared:
-        raise ValueError(
+        raise RequestError(
             f"variants.{variant.name}.train.sequence_length is {length}, and that of train is {shared}; expected the same, since "
             "all texts are measured alike. Set train.sequence_length."
         )
@@ -308,13 +309,13 @@ def _check_base(comparison: Comparison) -> None:
     from midus_hf.data.corpus import read_corpus
     from midus_hf.data.packing import packed_sequences
     from midus_hf.library_bars import data_bars_on_terminals
-    from midus_hf.saved_models import as_value_error, load_tokenizer
+    from midus_hf.saved_models import load_tokenizer
     from midus_hf.training.loading import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)
     length, column = keys["sequence_length"], keys["column"]
-    with as_value_error(
+    with as_request_error(
         f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError
     ):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)

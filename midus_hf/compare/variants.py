@@ -8,7 +8,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
 from midus_hf.compare.options import Comparison, Rate, as_keys, rate_name
-from midus_hf.config.refusals import refusals_about
+from midus_hf.config.errors import RequestError, name_in_request_errors
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.memories.controls import controls_of
@@ -55,7 +55,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Return a comparison with the contents of files in place of their names, and its variants, whose parameters are counted.
 
     Raises:
-        ValueError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
+        RequestError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
     shared = _keys("train", comparison.train, _OWN_TRAINING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared)
@@ -86,15 +86,15 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
     keys = _keys(f"variants.{name}.upscale", options.upscale, _OWN_UPSCALING_KEYS)
     for key in keys:
         if key not in _KEYS:
-            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {one_of(_KEYS)}")
+            raise RequestError(f"variants.{name}.upscale has no option {key!r}. {one_of(_KEYS)}")
     if "method" not in keys:
-        raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
+        raise RequestError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):
-        raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
-    with refusals_about(f"variants.{name}.upscale"):
+        raise RequestError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
+    with name_in_request_errors(f"variants.{name}.upscale"):
         sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
     if not get_method(keys["method"]).keeps_tokens:
-        raise ValueError(
+        raise RequestError(
             f"variants.{name}.upscale has the method {keys['method']!r}, which cuts texts into other tokens, so that losses per "
             "token are of other things; expected a method that keeps the tokenizer. Give its result as the base of the comparison."
         )
@@ -105,11 +105,11 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
 def _keys(where: str, keys: Mapping[str, Any] | str | None, reserved: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        with refusals_about(f"{where} names a file"):
+        with name_in_request_errors(f"{where} names a file"):
             return {key: value for key, value in read_mapping(Path(keys)).items() if key not in reserved}
     for key in keys or {}:
         if key in reserved:
-            raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
+            raise RequestError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
     return dict(keys or {})
 
 

@@ -11,6 +11,7 @@ for all layers, such as rotary angles, is not counted.
 import math
 from dataclasses import dataclass
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 
 # FLOPs of a softmax per number, and of cross entropy.
@@ -133,7 +134,7 @@ def layer_of_base(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]
     """Count the operations of a layer of the base, its residual adds included."""
     hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
     if backbone.sizes.activation not in ACTIVATIONS:
-        raise ValueError(
+        raise RequestError(
             f"the activation is {backbone.sizes.activation!r}, whose FLOPs are unknown; expected one of: {', '.join(ACTIVATIONS)}."
         )
     attention = attention_of(backbone, batch, tokens, keeps_output=True)

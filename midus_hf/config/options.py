@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import one_of
 
 Options = TypeVar("Options")
@@ -41,18 +42,18 @@ def read_options(
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
     name = values.get("preset") if presets else None
     if name is not None and name not in list(presets):
-        raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
+        raise RequestError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
     if presets:
         chosen = {} if name is None else presets[name]
         values = {**chosen, **{key: value for key, value in values.items() if key != "preset"}}
     for key in values:
         if key not in fields:
             known = one_of([*fields, *(["preset"] if presets else [])]) if fields else "It has none."
-            raise ValueError(f"{subject} has no option {prefix + str(key)!r}. {known}")
+            raise RequestError(f"{subject} has no option {prefix + str(key)!r}. {known}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ValueError(f"{subject} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
+            raise RequestError(f"{subject} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
     hints = typing.get_type_hints(options_class)
 
     def read(hint: Any, value: Any, key: str) -> Any:
@@ -75,9 +76,9 @@ def read_options(
             accepted, converted = _converted(alternative, value)
             if accepted:
                 if converted == "":
-                    raise ValueError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
+                    raise RequestError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
                 return converted
-        raise ValueError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
+        raise RequestError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
 
     return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
 

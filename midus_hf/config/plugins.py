@@ -3,6 +3,8 @@
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 
+from midus_hf.config.errors import RequestError
+
 GROUPS = ("midus_hf.memories", "midus_hf.families", "upscalers.methods")
 
 _loaded: set[tuple[str, str]] = set()
@@ -18,13 +20,13 @@ def load_plugins(group: str, refuse: bool = True) -> None:
             are imported. Default: True.
 
     Raises:
-        ValueError: If a plugin cannot be imported. The message names the plugin and its package.
+        RequestError: If a plugin cannot be imported. The message names the plugin and its package.
     """
     for offered in entry_points(group=group):
         if (group, offered.value) not in _loaded:
             try:
                 _load(group, offered)
-            except ValueError as error:
+            except RequestError as error:
                 if refuse:
                     raise
                 warnings.warn(str(error), stacklevel=2)
@@ -47,7 +49,7 @@ def _load(group: str, offered: EntryPoint) -> None:
         offered.load()
     except Exception as error:
         package = offered.dist.name if offered.dist else "a package"
-        raise ValueError(
+        raise RequestError(
             f"{package} offers {offered.value} under {group}, which cannot be imported ({type(error).__name__}: {error}). Update or "
             "uninstall it."
         ) from error

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import read_options
-from midus_hf.config.refusals import is_refusal
 
 Options = TypeVar("Options")
 
@@ -25,7 +25,7 @@ def options_from_files(cls: type[Options], paths: Iterable[str | Path], settings
                 inner[part] = {}
             inner = inner[part]
             if not isinstance(inner, dict):
-                raise ValueError(
+                raise RequestError(
                     f"--set {key} is given, but {part!r} is {inner!r}, which has no keys; expected a mapping. Give all of it."
                 )
         inner[last] = value
@@ -40,9 +40,9 @@ def read_settings(settings: Iterable[str]) -> dict[str, Any]:
         # Names chosen by the user are before a dot.
         key = key.strip() if "." in key else key.strip().replace("-", "_")
         if not equals or not all(key.split(".")):
-            raise ValueError(f"--set is {setting!r}; expected key=value.")
+            raise RequestError(f"--set is {setting!r}; expected key=value.")
         if key in values:
-            raise ValueError(f"--set {key} is given twice; expected each key once. Leave one out.")
+            raise RequestError(f"--set {key} is given twice; expected each key once. Leave one out.")
         values[key] = read_yaml(value, f"--set {setting!r}")
     return values
 
@@ -62,15 +62,15 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(
+        raise RequestError(
             f"config is {str(path)!r}, which cannot be read ({error.strerror}); give a YAML file."
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"config {str(path)!r} is not YAML: {error}. Correct it there.") from error
+        raise RequestError(f"config {str(path)!r} is not YAML: {error}. Correct it there.") from error
     values = read_yaml(text, f"config {str(path)!r}")
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ValueError(
+        raise RequestError(
             f"config {str(path)!r} holds a {type(values).__name__}; expected a mapping of keys to values."
         )
     return values
@@ -91,10 +91,10 @@ def read_yaml(text: str, subject: str) -> Any:
         # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
         _refuse_keys_given_twice(reader, document, subject, set())
         return reader.construct_document(document)
+    except RequestError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if is_refusal(error):
-            raise
-        raise ValueError(f"{subject} is not YAML: {_fault(error)}. Correct it there.") from None
+        raise RequestError(f"{subject} is not YAML: {_fault(error)}. Correct it there.") from None
     finally:
         reader.dispose()
 
@@ -119,7 +119,7 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: 
             key = reader.construct_object(key_node)
             line = key_node.start_mark.line + 1
             if key in lines:
-                raise ValueError(
+                raise RequestError(
                     f"{subject} has {key!r} twice, in lines {lines[key]} and {line}; expected each key once. Leave one out."
                 )
             lines[key] = line

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
@@ -65,20 +66,20 @@ def read_corpus(
         text_column: Column that holds the text.
 
     Raises:
-        ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
+        RequestError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split; or if `datasets`
             is not installed.
     """
     rows = read_rows(key, corpus, split=split, name=name, text_column=text_column)
     columns, label = rows.column_names, _label(key, corpus)
     if text_column not in columns:
-        raise ValueError(no_column(label, text_column, columns))
+        raise RequestError(no_column(label, text_column, columns))
     kind = getattr(rows.features[text_column], "dtype", type(rows.features[text_column]).__name__)
     if kind not in ("string", "large_string", "null"):
         if kind == "JsonText":
             values = enumerate(rows[text_column], start=1)
             number, value = next((at, value) for at, value in values if not isinstance(value, str | None))
             kind = f"{value!r:.60} in row {number},"
-        raise ValueError(
+        raise RequestError(
             f"{label} has {kind} under {text_column!r}; expected text. Set text_column (--column of eval, look and cluster) to "
             "the column that holds the text."
         )
@@ -91,9 +92,9 @@ def read_corpus(
                 input_columns=[text_column],
             )
     except UnicodeDecodeError as error:
-        raise ValueError(f"a row of {label} is not text in UTF-8: {error}. Remove it, or convert it.") from error
+        raise RequestError(f"a row of {label} is not text in UTF-8: {error}. Remove it, or convert it.") from error
     if not len(rows):
-        raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
+        raise RequestError(f"{label} is empty: it has no text with a visible character. Add text to it.")
     if len(rows) < whole:
         print_note(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank or missing, and are left out")
     return rows
@@ -114,7 +115,8 @@ def read_rows(
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
 
     Raises:
-        ValueError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets` is not installed.
+        RequestError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets`
+            is not installed.
     """
     return _read_sources(key, sources, split, name, text_column)
 
@@ -134,10 +136,10 @@ def stream_rows(
         columns: Columns that are read where rows have them: that of the text, and those of any values.
 
     Raises:
-        ValueError: As `read_rows` does, and for a slice of a split. What is in files is refused when it is read.
+        RequestError: As `read_rows` does, and for a slice of a split. What is in files is refused when it is read.
     """
     if split is not None and "[" in split:
-        raise ValueError(
+        raise RequestError(
             f"{key}_split is {split!r}, and a stream has no slices; expected whole splits, such as 'train'."
         )
     return _read_sources(key, sources, split, name, columns[0], columns)
@@ -154,9 +156,9 @@ def _read_sources(
     """Return the rows of sources, or a stream of some columns."""
     names = [sources] if isinstance(sources, str) else list(sources)
     if not names or "" in names:
-        raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
+        raise RequestError(f"{key} is empty; expected a file, a folder or a dataset id.")
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
+        raise RequestError(
             f"{_label(key, sources)} needs the package datasets, which is not installed; run: pip install datasets"
         )
     import datasets
@@ -167,7 +169,7 @@ def _read_sources(
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
-        raise ValueError(
+        raise RequestError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
 
@@ -183,11 +185,11 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     """Read the paths of texts from a column of their rows, which messages call `label`.
 
     Raises:
-        ValueError: If the column is missing, a row has no path or one whose length differs from the first row's, or texts name
+        RequestError: If the column is missing, a row has no path or one whose length differs from the first row's, or texts name
             different trees.
     """
     if path_column not in rows.column_names:
-        raise ValueError(
+        raise RequestError(
             f"{label} has no column {path_column!r}, only {', '.join(rows.column_names)}; set path_column to the column with the "
             "paths of texts, which midus cluster assign writes."
         )
@@ -195,7 +197,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     for number, path in enumerate(paths, start=1):
         is_list = isinstance(path, list) and path and all(type(node) is int for node in path)
         if not is_list or len(path) != len(paths[0]) or (min(path) < 0 and {*path} != {-1}):
-            raise ValueError(
+            raise RequestError(
                 f"row {number} of {label}, without blank ones, has {path!r} under {path_column!r}; expected the node at each level "
                 "of the tree, as midus cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic "
                 "memory."
@@ -203,7 +205,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
     trees = rows.unique(TREE_COLUMN) if TREE_COLUMN in rows.column_names else [None]
     if len(trees) > 1:
         named = " and ".join("nothing" if tree is None else f"{str(tree)[:16]}..." for tree in trees[:2])
-        raise ValueError(
+        raise RequestError(
             f"{label} has {named} under {TREE_COLUMN!r}, next to the paths under {path_column!r}; expected paths of one tree. "
             "Assign all documents by the same tree."
         )
@@ -253,21 +255,21 @@ def _read_source(
     if not path.exists() and not may_be_dataset_id(
         source
     ):  # `datasets` reads the current folder for an id such as `json`
-        raise ValueError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
+        raise RequestError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
-        raise ValueError(
+        raise RequestError(
             f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     is_declared = not path.exists() or (not is_saved and _declares_data(path))
     if name is not None and not is_declared:
-        raise ValueError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
+        raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
     if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
         with reading(subject):
             rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
-            raise ValueError(f"{subject}, which has no splits, but {split!r} was given; leave it out.")
+            raise RequestError(f"{subject}, which has no splits, but {split!r} was given; leave it out.")
     elif is_declared:
         rows = _read_declared(key, source, path, split, name, columns)
     else:
@@ -275,7 +277,7 @@ def _read_source(
     if isinstance(rows, dict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
-            raise ValueError(
+            raise RequestError(
                 f"{subject}, which has the splits {', '.join(rows)}, and not {chosen!r}; name one of them, or the file of one."
             )
         if len(rows) > 1:
@@ -284,7 +286,7 @@ def _read_source(
     if columns is None:
         return rows
     if rows.column_names is not None and text_column not in rows.column_names:
-        raise ValueError(no_column(_label(key, source), columns[0], rows.column_names))
+        raise RequestError(no_column(_label(key, source), columns[0], rows.column_names))
     if isinstance(rows, datasets.Dataset):
         files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
         rows.info.description = _description(files)
@@ -315,14 +317,14 @@ def _description(files: Sequence[str | Path]) -> str:
 
 @contextlib.contextmanager
 def reading(beginning: str, remedy: str = "") -> Iterator[None]:
-    """Turn errors of `datasets` within the context into a one-line `ValueError` with the given beginning and end."""
+    """Turn errors of `datasets` within the context into a one-line `RequestError` with the given beginning and end."""
     try:
         yield
     except Exception as error:
         cause = _cause(error)
         if isinstance(cause, UnicodeDecodeError):
             remedy = save_as_utf8(cause)
-        raise ValueError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
+        raise RequestError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
 
 
 def _declares_data(folder: Path) -> bool:
@@ -365,7 +367,7 @@ def refuse_pointers(key: str, files: Sequence[Path]) -> None:
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         others = f", as {len(pointers) - 1:,} others are" if pointers[1:] else ""
-        raise ValueError(
+        raise RequestError(
             f"{key} has the file {str(pointers[0])!r}, which is a Git LFS pointer, not the file{others}; run git lfs pull there."
         )
 
@@ -389,11 +391,11 @@ def _read_files(
     if not kinds or (kind == "text" and text_column is None):
         endings = ", ".join(ending for ending, kind in KINDS.items() if text_column or kind != "text")
         content = "text" if text_column else "rows"
-        raise ValueError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
+        raise RequestError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
     read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
     if not read:
         expected = "text with a visible character" if text_column else "row"
-        raise ValueError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
+        raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
     splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
@@ -415,13 +417,13 @@ def _read_files(
     try:
         with reading(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
-    except ValueError as error:
+    except RequestError as error:
         for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
             with reading(f"{key} has the file {str(file)!r}", remedy):
                 prepared({"train": [file]})
         if len(read) == 1:
             raise
-        raise ValueError(
+        raise RequestError(
             f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
             "the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
@@ -436,7 +438,7 @@ def _read_files(
     texts = builder.as_dataset(split="train")
     for file, text in zip(read, texts["text"], strict=False):
         if "\0" in text:  # zero bytes are valid UTF-8, but not text
-            raise ValueError(
+            raise RequestError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Remove it, or convert it."
             )
     if (

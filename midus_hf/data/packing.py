@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import DocumentPaths, read_paths
 from midus_hf.memories.hierarchical.bank.block_reader import check_paths
 from midus_hf.memories.hierarchical.blocks import BankLayout
@@ -76,7 +77,7 @@ def packed_sequences(
     tokens, lengths = _tokenised(dataset, tokenizer, text_column, vocab_size)
     packed, count = _packed_by(tokens, Packer(sequence_length, documents_apart, beginning)), int(lengths.sum())
     if not len(packed):
-        raise ValueError(too_few_tokens(key, count, sequence_length))
+        raise RequestError(too_few_tokens(key, count, sequence_length))
     dropped, _ = _remainder(lengths, sequence_length, len(beginning))
     last = None
     if dropped > DROPPED_SHARE * count:
@@ -99,10 +100,10 @@ def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase")
     from midus_hf.saved_models import beginning_of
 
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
+        raise RequestError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
     beginning = beginning_of(tokenizer)
     if sequence_length <= len(beginning):
-        raise ValueError(
+        raise RequestError(
             f"sequence_length is {sequence_length}, and the tokenizer puts {len(beginning)} tokens before every text; expected "
             "sequences of more tokens. Raise sequence_length (max_length in midus sft)."
         )
@@ -176,7 +177,7 @@ def checked_paths(
 ) -> DocumentPaths:
     """Return the paths of texts as `read_paths` does, and refuse those that do not fit the tree of the model's banks."""
     if not banks:
-        raise ValueError(
+        raise RequestError(
             f"path_column is {path_column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one of "
             "the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
         )

@@ -29,6 +29,7 @@ from datasets.packaged_modules.text.text import Text
 from datasets.table import array_cast, table_cast
 from pyarrow.parquet import ParquetFile
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
 
@@ -101,7 +102,7 @@ class JsonReader(Json):
             for number, rows in enumerate(batches):
                 yield Key(shard, number), self._table(rows)
         if not self._is_text:
-            raise ValueError("it has no rows")
+            raise RequestError("it has no rows")
 
     def _table(self, rows: list[dict[str, Any]]) -> pa.Table:
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
@@ -113,7 +114,7 @@ class JsonReader(Json):
             if self._is_stream:
                 name = next(iter(before))
                 value = next(value for value in columns[name] if not isinstance(value, str | None))
-                raise ValueError(f"it has {value!r:.60} under {name!r}; expected text")
+                raise RequestError(f"it has {value!r:.60} under {name!r}; expected text")
             raise _OtherColumnsError
         arrays = []
         for name, is_text in self._is_text.items():
@@ -145,7 +146,7 @@ class JsonReader(Json):
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
         for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
-                raise ValueError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
+                raise RequestError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             yield rows[begin : begin + _ROWS_AT_ONCE]
 
@@ -162,7 +163,7 @@ def _row(line: str, number: int) -> dict[str, Any]:
         )
         row = None
     if not isinstance(row, dict):
-        raise ValueError(f"line {number} is {found}; expected an object in each line, or one list of objects")
+        raise RequestError(f"line {number} is {found}; expected an object in each line, or one list of objects")
     return row
 
 
@@ -177,7 +178,9 @@ class TableReader(Csv):
                 with pd.read_csv(file, **of_file) as frames:
                     for number, frame in enumerate(frames):
                         if not isinstance(frame.index, pd.RangeIndex):
-                            raise ValueError("its rows have more fields than its first line, which names the columns")
+                            raise RequestError(
+                                "its rows have more fields than its first line, which names the columns"
+                            )
                         schema = pa.schema([(name, pa.string()) for name in frame.columns])
                         yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
 
@@ -281,7 +284,7 @@ def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
             found[separator_in(opened.read(_CHARACTERS_OF_HEAD), usual)] = table.name
     if len(found) > 1:
         (one, its_table), (other, other_table), *_ = found.items()
-        raise ValueError(
+        raise RequestError(
             f"fields are separated by {name_of(one)} in {its_table!r}, and by {name_of(other)} in {other_table!r}"
         )
     return next(iter(found))

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import IterableDataset
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import no_column, print_note
 from midus_hf.data.corpus import TREE_COLUMN, DocumentPaths, reading
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
@@ -47,7 +48,7 @@ class StreamedSequences(IterableDataset):
         seed: Seed of the draws, or several numbers.
 
     Raises:
-        ValueError: If the first texts cannot be read or are blank, or all fill no sequence.
+        RequestError: If the first texts cannot be read or are blank, or all fill no sequence.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class StreamedSequences(IterableDataset):
         while not self._rows:
             self._read_on()
             if self._counts["texts"] == self._counts["blank"]:
-                raise ValueError(
+                raise RequestError(
                     f"{key} begins with {self._counts['texts']:,} texts that are blank or missing under {text_column!r}; set "
                     "text_column to the column that holds the text."
                 )
@@ -157,9 +158,9 @@ class StreamedSequences(IterableDataset):
             return
         texts = batch.get(self._text_column)
         if texts is None:
-            raise ValueError(no_column(self.key, self._text_column, list(batch)))
+            raise RequestError(no_column(self.key, self._text_column, list(batch)))
         if others := [text for text in texts if not isinstance(text, str | None)]:
-            raise ValueError(
+            raise RequestError(
                 f"{self.key}, after {counts['texts']:,} texts, has {others[0]!r:.60} under {self._text_column!r}; expected text. Set "
                 "text_column to the column that holds the text."
             )
@@ -181,7 +182,7 @@ class StreamedSequences(IterableDataset):
         rows = datasets.Dataset.from_dict({name: batch[name] for name in self._columns_of_paths if name in batch})
         written = self._read_paths(rows, text=f"{self.key}, after {self._counts['texts']:,} texts")
         if self._packers and written.tree != self.tree:
-            raise ValueError(
+            raise RequestError(
                 f"{self.key}, after {self._counts['texts']:,} texts, has paths of another tree under {TREE_COLUMN!r}; expected paths "
                 "of one tree. Assign all documents by the same tree."
             )
@@ -208,7 +209,7 @@ class StreamedSequences(IterableDataset):
             if packer.pieces and is_read and (counts["sequences"] or packer.fill is not None):
                 self._add(packer.last() or {})
         if not counts["sequences"]:
-            raise ValueError(too_few_tokens(self.key, counts["tokens"], self._sequence_length))
+            raise RequestError(too_few_tokens(self.key, counts["tokens"], self._sequence_length))
         counts["has_ended"] = 1
         if not counts["earlier_passes"] and int(os.environ.get("RANK", 0)) == 0:
             blank = f" ({counts['blank']:,} of them blank, and left out)" if counts["blank"] else ""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 
-from midus_hf.saved_models import as_value_error, check_ids
+from midus_hf.config.errors import RequestError, as_request_error
+from midus_hf.saved_models import check_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -44,19 +45,19 @@ def question_inputs(
         plain: Whether the question is read as text, without the chat template. Default: False.
 
     Raises:
-        ValueError: If the chat template refuses a single question, or the question has no token for this model.
+        RequestError: If the chat template refuses a single question, or the question has no token for this model.
     """
     text = "".join([*in_front, question])
     if plain:
         inputs = tokenizer(text, return_tensors="pt")
     else:
         refusal = f"model is {name!r}, whose chat template refuses a single question; pass --plain to skip it"
-        with as_value_error(refusal, TemplateError, TypeError, ValueError):
+        with as_request_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
     if not inputs["input_ids"].numel():
-        raise ValueError(f"question is {question!r}, which has no token for this model; expected a text.")
+        raise RequestError(f"question is {question!r}, which has no token for this model; expected a text.")
     check_ids(int(inputs["input_ids"].max()), model.config.get_text_config().vocab_size)
     return inputs.to(model.device)
 

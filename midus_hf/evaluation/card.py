@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from yaml import YAMLError
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line
 from midus_hf.evaluation.report import ABOUT_THE_TASK
 from midus_hf.files.checkpoint_files import CARD_FILE
@@ -21,10 +22,10 @@ _TYPES = {"acc": "accuracy"}
 
 
 def check_cards(models: Sequence[str]) -> None:
-    """Raise `ValueError` if a model is not a writable folder, or if its card cannot be read."""
+    """Raise `RequestError` if a model is not a writable folder, or if its card cannot be read."""
     for name in models:
         if not Path(name).is_dir() or not os.access(name, os.W_OK):
-            raise ValueError(
+            raise RequestError(
                 f"model is {name!r}; --write-card expects a folder here that can be written to. Download the model (hf download), or "
                 "leave --write-card out."
             )
@@ -61,7 +62,7 @@ def _read(folder: Path) -> ModelCard:
         text = path.read_bytes().decode() if path.exists() else f"# {Path(os.path.realpath(folder)).name}\n"
         return ModelCard(text if REGEX_YAML_BLOCK.match(text) else f"---\n{{}}\n---\n{text}")
     except (OSError, ValueError, TypeError, AttributeError, YAMLError) as error:
-        raise ValueError(
+        raise RequestError(
             f"{path} is not a model card that can be read ({first_line(error)}); repair its metadata."
         ) from None
 

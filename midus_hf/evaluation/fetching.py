@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
     if tree is None:
         return None
     if not fetches_blocks(model):
-        raise ValueError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
+        raise RequestError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.memory_retriever import MemoryRetriever
 

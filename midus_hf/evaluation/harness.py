@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
@@ -96,7 +97,7 @@ class Tasks:
             elif name in self.manager.all_tasks:
                 self.specs.append(name)
             else:
-                raise ValueError(
+                raise RequestError(
                     f"task is {name!r}; expected a task of lm-eval ('lm_eval ls tasks' lists them), one in include_path, or, with "
                     f"the folder of their questions as data, one of {', '.join(local_task_names())}."
                 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows, refuse_pointers
 from midus_hf.files.json_text import parse_json
 
@@ -29,7 +30,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     """Read a local task."""
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
-        raise ValueError(
+        raise RequestError(
             f"{data} has no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
             "(of atomic_numbers: name, number; of facts: question, answers)."
         )
@@ -59,7 +60,7 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
             question, answers = (row.get("question"), row.get("answers")) if isinstance(row, dict) else (None, None)
             has_answers = isinstance(answers, list) and answers and all(type(each) is str for each in answers)
             if not isinstance(question, str) or not question.strip() or not has_answers:
-                raise ValueError(
+                raise RequestError(
                     f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
                     "answers, a list of texts each of which is right."
                 )
@@ -67,7 +68,7 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
                 (clause, *_) = re.findall(first_clause["regex_pattern"], answer)
                 compared = _compared_part(config, answer)
                 if not compared or _compared_part(config, clause) != compared:
-                    raise ValueError(
+                    raise RequestError(
                         f"line {number} of {path} has the answer {answer!r}; expected more than articles and punctuation, and no "
                         "commas, semicolons, brackets or full stops, after which no text counts. Give the text before them."
                     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from midus_hf.config.errors import RequestError
 from midus_hf.model_names import check_dtype
 
 
@@ -27,7 +28,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if self.text is None and not self.tasks:
-            raise ValueError("there is nothing to measure; give a text, tasks, or both.")
+            raise RequestError("there is nothing to measure; give a text, tasks, or both.")
         for keys, needed, missing in (
             (("column", "sequence_length", "max_tokens", "path_column"), self.text, "text to measure"),
             (("data", "include_path", "num_fewshot", "limit"), self.tasks, "task to run"),
@@ -35,11 +36,11 @@ class EvaluationSettings:
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 if field.name in keys and not needed and value != field.default:
-                    raise ValueError(
+                    raise RequestError(
                         f"{field.name} is {value!r}, but there is no {missing}; give one, or leave it out."
                     )
         if self.path_column is not None and self.retriever is not None:
-            raise ValueError(
+            raise RequestError(
                 f"path_column is {self.path_column!r}, but a retriever is given; expected one of them. Leave one out."
             )
         check_dtype(self.dtype)
@@ -47,4 +48,4 @@ class EvaluationSettings:
         for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; expected at least {least}.")
+                raise RequestError(f"{name} is {value}; expected at least {least}.")

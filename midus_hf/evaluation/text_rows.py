@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.saved_models import beginning_of, check_ids
 
@@ -130,7 +131,7 @@ def text_rows(
         joined: Whether documents are concatenated, with a blank line between them, into one document. Default: False.
 
     Raises:
-        ValueError: If an option is out of range, or if the text is too short.
+        RequestError: If an option is out of range, or if the text is too short.
     """
     beginning = torch.tensor(beginning_of(tokenizer), dtype=torch.int64)
     lead = max(1, len(beginning))
@@ -140,9 +141,9 @@ def text_rows(
         sequence_length = min(DEFAULT_SEQUENCE_LENGTH, limit or DEFAULT_SEQUENCE_LENGTH)
     for option, value in (("sequence_length", sequence_length), ("max_tokens", max_tokens)):
         if value is not None and value < 1:
-            raise ValueError(f"{option} is {value}; expected at least 1.")
+            raise RequestError(f"{option} is {value}; expected at least 1.")
     if limit is not None and sequence_length > limit:
-        raise ValueError(f"sequence_length is {sequence_length}; the model was made for at most {limit} tokens.")
+        raise RequestError(f"sequence_length is {sequence_length}; the model was made for at most {limit} tokens.")
     rows: list[tuple[torch.Tensor, int, int | None]] = []
     digest = hashlib.sha256()
     for number, parts in enumerate([list(documents)] if joined else [[document] for document in documents]):
@@ -156,7 +157,7 @@ def text_rows(
     predicted = sum(len(row[0]) - lead for row in rows)
     least = sequence_length if joined else 1
     if predicted < least:
-        raise ValueError(
+        raise RequestError(
             f"text {name!r} has {predicted} tokens to predict; expected at least {least}. Give more text"
             f"{', or a smaller sequence_length' * joined}."
         )
@@ -217,7 +218,7 @@ def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -
         batch_size: Rows per forward pass. It changes only speed, memory, and the last bits of floats. Default: 4.
 
     Raises:
-        ValueError: If `batch_size` is less than 1, or if the text has an id that the model does not embed.
+        RequestError: If `batch_size` is less than 1, or if the text has an id that the model does not embed.
         RuntimeError: If the loss of a row is not finite.
     """
     batches = text.batches(batch_size)

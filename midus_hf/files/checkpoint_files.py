@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.json_text import parse_json
 
@@ -143,12 +144,12 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def refuse_lfs_pointers(folder: Path, *kinds: Kind) -> None:
-    """Raise `ValueError` if files of these kinds are Git LFS pointers; with `WEIGHTS`, shards of other names too."""
+    """Raise `RequestError` if files of these kinds are Git LFS pointers; with `WEIGHTS`, shards of other names too."""
     names = indexed_weights(folder) if WEIGHTS in kinds else ()
     files = {*(folder / name for name in names), *(file for pattern in chain(*kinds) for file in folder.glob(pattern))}
     pointers = [str(file.relative_to(folder)) for file in sorted(files) if file.is_file() and is_lfs_pointer(file)]
     if pointers:
         are = "is a Git LFS pointer, not the file" if len(pointers) == 1 else "are Git LFS pointers, not the files"
-        raise ValueError(
+        raise RequestError(
             f"{first_few(pointers)} of {folder} {are}; expected what git-lfs downloads. Run git lfs pull there."
         )

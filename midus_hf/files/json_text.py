@@ -1,17 +1,19 @@
-"""Reading of JSON files of users, in which every error becomes a `ValueError`."""
+"""Reading of JSON files of users, in which every error becomes a `RequestError`."""
 
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
+
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raise `ValueError`, with the path, if it cannot be read."""
+    """Return the value in a JSON file; raise `RequestError`, with the path, if it cannot be read."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
+        raise RequestError(f"{path} is not JSON, or cannot be read ({error}). Repair or download it again.") from None
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, has_record
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     CONFIG_FILE,
@@ -36,7 +37,7 @@ def unfinished_path(path: Path, state: str = "partial") -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, refusal: ValueError) -> Iterator[bool]:
+def _locked(path: Path, refusal: RequestError) -> Iterator[bool]:
     """Lock what is at a path, or raise `refusal` if another process has it; yield whether the file system has locks."""
     descriptor, has_locks = os.open(path, os.O_RDONLY), True
     try:
@@ -55,7 +56,7 @@ def _locked(path: Path, refusal: ValueError) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, refusal: ValueError) -> Iterator[None]:
+def exclusive(folder: Path, refusal: RequestError) -> Iterator[None]:
     """Create a folder if there is none, and lock it, or raise `refusal` if another run has; warn if there are no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, refusal) as has_locks:
@@ -70,7 +71,7 @@ def exclusive(folder: Path, refusal: ValueError) -> Iterator[None]:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
-    partial, busy = unfinished_path(path), ValueError(f"{path} is being written by another process. Wait for it.")
+    partial, busy = unfinished_path(path), RequestError(f"{path} is being written by another process. Wait for it.")
     with telling_room(path):
         partial.touch()
         with _locked(partial, busy):
@@ -85,7 +86,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 class OutputFolder:
-    """A checkpoint's folder, which replaces only checkpoints that our record names; other files are a `ValueError`.
+    """A checkpoint's folder, which replaces only checkpoints that our record names; other files are a `RequestError`.
 
     Args:
         path: Path of the output; `~` is expanded, and links are followed.
@@ -95,7 +96,7 @@ class OutputFolder:
 
     def __init__(self, path: str | Path, source: Path | None = None, overwrite: bool = False):
         if path == "":  # an empty path would mean the current folder
-            raise ValueError("output is ''; expected the folder to make. Pass --output DIR.")
+            raise RequestError("output is ''; expected the folder to make. Pass --output DIR.")
         self.path = Path(os.path.realpath(Path(path).expanduser()))
         self.partial = unfinished_path(self.path)
         self._source = None if source is None else Path(os.path.realpath(source))
@@ -114,38 +115,38 @@ class OutputFolder:
     def _check(self) -> None:
         source, output = self._source, f"output {self.path}"
         if source is not None and self.path.is_relative_to(source):
-            raise ValueError(f"{output} is inside the base {source}; expected a folder elsewhere.")
+            raise RequestError(f"{output} is inside the base {source}; expected a folder elsewhere.")
         if source is not None and source.is_relative_to(self.path):
-            raise ValueError(
+            raise RequestError(
                 f"{output} contains the base {source}, which --overwrite would delete; expected a folder elsewhere."
             )
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
-            raise ValueError(f"{output} cannot be made: {self.disk} is not a writable folder.")
+            raise RequestError(f"{output} cannot be made: {self.disk} is not a writable folder.")
         if not os.path.lexists(self.path):
             return
         if not self.path.is_dir():
-            raise ValueError(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
+            raise RequestError(f"{output} is a file, so --overwrite will not delete it. Choose another path.")
         config, record = _read_object(self.path / CONFIG_FILE), _read_object(self.path / RECORD_FILE)
         is_recorded = "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
         if any(self.path.iterdir()) and not has_record(config) and not is_recorded:
-            raise ValueError(
+            raise RequestError(
                 f"{output} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
                 f"{RECORD_KEY!r} entry, and it has no {RECORD_FILE} of theirs. Choose another folder, or remove it yourself."
             )
         foreign = foreign_files(self.path, self.own_files())
         if foreign:
-            raise ValueError(
+            raise RequestError(
                 f"{output} contains files that no checkpoint has, which --overwrite would delete: {first_few(foreign)}; expected "
                 "only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
             )
         if not self._overwrite:
-            raise ValueError(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
+            raise RequestError(f"{output} exists; pass --overwrite to replace it, or choose another folder.")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
         """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-        with telling_room(self.path), exclusive(self.partial, ValueError(busy)):
+        with telling_room(self.path), exclusive(self.partial, RequestError(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from midus_hf.config.errors import RequestError
+
 # Supported separators of fields, with their names in messages.
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # A field of more lines, each of which would be a row, is treated as rows that a quote swallows.
@@ -44,7 +46,7 @@ def check_quotes(lines: Iterable[str], first: int = 1, **dialect: Any) -> None:
         dialect: Arguments of `csv.reader`. With `quoting=csv.QUOTE_NONE` quotes are text, and a field ends with its line.
 
     Raises:
-        ValueError: If a field continues after its closing quote, has none, or contains lines that would be rows.
+        RequestError: If a field continues after its closing quote, has none, or contains lines that would be rows.
     """
     longest = csv.field_size_limit(_LONGEST_FIELD)
     try:
@@ -82,7 +84,7 @@ def _check_quoted(lines: Iterable[str], first: int, dialect: dict[str, Any]) -> 
             f"is closed in line {end} with text after it" if "expected after" in str(error) else "is never closed"
         )
     if problem:
-        raise ValueError(
+        raise RequestError(
             f"a field that a quote opens in line {begin} {problem}; expected a field with quotes to stand in quotes and to have each "
             'of them twice, as in "a ""low"" one"'
         )
@@ -95,7 +97,7 @@ def _check_literal(lines: Iterable[str], first: int, dialect: dict[str, Any]) ->
             continue
         columns = columns or len(row)
         if opened is not None and len(row) < columns:
-            raise ValueError(
+            raise RequestError(
                 f"a quote opens a field in line {opened}, and line {number} has {len(row)} of {columns} fields; quotes in a TSV file "
                 "are text, and a field ends with its line. Save it as CSV or JSON lines"
             )

@@ -101,7 +101,7 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
         batch_size: Rows per forward pass. Default: 4.
 
     Raises:
-        ValueError: For the reasons of `added_parts` and `row_losses`.
+        RequestError: For the reasons of `added_parts` and `row_losses`.
     """
     view = ModelView(model)
     parts = view.parts

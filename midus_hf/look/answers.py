@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.asking import greedy_answer, question_inputs
 from midus_hf.look.glossary import packs_of, worst_rows
@@ -44,7 +45,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
         in `front`, and what it `said` with packs. Those that are wrong come first.
 
     Raises:
-        ValueError: If the model has no packs, or cannot be asked a question.
+        RequestError: If the model has no packs, or cannot be asked a question.
     """
     stack, service = packs_of(model)
     glossary: Glossary = model.glossary
@@ -83,19 +84,19 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
         limit: Number of questions, the first ones. Default: all.
 
     Raises:
-        ValueError: If the rows cannot be read, or one has no question or answer.
+        RequestError: If the rows cannot be read, or one has no question or answer.
     """
     rows = read_rows("questions", path)
     for column in ("question", "answer"):
         if column not in rows.column_names:
-            raise ValueError(
+            raise RequestError(
                 f"questions is {path!r}, whose rows have {', '.join(rows.column_names) or 'nothing'}; expected the columns "
                 "question and answer. Rename them."
             )
     for number, row in enumerate(rows, 1):
         for column in ("question", "answer"):
             if not isinstance(row[column], str) or not row[column].strip():
-                raise ValueError(
+                raise RequestError(
                     f"row {number} of {path!r} has {row[column]!r} under {column!r}; expected a text. Write it, or remove the row."
                 )
     read: list[Row] = [

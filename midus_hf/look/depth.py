@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, grid
@@ -168,7 +169,7 @@ def record_depth(model: nn.Module) -> Iterator[list[DepthReading]]:
         A reading per layer that reads the depth, in the order of layers.
 
     Raises:
-        ValueError: If no memory reads the depth, or if a memory is offloaded.
+        RequestError: If no memory reads the depth, or if a memory is offloaded.
     """
     readings, watchers = [], []
     for hosted, slots in _readers(model):
@@ -200,10 +201,10 @@ def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int) -> DepthM
     """Run a model on a text, and return the shares that one head gives to keys and slots (MoDA, figure 5)."""
     readers = {hosted.layer: (hosted, slots) for hosted, slots in _readers(model)}
     if layer not in readers:
-        raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
+        raise RequestError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, readers))}.")
     num_heads = decoder_of(model).config.num_attention_heads
     if not 0 <= head < num_heads:
-        raise ValueError(f"head is {head}; expected one from 0 to {num_heads - 1}, those of layer {layer}.")
+        raise RequestError(f"head is {head}; expected one from 0 to {num_heads - 1}, those of layer {layer}.")
     hosted, slots = readers[layer]
     maps: list[DepthMap] = []
 

@@ -101,7 +101,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
         One per entry, those with the most missing values first.
 
     Raises:
-        ValueError: If the model has no packs.
+        RequestError: If the model has no packs.
     """
     stack, service = packs_of(model)
     glossary: Glossary = model.glossary

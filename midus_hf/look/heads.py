@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.anatomy.record import record_of
+from midus_hf.config.errors import RequestError
 from midus_hf.look.page import TextTable, table_of
 from midus_hf.look.pictures import Panel, curves, grid
 from midus_hf.memories.hosting.parts import decoder_of
@@ -58,7 +59,7 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
         answers: Answers to measure, one or more.
 
     Raises:
-        ValueError: If there is no answer, an answer has no token or no prompt, or no layer has an output projection.
+        RequestError: If there is no answer, an answer has no token or no prompt, or no layer has an output projection.
     """
     projections = _output_projections(model)
     heads = model.config.get_text_config().num_attention_heads
@@ -79,7 +80,7 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
             )
         for answer in answers:
             if not 0 < answer.prompt_tokens < len(answer.ids):
-                raise ValueError(
+                raise RequestError(
                     f"an answer has {len(answer.ids)} tokens, of which the prompt has {answer.prompt_tokens}; expected some of each."
                 )
             inputs.clear()
@@ -95,7 +96,7 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
                 tokens[row] += predicting if layer == last else len(answer.ids) - 1
             count, total = count + 1, total + loss.item()
     if count == 0:
-        raise ValueError("there is no answer to measure; expected one or more.")
+        raise RequestError("there is no answer to measure; expected one or more.")
     layers = list(projections)
     return HeadImportance(layers, _base_layers(model, layers), absolute / tokens, count, total / count)
 
@@ -109,7 +110,7 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
         if isinstance(getattr(getattr(layer, "self_attn", None), "o_proj", None), nn.Module)
     }
     if not projections:
-        raise ValueError(
+        raise RequestError(
             f"no layer of this {model.config.model_type} model has an output projection; expected a decoder with some."
         )
     return projections
@@ -130,7 +131,7 @@ def task_answers(
     harness = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=1)
     for name, task in tasks.load()["tasks"].items():
         if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
-            raise ValueError(
+            raise RequestError(
                 f"task {name!r} has output type {task.OUTPUT_TYPE!r}; expected multiple_choice or generate_until."
             )
         for document in list(task.eval_docs)[:limit]:
@@ -147,7 +148,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
     if isinstance(target, list) and target:
         target = target[0]
     if not isinstance(target, str) or not target:
-        raise ValueError(f"task {name!r} has a question whose answer is {target!r}; expected a text.")
+        raise RequestError(f"task {name!r} has a question whose answer is {target!r}; expected a text.")
     return f"{task.config.target_delimiter}{target}"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.outputs import atomic_write
 from midus_hf.look.pictures import Panel, as_png, draw_panels
 
@@ -139,7 +140,7 @@ class Answer:
                 draw_panels(self.panels, self.one_scale).savefig(partial, format=path.suffix[1:], bbox_inches="tight")
         else:
             lack = "CSV" if path.suffix == ".csv" else "picture"
-            raise ValueError(
+            raise RequestError(
                 f"output is {str(path)!r}, and this answer has no {lack}; expected a file ending in .html or .json."
             )
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.engram.certificate import sorted_tensors, texts_digest
 from midus_hf.memories.engram.known import NgramTable
@@ -60,7 +61,7 @@ def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[Ng
             if isinstance(entry.options, PacksOptions):
                 tables.append(Names(name, Glossary(tokenizer, read_glossary(folder))))
     if not tables:
-        raise ValueError(
+        raise RequestError(
             f"{folder} has no memory of known n-grams or names; expected a model that was upscaled with --method packs, or with "
             "--method engram --set table=exact."
         )

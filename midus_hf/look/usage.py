@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.look.pictures import Panel, curves
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
@@ -70,7 +71,7 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
         blocks, `[1, N]`, by the bank's name and level, such as `hier-ffn level 2`.
 
     Raises:
-        ValueError: If the model has nothing to count, or if the parameters of a memory are offloaded; within the context, if a
+        RequestError: If the model has nothing to count, or if the parameters of a memory are offloaded; within the context, if a
             pass is called with `memory_blocks`, which does not name the blocks' nodes.
     """
     counts: Counts = {}
@@ -136,7 +137,7 @@ def _count_blocks(
 ) -> None:
     """Count the tokens of each row, except padding, for the blocks on the row's path."""
     if kwargs.get("memory_blocks") is not None:
-        raise ValueError(
+        raise RequestError(
             "memory_blocks is given, which does not name the blocks' nodes; expected memory_ids while usage is recorded."
         )
     paths = kwargs.get("memory_ids")

@@ -41,7 +41,7 @@ class Bank:
         """Copy the bank of the checkpoint `source` to another folder.
 
         Raises:
-            ValueError: If it cannot be read.
+            RequestError: If it cannot be read.
         """
         raise TypeError(f"{type(self).__name__} does not say how a bank is copied.")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import base_digest
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
 from midus_hf.memories.options import MemoryOptions, SharedTables, SiteName, is_name
@@ -114,7 +115,7 @@ def memories_of(config: Any) -> Memories:
         config: Config object of transformers, of a family that hosts memory, or of a composite model around one.
 
     Raises:
-        ValueError: If `read_memories` refuses the list.
+        RequestError: If `read_memories` refuses the list.
     """
     config = config.get_text_config()
     return read_memories(config.memory, ModelSizes.from_config(config), base_digest(config))
@@ -130,7 +131,7 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
         base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 
     Raises:
-        ValueError: If an entry is not a mapping; if a type, site or option is unknown or a value is refused;
+        RequestError: If an entry is not a mapping; if a type, site or option is unknown or a value is refused;
             if layers are missing, repeated, out of range or taken; if a name is taken; or if a memory does not fit the
             model.
     """
@@ -150,7 +151,7 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
         placing.add("into")
     for key in _BITS:
         if values.get(key) is not None:
-            raise ValueError(
+            raise RequestError(
                 f"memory entry of type {values['type']!r} has {key} = {values[key]!r}: its values are integers, no longer read; "
                 "expected values that train. Load the checkpoint that was rounded, or make it anew."
             )
@@ -165,16 +166,16 @@ def check_entry(values: Any) -> None:
     """Check that an entry is a mapping with a known type and a site that the type can take.
 
     Raises:
-        ValueError: If the entry is not.
+        RequestError: If the entry is not.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(
+        raise RequestError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'midus-hml', 'layers': [1]}}."
         )
     sites = memory_type(values.get("type")).sites
     site = values.get("site", sites[0])
     if site not in sites:
-        raise ValueError(
+        raise RequestError(
             f"memory of type {values['type']!r} has site = {site!r}; expected one of: {', '.join(sites)}."
         )
 
@@ -186,27 +187,27 @@ def check_memories(memories: Memories) -> None:
         if not entry.is_attached:
             twice = inserted & set(entry.layers)
             if twice:
-                raise ValueError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
+                raise RequestError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
             inserted |= set(entry.layers)
     attends: dict[int, str] = {}
     for name, entry in memories.attached.items():
         for layer in entry.layers if entry.options.attends else ():
             if layer in attends:
-                raise ValueError(
+                raise RequestError(
                     f"memories {attends[layer]!r} and {name!r} both attend in the place of layer {layer}'s own attention; "
                     "expected at most one. Give them other layers."
                 )
             attends[layer] = name
         on_inserted = inserted & {*entry.layers, *entry.into}
         if on_inserted:
-            raise ValueError(
+            raise RequestError(
                 f"memory {name!r} is attached to layer {min(on_inserted)}, which was inserted for a memory; expected layers of the "
                 "base, which have a feed-forward network."
             )
         readers = [layer for shared in memories.tables(name) for layer in shared.layers]
         twice = {layer for layer in readers if readers.count(layer) > 1}
         if twice:
-            raise ValueError(
+            raise RequestError(
                 f"layer {min(twice)} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long "
                 "as both, of which layers read segments."
             )
@@ -217,7 +218,7 @@ def check_memories(memories: Memories) -> None:
     names = [entry.name for entry in memories.entries if entry.is_attached]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a separate name for each.")
+        raise RequestError(f"two memories have the name {repeated[0]!r}; expected a separate name for each.")
 
 
 def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, sizes: ModelSizes) -> None:
@@ -233,16 +234,16 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
     options.check_fit(sizes)
     layers = _read_layers(type_name, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
+        raise RequestError(f"layers is {values['layers']}; expected ascending indices, each once.")
     options.check_layers(layers)
     if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
-        raise ValueError(
+        raise RequestError(
             f"memory of type {type_name!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "
             "module."
         )
     into = _read_layers(type_name, "into", values, sizes.num_layers) if site == "skip" else ()
     if site == "skip" and (len(into) != len(layers) or any(to < at for at, to in zip(layers, into, strict=True))):
-        raise ValueError(
+        raise RequestError(
             f"memory of type {type_name!r} reads at layers {list(layers)} and adds behind {list(into)}; expected a layer to add "
             "behind for each, at or after it."
         )
@@ -255,11 +256,13 @@ def _read_layers(type_name: str, key: str, values: Mapping[str, Any], num_layers
             if key == "layers"
             else "a layer to add behind for each of its layers"
         )
-        raise ValueError(f"memory entry of type {type_name!r} has no {key!r}; expected {wanted}.")
+        raise RequestError(f"memory entry of type {type_name!r} has no {key!r}; expected {wanted}.")
     layers = values[key]
     if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
-        raise ValueError(f"{key} is {layers!r}; expected a list of layer indices.")
+        raise RequestError(f"{key} is {layers!r}; expected a list of layer indices.")
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
-        raise ValueError(f"memory of type {type_name!r} names layer {outside[0]}; expected 0 <= layer < {num_layers}.")
+        raise RequestError(
+            f"memory of type {type_name!r} names layer {outside[0]}; expected 0 <= layer < {num_layers}."
+        )
     return tuple(layers)

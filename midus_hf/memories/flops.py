@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.flops import Backbone, attention_of, layer_of_base, outside_of_layers
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import Memories
@@ -53,11 +54,11 @@ def memory_flops(
         Operations by the name of their purpose.
 
     Raises:
-        ValueError: If the FLOPs of the memory are unknown.
+        RequestError: If the FLOPs of the memory are unknown.
     """
     counted = _counted(FLOPS, options)
     if counted is None:
-        raise ValueError(
+        raise RequestError(
             f"the FLOPs of memory type {options.type!r} are unknown; expected a function with the decorator "
             f"flops_of({type(options).__name__}) in the module 'costs' beside its options. Leave the memory out of the config to "
             "count the rest."
@@ -126,11 +127,11 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
         batch: B, sequences in the batch. Default: 1.
 
     Raises:
-        ValueError: If tokens or batch is below 1, or if the FLOPs of the activation or of a memory are unknown.
+        RequestError: If tokens or batch is below 1, or if the FLOPs of the activation or of a memory are unknown.
     """
     for name, value in (("sequence length", tokens), ("batch", batch)):
         if value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more.")
+            raise RequestError(f"{name} is {value}; expected 1 or more.")
     sizes = backbone.sizes
 
     def layer_parts(layer: int) -> dict[str, int]:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import layer_class
@@ -34,7 +35,7 @@ class MemoryModule(DeclaredModule):
         sizes: Sizes of the model.
 
     Raises:
-        ValueError: If the memory does not fit the model.
+        RequestError: If the memory does not fit the model.
     """
 
     #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
@@ -71,7 +72,7 @@ class MemoryModule(DeclaredModule):
             implementation: Name of the implementation; None lets Transformers choose.
 
         Raises:
-            ValueError: If the memory does not work with the implementation.
+            RequestError: If the memory does not work with the implementation.
         """
 
     def extra_repr(self) -> str:
@@ -94,7 +95,7 @@ def build_memory(
         attention: The implementation of attention of the model. Default: any but vLLM's.
 
     Raises:
-        ValueError: If the type has no layer, or `check_layer` refuses it.
+        RequestError: If the type has no layer, or `check_layer` refuses it.
     """
     memory = layer_class(options, attention)(options, sizes)
     memory.index = index
@@ -113,21 +114,21 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
         count: Number of layers that have the memory.
 
     Raises:
-        ValueError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need.
+        RequestError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need.
     """
     options = memory.options
     undeclared = [
         name for name in dict([*memory.named_parameters(), *memory.named_buffers()]) if name not in memory.declared
     ]
     if undeclared:
-        raise ValueError(
+        raise RequestError(
             f"the layer of memory type {options.type!r} has a tensor {undeclared[0]!r}, which "
             f"{type(options).__name__}.tensors leaves out; expected tensors that are declared. Declare it there."
         )
     named = {site.name for site in memory.sites}
     missing = [site for site in options.sites if site not in (*named, "inserted")]
     if missing:
-        raise ValueError(
+        raise RequestError(
             f"memory type {options.type!r} has the site {missing[0]!r}, which {type(memory).__name__}.sites leaves out; expected its "
             "class of midus_hf.memories.hosting.sites there."
         )
@@ -139,7 +140,7 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
     }
     for service, is_needed in needed.items():
         if is_needed and service not in own:
-            raise ValueError(
+            raise RequestError(
                 f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
                 f"expected midus_hf.memories.hosting.services.{service} there."
             )

@@ -59,28 +59,28 @@ class MemoryOptions:
         """Refuse options that are out of range. Default: all values pass.
 
         Raises:
-            ValueError: If an option is out of range. The message names the value and what was expected.
+            RequestError: If an option is out of range. The message names the value and what was expected.
         """
 
     def check_fit(self, sizes: ModelSizes) -> None:
         """Refuse a model that the memory does not support. Default: all models are supported.
 
         Raises:
-            ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
+            RequestError: If the memory does not fit. The message names the size, the expected size and a remedy.
         """
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Refuse a choice of layers, given by their ascending indices, that does not work. Default: every choice works.
 
         Raises:
-            ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
+            RequestError: If the choice does not work. The message names the layers, the expected layers and a remedy.
         """
 
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
         """Refuse other memories of the same model that cannot be combined with this one. Default: all can.
 
         Raises:
-            ValueError: If one does not. The message names both memories.
+            RequestError: If one does not. The message names both memories.
         """
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_plugins
 from midus_hf.memories.options import SITES, MemoryOptions, is_name
@@ -51,18 +52,18 @@ def register_memory(name: str, default_name: str | None = None) -> Callable[[typ
         default_name: Name of an attached memory in the names of its tensors. Default: `name`.
 
     Raises:
-        ValueError: If the name has another form or belongs to another class, or if `check_declaration` refuses
+        RequestError: If the name has another form or belongs to another class, or if `check_declaration` refuses
             the class.
     """
     if not is_name(name) or name != name.lower():
-        raise ValueError(
+        raise RequestError(
             f"memory type is {name!r}; expected lower case words joined by hyphens, and no word of a torch module."
         )
 
     def decorate(cls: type[Options]) -> type[Options]:
         taken = MEMORY_TYPES.get(name)
         if taken is not None and not is_same_class(taken, cls):
-            raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
+            raise RequestError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
         if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:  # a test checks the types of this package
             check_declaration(name, cls)
         cls.type, cls.default_name = name, default_name or name
@@ -76,13 +77,15 @@ def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     """Return a decorator that makes a class the layer of a memory, which `layer_class` finds by the memory's options.
 
     Raises:
-        ValueError: If the options have another layer.
+        RequestError: If the options have another layer.
     """
 
     def decorate(cls: Layer) -> Layer:
         taken = vars(options_class).get("layer")
         if taken is not None and not is_same_class(taken, cls):
-            raise ValueError(f"{options_class.__name__} already has the layer {taken.__name__}; choose other options.")
+            raise RequestError(
+                f"{options_class.__name__} already has the layer {taken.__name__}; choose other options."
+            )
         options_class.layer = cls
         return cls
 
@@ -112,7 +115,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
             another.
 
     Raises:
-        ValueError: If no class is the layer of the memory.
+        RequestError: If no class is the layer of the memory.
     """
     options_class = type(options)
     if attention == "vllm":
@@ -122,7 +125,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     if vars(options_class).get("layer") is None:  # a subclass has a separate layer
         import_beside(options_class, "layer")
     if vars(options_class).get("layer") is None:
-        raise ValueError(
+        raise RequestError(
             f"memory type {options.type!r} has no layer; expected one in the module 'layer' beside {options_class.__name__}, "
             f"with the decorator layer_of({options_class.__name__})."
         )
@@ -146,14 +149,14 @@ def memory_type(name: Any) -> type[MemoryOptions]:
     """Return the options class of a type of memory, from this package or offered by another package.
 
     Raises:
-        ValueError: If no package has the type.
+        RequestError: If no package has the type.
     """
     if isinstance(name, str):
         name = _EARLIER_TYPES.get(name, name)
     if isinstance(name, str) and name not in MEMORY_TYPES:
         load_plugins("midus_hf.memories")
     if not isinstance(name, str) or name not in MEMORY_TYPES:
-        raise ValueError(
+        raise RequestError(
             f"memory type is {name!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. Do not rename a type, "
             "since tensors mean something else under another type. A type of another package is known only where it is installed."
         )
@@ -171,27 +174,29 @@ def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
     """Refuse declarations that would mean something else without a word.
 
     Raises:
-        ValueError: If the class declares no site or an unknown one, an option that says what or where a memory is, an unknown role,
+        RequestError: If the class declares no site or an unknown one, an option that says what or where a memory is, an unknown role,
             a buffer in a linear layer, or integers that train.
     """
     if not cls.sites or any(site not in SITES for site in cls.sites):
-        raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
+        raise RequestError(
+            f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}."
+        )
     taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(cls)})
     if taken:
-        raise ValueError(
+        raise RequestError(
             f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
         )
     for tensor_name, tensor in sample_tensors(cls):
         if tensor.role not in _ROLES:
-            raise ValueError(
+            raise RequestError(
                 f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(_ROLES)}."
             )
         if tensor.role == "buffer" and "." in tensor_name:
-            raise ValueError(
+            raise RequestError(
                 f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no buffers."
             )
         if tensor.dtype and tensor.role != "buffer":
-            raise ValueError(
+            raise RequestError(
                 f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
                 "'buffer', since integers do not train."
             )

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.view import Part
@@ -24,14 +25,14 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
         parts: Parts to switch off, of `ModelView.parts`.
 
     Raises:
-        ValueError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
+        RequestError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
     blocks, readers = decoder_of(model).layers, hosted_memories(model, "attend")
     parts = list(parts)
     for part in parts:
         for layer in part.layers:
             if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):
-                raise ValueError(
+                raise RequestError(
                     f"part is {part.name!r}, and the model has no {part.memory or 'decoder'} layer {layer}; expected a part of this "
                     "model, as ModelView.parts lists them."
                 )

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from midus_hf.anatomy.record import base_layers
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, memories_of
 from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE, Keywords, named_cache
@@ -61,7 +62,7 @@ class CodeMixin:
         """Return the memories of the language model, read from its current `memory` list.
 
         Raises:
-            ValueError: If `read_memories` refuses the list.
+            RequestError: If `read_memories` refuses the list.
         """
         return memories_of(self)
 
@@ -74,7 +75,7 @@ class MemoryConfig(CodeMixin):
     classes for tasks, such as `"ForSequenceClassification"`.
 
     Raises:
-        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
+        RequestError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
             model; if `layer_types` does not have one entry per layer.
     """
 
@@ -92,7 +93,7 @@ class MemoryConfig(CodeMixin):
             values["type"] = entry.options.type  # which had another name in earlier versions
         layer_types = getattr(self, "layer_types", None)
         if layer_types is not None and len(layer_types) != self.num_hidden_layers:
-            raise ValueError(
+            raise RequestError(
                 f"layer_types has {len(layer_types)} entries; expected one for each of the {self.num_hidden_layers} "
                 "layers, memory blocks included."
             )
@@ -128,7 +129,7 @@ class HostMixin:
         """Load a model as its family does, and what its memories have beside the weights.
 
         Raises:
-            ValueError: If a quantisation config has quantised a tensor that a memory reads itself, if tensor or pipeline
+            RequestError: If a quantisation config has quantised a tensor that a memory reads itself, if tensor or pipeline
                 parallelism is asked for, or if a bank is absent or belongs to another model.
         """
         _refuse_splitting(kwargs)
@@ -144,7 +145,7 @@ class HostMixin:
         """Save the model as its family does, and what its memories have beside the weights.
 
         Raises:
-            ValueError: If `push_to_hub` is set and a bank is open.
+            RequestError: If `push_to_hub` is set and a bank is open.
         """
         if kwargs.get("push_to_hub"):
             self._check_upload()
@@ -170,7 +171,7 @@ class HostMixin:
         """Upload the model as its family does.
 
         Raises:
-            ValueError: If a bank is open.
+            RequestError: If a bank is open.
         """
         self._check_upload()
         return super().push_to_hub(*args, **kwargs)
@@ -189,21 +190,21 @@ class HostMixin:
         """Entries of names and texts that the model knows (`Glossary`), which may change at any time.
 
         Raises:
-            ValueError: If the model has no packs, or was not loaded from a folder.
+            RequestError: If the model has no packs, or was not loaded from a folder.
         """
         packs = self.stack.services.get("packs")
         if packs is None or packs.glossary is None:
-            raise ValueError("this model has no glossary; expected one with packs that from_pretrained loaded.")
+            raise RequestError("this model has no glossary; expected one with packs that from_pretrained loaded.")
         return packs.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
         """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled.
 
         Raises:
-            ValueError: If no memory fetches blocks.
+            RequestError: If no memory fetches blocks.
         """
         if self.banks is None:
-            raise ValueError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
+            raise RequestError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
         return self.banks.fetch(memory_ids, len(memory_ids), self.device, self.dtype)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
@@ -221,7 +222,7 @@ class HostMixin:
         """Load an adapter as transformers does.
 
         Raises:
-            ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise. The model then has the
+            RequestError: If the adapter numbers layers as in the base, and this model numbers them otherwise. The model then has the
                 adapter, and has to be loaded again.
         """
         before = set(getattr(self, "peft_config", {}))
@@ -231,8 +232,8 @@ class HostMixin:
             loaded = names - set(loading_info.missing_keys)
             try:
                 _check_adapter_layers(self.config, adapter, loaded, names, self.peft_config[adapter])
-            except ValueError as error:
-                raise ValueError(f"{error} This model now has the adapter: load the model again.") from None
+            except RequestError as error:
+                raise RequestError(f"{error} This model now has the adapter: load the model again.") from None
         return loading_info
 
     def run(self, forward: Callable[..., Any], arguments: Keywords) -> Any:
@@ -330,7 +331,7 @@ class MemoryModel(HostMixin, HostStack):
             kwargs: Other arguments of the family's forward, and arguments that memories take.
 
         Raises:
-            ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
+            RequestError: If a memory takes `input_ids`, and embeddings are passed alone.
         """
         arguments: Keywords = {
             "input_ids": input_ids,
@@ -375,7 +376,7 @@ def _refuse_splitting(options: Keywords) -> None:
     for name, whole in (("tp_plan", {}), ("tp_size", 1), ("pp_size", 1)):
         asked = options.get(name) or getattr(options.get("distributed_config"), name, None)
         if asked not in (None, whole):
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {asked!r}, but a memory reads whole heads, and what other layers carry, so a model with memory is not "
                 "split by heads or layers; expected none. Load it with device_map, or train it with FSDP."
             )
@@ -386,7 +387,7 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
     for name, tensor in model.named_parameters():
         holder = model.get_submodule(name.rpartition(".")[0])
         if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
-            raise ValueError(
+            raise RequestError(
                 f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
                 "alone."
             )
@@ -405,7 +406,7 @@ def _refuse_adapter_of_base(
     too, the adapter was made for the base.
 
     Raises:
-        ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
+        RequestError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
     """
     for adapter, names in _adapter_tensors(model).items():
         loaded = {name for name in names if prefix + name in state_dict}
@@ -428,7 +429,7 @@ def _check_adapter_layers(
     if not moved or has[-1] >= len(numbers):
         return
     if any(layer > has[-1] for layer in lacks):
-        raise ValueError(
+        raise RequestError(
             f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, "
             f"which its targets also match: it was made for the base of {len(numbers)} layers, and layer {moved[0]} of the "
             f"base is layer {numbers[moved[0]]} here. On this model of {text_config.num_hidden_layers} layers it would change the "

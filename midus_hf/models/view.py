@@ -8,6 +8,7 @@ from torch import nn
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.anatomy.types import model_type_of
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
 from midus_hf.memories.hosting.parts import decoder_of
@@ -83,11 +84,11 @@ class ModelView:
         """Layers and memories that were added to the base, and tables that layers share, by name; may be empty.
 
         Raises:
-            ValueError: If the record names a layer or a memory that the model does not have.
+            RequestError: If the record names a layer or a memory that the model does not have.
         """
         outside = [layer for layer in self.record.new_layers if not 0 <= layer < len(self.layers)]
         if outside:
-            raise ValueError(
+            raise RequestError(
                 f"upscale.new_layers of the config names {outside}, which the model does not have. Upscale the base again."
             )
         modules = dict(self.model.named_modules())
@@ -102,7 +103,7 @@ class ModelView:
                 if name.endswith(f".{ATTACHED}.{memory}") or name.rpartition(".")[0].endswith(f".{TABLES}.{memory}")
             }
             if not attached:
-                raise ValueError(
+                raise RequestError(
                     f"upscale.new_memories of the config names {memory!r}, which the model does not have. Upscale the base again."
                 )
             new |= attached
@@ -128,7 +129,7 @@ class ModelView:
         """Parts that were added, or all memories without a record: one by one in the order of layers, then banks of several layers.
 
         Raises:
-            ValueError: If nothing was added.
+            RequestError: If nothing was added.
         """
         inserted = {*(self.memories.inserted if self.recorded is None else self.record.new_layers)}
         names = {*(self.memories.attached if self.recorded is None else self.record.new_memories)}
@@ -144,7 +145,7 @@ class ModelView:
                 if name in names and not only_writes:
                     parts.append(Part(f"{name} {layer}", "depth" if reads_depth else "memory", (layer,), name))
         if not parts:
-            raise ValueError(
+            raise RequestError(
                 f"this {self.model.config.model_type} model has no layer and no memory that was added to a base; expected one made "
                 "by upscale."
             )

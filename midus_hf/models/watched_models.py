@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.moda.site import DepthHeads
 
@@ -36,7 +37,7 @@ def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
             if not any(hasattr(memory, method) for method in methods):
                 continue
             if any(parameter.device.type == "meta" for parameter in memory.parameters()):
-                raise ValueError(
+                raise RequestError(
                     f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
                 )
             hosts.append(HostedMemory(layer, name, block, memory))
@@ -48,9 +49,9 @@ def depth_heads(block: Any) -> DepthHeads | None:
     return next((site for site in getattr(block, "attached", ()) if isinstance(site, DepthHeads)), None)
 
 
-def lacking(model: Any, part: str) -> ValueError:
+def lacking(model: Any, part: str) -> RequestError:
     """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
-    return ValueError(
+    return RequestError(
         f"this {model.config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
     )
 

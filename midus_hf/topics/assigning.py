@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.topics.building import unit_rows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
@@ -68,11 +69,11 @@ def rows_with_paths(
         For each row a mapping with the columns of the row; `document`, its index; and the columns of `path_columns`.
 
     Raises:
-        ValueError: If a column of these names does not come from an earlier assignment.
+        RequestError: If a column of these names does not come from an earlier assignment.
     """
     reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in rows.column_names]
     if reserved and "memory_ids" not in rows.column_names:
-        raise ValueError(
+        raise RequestError(
             f"the corpus has a column {reserved[0]!r}, which is written with the paths of documents; expected columns of other "
             "names, or the columns of an earlier assignment. Rename the column."
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.topics.tree import ClusterTree, TreeOrigin, squared_distances
 
 # Largest size of a cluster in a step, as a multiple of the mean cluster size.
@@ -40,7 +41,7 @@ class TreeOptions:
         seed: Seed of all random choices.
 
     Raises:
-        ValueError: If a number is out of range.
+        RequestError: If a number is out of range.
     """
 
     branching: int = 16
@@ -52,13 +53,13 @@ class TreeOptions:
     def __post_init__(self) -> None:
         for name, least in {"branching": 2, "levels": 1, "steps": 1, "seed": 0}.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         if self.samples < 2 * self.branching:
-            raise ValueError(
+            raise RequestError(
                 f"samples is {self.samples}; expected at least {2 * self.branching}, two for each of {self.branching} clusters."
             )
         if self.branching**self.levels > _MOST_LEAVES:
-            raise ValueError(
+            raise RequestError(
                 f"branching {self.branching} and levels {self.levels} make {self.branching**self.levels:,} leaves; expected at "
                 f"most {_MOST_LEAVES:,}. Lower one of them."
             )
@@ -93,10 +94,10 @@ def build_tree(
         held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others. Default: none is.
 
     Raises:
-        ValueError: If there are no rows, or rows of length 0 or with values that are not finite.
+        RequestError: If there are no rows, or rows of length 0 or with values that are not finite.
     """
     if not len(embeddings):
-        raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
+        raise RequestError("embeddings has no rows; expected at least 1. Add text to the corpus.")
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
@@ -246,7 +247,7 @@ def grow_tree(
     )
     old, new = np.flatnonzero(near), np.flatnonzero(~near)
     if not len(new):
-        raise ValueError(
+        raise RequestError(
             f"all {len(near):,} windows are near a topic of the tree; expected texts of topics that it lacks. Assign them with the "
             "present tree."
         )
@@ -290,7 +291,7 @@ def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
     read = torch.from_numpy(np.array(embeddings[rows], np.float32))
     lengths = read.norm(dim=-1, keepdim=True)
     if not (lengths.isfinite() & (lengths > 0)).all():
-        raise ValueError(
+        raise RequestError(
             "embeddings have rows of length 0 or with values that are not finite; expected finite rows. Embed the corpus again."
         )
     return read / lengths

@@ -41,8 +41,8 @@ class AssignPaths(PipelineStep):
         """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
 
         Raises:
-            ValueError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded; or if a document has
-                a topic that the tree does not know.
+            RequestError: If `MemoryRetriever.load` refuses the tree, or it names no tokenizer that can be loaded; or if a document
+                has a topic that the tree does not know.
         """
         retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
         tokenizer, tokens = cutter_of(retriever.tree, self.tree)

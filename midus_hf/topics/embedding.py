@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import read_json
 from midus_hf.model_names import usable_device
-from midus_hf.saved_models import as_value_error, check_whole, load_tokenizer
+from midus_hf.saved_models import check_whole, load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
@@ -35,16 +36,16 @@ class TextEmbedder:
             `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks tensors, pools in another way or transforms vectors further, or if
+        RequestError: If the model cannot be loaded, lacks tensors, pools in another way or transforms vectors further, or if
             a number is out of range.
     """
 
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
+            raise RequestError(f"batch_size is {batch_size}; expected at least 1 text.")
         self.name, self.batch_size = str(model), batch_size
         _check_modules(self.name)
-        with as_value_error(
+        with as_request_error(
             f"embedding model is {self.name!r}, which cannot be loaded", OSError, ValueError, KeyError
         ):
             self.tokenizer = load_tokenizer(self.name)
@@ -103,7 +104,7 @@ class TextEmbedder:
             return min(settings.get("max_seq_length") or positions, positions)
         least = self.tokenizer.num_special_tokens_to_add() + 1
         if not least <= max_tokens <= positions:
-            raise ValueError(
+            raise RequestError(
                 f"max_tokens is {max_tokens}; expected a number from {least} to {positions}, the model's positions."
             )
         return max_tokens
@@ -116,7 +117,7 @@ def _check_modules(name: str) -> None:
     modes = {key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True and "_mode_" in key}
     modes |= {mode for mode in [pooling.get("pooling_mode")] if isinstance(mode, str)}
     if others := sorted(kinds - {*_MODULES}) + sorted(modes - {"mean_tokens", "mean"}):
-        raise ValueError(
+        raise RequestError(
             f"embedding model is {name!r}, whose files name {', '.join(others)}; expected {', '.join(_MODULES)} alone, with the "
             "mean of tokens. Choose such a model."
         )

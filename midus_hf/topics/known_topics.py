@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
 
@@ -32,7 +33,7 @@ class TopicNames:
         """Return the names in columns of a corpus, in the order of their first occurrence."""
         absent = [column for column in columns if column not in rows.column_names]
         if absent:
-            raise ValueError(
+            raise RequestError(
                 f"the corpus has no column {absent[0]!r}, only {', '.join(rows.column_names)}; expected a column with the name of "
                 "each text's topic. Correct --topic-column."
             )
@@ -59,7 +60,7 @@ class TopicNames:
             below, node, nodes = self.names, 0, []
             for name in path:
                 if name not in below:
-                    raise ValueError(
+                    raise RequestError(
                         f"row {number} of {label} has the topic {' / '.join(path)!r}, which the tree does not know; "
                         "expected a topic that it was built with. Build the tree again, or remove the row."
                     )
@@ -91,7 +92,7 @@ def _paths_of_names(
     for number, path in enumerate(zip(*(rows[column] for column in columns), strict=True), start=1):
         for name, column in zip(path, columns, strict=True):
             if not isinstance(name, str) or not name.strip():
-                raise ValueError(
+                raise RequestError(
                     f"row {number} of {label} has {name!r} under {column!r}; expected the name of its topic. "
                     "Fill it in, or remove the row."
                 )

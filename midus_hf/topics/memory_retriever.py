@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
@@ -22,13 +23,13 @@ class MemoryRetriever:
         embedder: Embedder with the model that the tree was built with.
 
     Raises:
-        ValueError: If the embedder is not the model that the tree was built with.
+        RequestError: If the embedder is not the model that the tree was built with.
     """
 
     def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
         expected = tree.origin.embedding_fingerprint
         if expected is not None and embedder.fingerprint != expected:
-            raise ValueError(
+            raise RequestError(
                 f"embedding model {embedder.name!r} has the fingerprint {embedder.fingerprint[:16]}...; expected "
                 f"{expected[:16]}..., the fingerprint of {tree.origin.embedding_model!r}, with which the tree was built. Use that "
                 "model, or build the tree again."
@@ -54,17 +55,17 @@ class MemoryRetriever:
             batch_size: Texts per forward pass.
 
         Raises:
-            ValueError: If the tree or the model cannot be loaded, they do not fit each other, or the tree names no model.
+            RequestError: If the tree or the model cannot be loaded, they do not fit each other, or the tree names no model.
         """
         tree = ClusterTree.load(folder)
         name, record = tree.origin.embedding_model, folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
         if name is None:
-            raise ValueError(
+            raise RequestError(
                 f"tree {str(folder)!r} does not say which model embeds its texts; expected a name. Write the model's folder or hub "
                 f"id as embedding_model in {record}."
             )
         if Path(name).is_absolute() and not Path(name).exists():
-            raise ValueError(
+            raise RequestError(
                 f"tree {str(folder)!r} was built with the embedding model {name!r}, which is not there; expected its folder. If it "
                 f"has moved, write its new path as embedding_model in {record}."
             )

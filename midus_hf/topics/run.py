@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import install_extra, print_note
 from midus_hf.data.corpus import read_corpus
 from midus_hf.topics.building import (
@@ -74,7 +75,7 @@ def build(
         overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept.
 
     Raises:
-        ValueError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
+        RequestError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
             called refuses the request, such as `store_windows` or `build_tree`.
     """
     from tqdm import tqdm
@@ -125,7 +126,7 @@ def grow(
         batch_size: Texts per forward pass.
 
     Raises:
-        ValueError: If the tree does not say how it was built, the output holds a tree or other files, all windows are near a
+        RequestError: If the tree does not say how it was built, the output holds a tree or other files, all windows are near a
             topic of the tree, or in the cases of `build`.
     """
     output = _checked_output(output, overwrite=False)
@@ -174,7 +175,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     """Read the tree and the windows that `build` wrote into a folder, and the leaf of each window, `[N]`, int32, memory-mapped.
 
     Raises:
-        ValueError: If there is no tree, or its files were altered, or there are no windows.
+        RequestError: If there is no tree, or its files were altered, or there are no windows.
     """
     folder = folder.expanduser()
     tree, stored = ClusterTree.load(folder), open_windows(folder / WINDOWS)
@@ -184,20 +185,20 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
 def _checked_output(output: Path, overwrite: bool) -> Path:
     """Return the folder of a new tree, before any work, if it may be written and scikit-learn is installed."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ValueError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
+        raise RequestError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
     output = output.expanduser()
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {str(output)!r}, which is a file; expected a folder to make. Choose another.")
+        raise RequestError(f"output is {str(output)!r}, which is a file; expected a folder to make. Choose another.")
     if (output / RECORD_FILE).exists():
         if not overwrite:
-            raise ValueError(
+            raise RequestError(
                 f"output {str(output)!r} holds a tree; pass --overwrite to replace it, which keeps the embeddings, or choose "
                 "another folder."
             )
         return output
     others = output.is_dir() and not (output / WINDOWS).is_dir() and [*output.glob("[!.]*")]
     if others:  # and there is no interrupted build
-        raise ValueError(
+        raise RequestError(
             f"output is {str(output)!r}, which contains other files than those of a tree; expected a new folder. Choose another."
         )
     return output

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import parse_json
@@ -63,7 +64,7 @@ class ClusterTree:
         grown_from: Fingerprints of the trees that the tree came from, by growth or by deletion of nodes, the first one first.
 
     Raises:
-        ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
+        RequestError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
             leaf.
     """
 
@@ -77,7 +78,7 @@ class ClusterTree:
         grown_from: Sequence[str] = (),
     ):
         if min_similarity is not None and (type(min_similarity) not in (int, float) or not -1 <= min_similarity <= 1):
-            raise ValueError(
+            raise RequestError(
                 f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text reaches, to 1, or null for no "
                 "limit."
             )
@@ -88,12 +89,12 @@ class ClusterTree:
         for level, tensor in enumerate(centroids):
             expected = (self.roots * branching**level, self.width)
             if tuple(tensor.shape) != expected:
-                raise ValueError(
+                raise RequestError(
                     f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
                     f"of its nodes with branching {branching}."
                 )
             if sizes is not None and (len(sizes) != len(centroids) or tuple(sizes[level].shape) != expected[:1]):
-                raise ValueError(
+                raise RequestError(
                     "sizes do not fit centroids; expected a number for each node, one tensor for each level."
                 )
         self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
@@ -101,11 +102,11 @@ class ClusterTree:
         # Every empty node gets the same NaN in every element, so that equal trees have equal bytes.
         self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
         if any(level.isinf().any() for level in self.centroids):
-            raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
+            raise RequestError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
         #: Whether a leaf with data can be reached from each node, `[roots * branching ** l]`, bool, per level.
         self.takeable = _takeable(self.centroids, branching)
         if not self.takeable[0].any():
-            raise ValueError("centroids are NaN on every path to a leaf; expected at least one leaf with data.")
+            raise RequestError("centroids are NaN on every path to a leaf; expected at least one leaf with data.")
 
     @property
     def levels(self) -> int:
@@ -134,10 +135,12 @@ class ClusterTree:
             The node at each level, `[N, p]`, int64, on the CPU.
 
         Raises:
-            ValueError: If embeddings are not finite.
+            RequestError: If embeddings are not finite.
         """
         if not embeddings.isfinite().all():
-            raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
+            raise RequestError(
+                "embeddings have values that are not finite; expected numbers. Embed these texts again."
+            )
         rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.roots * self.width)))
         return torch.cat([self._descend(stretch) for stretch in rows])
 
@@ -207,20 +210,20 @@ class ClusterTree:
         """Read the tree that `save` wrote into a folder, or that of a model whose bank has the tree's files.
 
         Raises:
-            ValueError: If a file is missing, of another version, truncated or altered. The message names the folder.
+            RequestError: If a file is missing, of another version, truncated or altered. The message names the folder.
         """
         folder = folder_of_tree(Path(folder).expanduser())
         try:
             text = (folder / RECORD_FILE).read_text(encoding="utf-8")
         except OSError as error:
-            raise ValueError(
+            raise RequestError(
                 f"tree is {str(folder)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
                 "midus cluster build or ClusterTree.save wrote."
             ) from error
         try:
             record = parse_json(text)
             if record["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"its format_version is {record['format_version']}; expected {FORMAT_VERSION}")
+                raise RequestError(f"its format_version is {record['format_version']}; expected {FORMAT_VERSION}")
             tensors = load_file(folder / CENTROIDS_FILE)
             origin = {field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)}
             homes = {key: os.path.expanduser(value) for key, value in origin.items() if str(value).startswith("~/")}
@@ -233,9 +236,9 @@ class ClusterTree:
                 record["grown_from"],
             )
             if tree.fingerprint != record["fingerprint"]:
-                raise ValueError(f"the fingerprint of its centroids is not the one in {RECORD_FILE}")
+                raise RequestError(f"the fingerprint of its centroids is not the one in {RECORD_FILE}")
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise RequestError(
                 f"the tree in {str(folder)!r} was altered or is not whole: {first_line(error).removesuffix('.')}. Copy it again, or "
                 "build the tree again."
             ) from error

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write, exclusive
-from midus_hf.saved_models import as_value_error, load_tokenizer
+from midus_hf.saved_models import load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
 
@@ -59,10 +60,10 @@ def cut_windows(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, wi
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text."""
-    with as_value_error(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
+    with as_request_error(f"tokenizer is {name!r}, which cannot be loaded", OSError, ValueError, KeyError):
         tokenizer = load_tokenizer(name)
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise RequestError(
             f"tokenizer is {name!r}, which does not know the positions of its tokens in a text; expected a fast one, with a "
             "tokenizer.json."
         )
@@ -72,7 +73,7 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def cutter_of(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
     """Return the tokenizer that cut the windows of a tree, whose folder messages name, and the number of tokens of a window."""
     if tree.origin.tokenizer is None:
-        raise ValueError(
+        raise RequestError(
             f"tree {str(name)!r} does not say how windows are cut; expected a tree that 'midus cluster build' made."
         )
     return load_fast_tokenizer(tree.origin.tokenizer), tree.origin.window_tokens or 2048
@@ -104,7 +105,7 @@ def store_windows(
         record = _read_record(folder) or {"request": request, "windows": None, "embedded": 0}
         for key, value in request.items():
             if key != "corpus" and record["request"].get(key) != value:  # files may be moved
-                raise ValueError(
+                raise RequestError(
                     f"folder {str(folder)!r} holds windows that were made with another {key}, {record['request'].get(key)!r}; "
                     f"expected {value!r}. Choose another output, or delete this folder."
                 )
@@ -139,7 +140,7 @@ def open_windows(folder: Path) -> StoredWindows:
     """Open the windows that `store_windows` wrote. Windows of a part of a corpus are an error."""
     record = _whole_record(folder)
     if record is None:
-        raise ValueError(
+        raise RequestError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
             "build."
         )
@@ -163,7 +164,7 @@ def _request(
 ) -> dict[str, Any]:
     """Return everything that embeddings depend on, except the rounding of batches, after checking it."""
     if window_tokens < 1:
-        raise ValueError(f"window_tokens is {window_tokens}; expected at least 1.")
+        raise RequestError(f"window_tokens is {window_tokens}; expected at least 1.")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     del settings["truncation"], settings["padding"]  # which earlier calls of the tokenizer have set
     return {
@@ -191,7 +192,7 @@ def _texts_digest(rows: "Dataset", column: str) -> str:
 def only_run(folder: Path) -> AbstractContextManager[None]:
     """Return a context that locks a folder for writing, and creates it. A folder that another run is writing to is an error."""
     busy = f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
-    return exclusive(folder, ValueError(busy))
+    return exclusive(folder, RequestError(busy))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

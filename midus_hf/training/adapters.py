@@ -10,9 +10,9 @@ from peft.tuners import tuners_utils
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from transformers import PreTrainedModel
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.options import read_options
 from midus_hf.models.view import ModelView
-from midus_hf.saved_models import as_value_error
 
 # PEFT's type of a task, by the end of the name of the model's class.
 _TASKS = {
@@ -38,14 +38,14 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
             in full; `modules_to_save` are added to the new layers.
 
     Raises:
-        ValueError: If the config of the model records no new layers or memories, or the model is wrapped already.
+        RequestError: If the config of the model records no new layers or memories, or the model is wrapped already.
     """
     view = ModelView(model)
     if view.has_adapters:
-        raise ValueError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
+        raise RequestError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
     new, rows = view.new_modules, rows_for_peft(view)
     if not new and not rows:
-        raise ValueError(
+        raise RequestError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
             "would be trained in full; upscale the model first, or make a peft.LoraConfig."
         )
@@ -82,7 +82,7 @@ def _with_new_parts(view: ModelView, config: LoraConfig, new: list[str], rows: d
     modules = view.tables
     for name, module in view.model.named_modules():
         if any(module is each for each in modules) and check_target_module_exists(config, name):
-            raise ValueError(
+            raise RequestError(
                 f"adapters.target_modules has {name}, whose rows of new tokens train; expected other modules, "
                 "as PEFT cannot train both. Leave it out."
             )
@@ -93,12 +93,12 @@ def read_adapters(options: Mapping[str, Any]) -> tuple[LoraConfig, bool]:
     """Return the `LoraConfig` of the key `adapters`, and whether new parts of the model are trained in full as well."""
     layers = options.get("layers", "base")
     if layers not in ("base", "all"):
-        raise ValueError(
+        raise RequestError(
             f"adapters.layers is {layers!r}; expected base or all. PEFT's layers_to_transform lists layers by their indices."
         )
     keys = {key: value for key, value in options.items() if key != "layers"}
     keys = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **keys}
-    with as_value_error("PEFT refuses the keys of adapters", ValueError):
+    with as_request_error("PEFT refuses the keys of adapters", ValueError):
         return read_options(LoraConfig, keys, "config", prefix="adapters."), layers == "base"
 
 
@@ -116,13 +116,13 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
             if isinstance(module, BaseTunerLayer):
                 tuners_utils._check_lora_target_modules_mamba(config, cast(Any, native), name.rpartition(".")[2])
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"adapters cannot be put on this model: {error}") from error
+        raise RequestError(f"adapters cannot be put on this model: {error}") from error
     for name, module in adapted.named_modules():
         if isinstance(module, BaseTunerLayer):
             try:  # on a copy: aLoRA cannot be merged, nor DoRA on rows of zeros, as in new layers
                 copy.deepcopy(module).merge(safe_merge=True)
             except (ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-                raise ValueError(
+                raise RequestError(
                     f"adapters of {name.removeprefix('base_model.model.')} could not be merged at the end: {error} Change the "
                     "keys of adapters, or leave the module out of target_modules or layers_to_transform."
                 ) from error
@@ -131,7 +131,7 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
         banks.trainable = trains_new and view.adds_bank
     training, total = adapted.get_nb_trainable_parameters()
     if not training:
-        raise ValueError(
+        raise RequestError(
             f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0

@@ -12,8 +12,8 @@ import torch
 from transformers import TrainingArguments
 
 from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.secrets import for_record
-from midus_hf.saved_models import as_value_error
 from midus_hf.training.keys import ModelKeys, TrainKeys
 from midus_hf.training.optim.rates import Rates
 
@@ -35,7 +35,7 @@ class MemoryArguments(ModelKeys):
     reads.
 
     Raises:
-        ValueError: If a value lies outside its range or contradicts another.
+        RequestError: If a value lies outside its range or contradicts another.
     """
 
     def __post_init__(self) -> None:
@@ -72,27 +72,27 @@ class MemoryArguments(ModelKeys):
         self.logging_nan_inf_filter = False
         super_init = getattr(super(Rates, self), "__post_init__", None)
         if super_init is not None:
-            with as_value_error("the Trainer refuses its keys", ValueError):
+            with as_request_error("the Trainer refuses its keys", ValueError):
                 super_init()
 
     def _check_keys(self) -> None:
         """Refuse keys that are out of range or contradict others."""
         data_key = getattr(self, "data_key", None)
         if data_key is not None and not getattr(self, data_key):
-            raise ValueError(f"config has no {data_key!r}; set it in the recipe, or by --{data_key}.")
+            raise RequestError(f"config has no {data_key!r}; set it in the recipe, or by --{data_key}.")
         optim, targets = getattr(self, "optim", None), getattr(self, "optim_target_modules", None)
         if targets is not None or _OWN_GROUPS.fullmatch(str(getattr(optim, "value", optim))):
             key, value = ("optim", optim) if targets is None else ("optim_target_modules", targets)
-            raise ValueError(
+            raise RequestError(
                 f"{key} is {value!r}, an optimizer that chooses its parameters itself, but a run makes the groups; expected "
                 "one such as adamw_torch. Leave it out."
             )
         for key, (is_right, expected) in _RANGES.items():
             number = getattr(self, key, None)
             if isinstance(number, int | float) and not is_right(number):
-                raise ValueError(f"{key} is {number!r}; expected {expected}.")
+                raise RequestError(f"{key} is {number!r}; expected {expected}.")
         if self.base_kl and getattr(self, "use_liger_kernel", False):
-            raise ValueError(
+            raise RequestError(
                 f"base_kl is {self.base_kl:g}, and use_liger_kernel is true, with which a step has no logits; expected one of them."
             )
         roles = get_args(TrainedRole)
@@ -103,18 +103,18 @@ class MemoryArguments(ModelKeys):
             ("adapters", isinstance(self.adapters, str), 'a mapping, such as {"r": 16}'),
         ):
             if is_wrong:
-                raise ValueError(f"{key} is {getattr(self, key)!r}; expected {expected}.")
+                raise RequestError(f"{key} is {getattr(self, key)!r}; expected {expected}.")
         if self.adapters is not None:
             for other, free in (("trainable", "auto"), ("frozen", []), ("protect", None), ("config_name", None)):
                 if getattr(self, other) != free:
-                    raise ValueError(
+                    raise RequestError(
                         f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parameters "
                         f"of a trained model train. Leave adapters out, or set {other}={free}."
                     )
         saved, made_from, tokenizer = self.model_name_or_path, self.config_name, self.tokenizer_name
         given = [each is not None for each in (saved, made_from, tokenizer)]
         if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
-            raise ValueError(
+            raise RequestError(
                 f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected the first "
                 "alone, for a saved model with its tokenizer, or the other two, for a model that is trained from scratch."
             )
@@ -212,7 +212,7 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
     """Arguments of `midus train`: every key of `TrainingArguments`, and `TrainKeys`.
 
     Raises:
-        ValueError: If a value lies outside its range or contradicts another.
+        RequestError: If a value lies outside its range or contradicts another.
     """
 
     remove_unused_columns: bool = False
@@ -221,15 +221,15 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
-            raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
+            raise RequestError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         if self.tree is not None and self.path_column is None:
-            raise ValueError(
+            raise RequestError(
                 f"tree is {self.tree!r}, and path_column is not given; expected the column with the paths of documents. Leave "
                 "tree out, or give the column."
             )
         for key in ("eval_strategy", "eval_steps"):
             if getattr(self, key) not in (None, "no") and self.eval_text is None:
-                raise ValueError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
+                raise RequestError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
         super().__post_init__()
         if self.streaming:
             batches: Any = self.accelerator_config
@@ -254,7 +254,7 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
                 ("auto_find_batch_size", not self.auto_find_batch_size, "false, since a stream is read once"),
             ):
                 if not is_right:
-                    raise ValueError(f"streaming is true, and {key} is {getattr(self, key)!r}; expected {expected}.")
+                    raise RequestError(f"streaming is true, and {key} is {getattr(self, key)!r}; expected {expected}.")
 
 
 def computes_bfloat16(use_cpu: bool = False) -> bool:

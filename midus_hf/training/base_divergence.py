@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.models.added_parts import switched_off
@@ -105,10 +106,10 @@ def _divergence_at(logits: Any, base_logits: Any, labels: Any, row: Any, positio
 
 
 def check_base_divergence(trainer: Any) -> None:
-    """Raise a `ValueError` unless a Trainer's model computes as its base does when all that trains is switched off."""
+    """Raise a `RequestError` unless a Trainer's model computes as its base does when all that trains is switched off."""
     reason = _refusal(trainer)
     if reason is not None:
-        raise ValueError(f"base_kl is {trainer.args.base_kl:g}, and {reason}")
+        raise RequestError(f"base_kl is {trainer.args.base_kl:g}, and {reason}")
 
 
 def _refusal(trainer: Any) -> str | None:

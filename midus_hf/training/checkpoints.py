@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import atomic_write
 
@@ -46,11 +47,11 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
         model: A model in which the same tensors require gradients as in the run.
 
     Raises:
-        ValueError: If the folder is not a checkpoint of a run, or other tensors were trained.
+        RequestError: If the folder is not a checkpoint of a run, or other tensors were trained.
     """
     path = Path(folder, TRAINED_FILE)
     if not path.is_file():
-        raise ValueError(
+        raise RequestError(
             f"{str(folder)!r} has no {TRAINED_FILE}; expected a checkpoint of a run, such as checkpoint-500."
         )
     tensors = dict(saved_tensors(model))
@@ -59,7 +60,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
         for name in sorted(tensors.keys() | shapes.keys()):
             relation = "lacks" if name not in shapes else "also has" if name not in tensors else "has another shape of"
             if name not in tensors or shapes.get(name) != tuple(tensors[name].shape):
-                raise ValueError(
+                raise RequestError(
                     f"{path} {relation} {name}, so its run trained other tensors than this one; resume with the same model "
                     "and the same keys."
                 )
@@ -134,14 +135,14 @@ def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> 
         checkpoint = Path(resume)
         damage = damage_of(checkpoint) if checkpoint.is_dir() else "it does not exist"
         if damage is not None:
-            raise ValueError(
+            raise RequestError(
                 f"resume_from_checkpoint is {resume!r}, which is not a whole checkpoint ({damage}); expected a folder checkpoint-N "
                 "with all files that a run wrote. Choose another one, or set resume_from_checkpoint: true for the latest whole one."
             )
         return checkpoint
     whole = latest_whole(output)
     if whole is None and resume is True:
-        raise ValueError(
+        raise RequestError(
             f"resume_from_checkpoint is true, but {str(output)!r} has no whole checkpoint; start the run again in another folder, "
             "with save_steps to have checkpoints."
         )

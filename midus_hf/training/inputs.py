@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import INPUTS_FILE, STREAM_FILE
 from midus_hf.memories.engram.certificate import OF_SAVING
@@ -56,13 +57,13 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
     Held-out texts may change, unless they choose the model that is saved.
 
     Raises:
-        ValueError: If the run that saved the checkpoint read something else under the same keys.
+        RequestError: If the run that saved the checkpoint read something else under the same keys.
     """
     held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
     if checkpoint is not None and isinstance(trainer.train_dataset, StreamedSequences):
         count = len(list(checkpoint.glob(STREAM_FILE.format("*"))))
         if count != arguments.world_size:
-            raise ValueError(
+            raise RequestError(
                 f"{checkpoint} has the streams of {count} processes, and this run has {arguments.world_size}; expected the same "
                 "number of processes, since each goes on with its own."
             )
@@ -85,7 +86,7 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
         for part, digest in parts.items():
             before = earlier.get(key, {}).get(part, digest)
             if before != digest:
-                raise ValueError(
+                raise RequestError(
                     f"{key} is {getattr(arguments, key)!r}, whose {part} are not those that the run to resume read (SHA-256 "
                     f"{digest[:16]}, expected {before[:16]}); put them back, or start a new run in another folder."
                 )

@@ -18,10 +18,11 @@ from transformers import (
 )
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import as_value_error, check_whole, load_model, load_tokenizer
+from midus_hf.saved_models import check_whole, load_model, load_tokenizer
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import resolve_trainable
 from midus_hf.training.saving import new_card
@@ -31,9 +32,9 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     """Load the config of a run's model, and check what can be checked without weights."""
     source = arguments.model_name_or_path or arguments.config_name
     if source is None:
-        raise ValueError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
+        raise RequestError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
     path = Path(source).expanduser()
-    with as_value_error(_expected(arguments), OSError, ValueError):
+    with as_request_error(_expected(arguments), OSError, ValueError):
         made_from = path if arguments.config_name is not None and path.exists() else source
         refuse_lfs_pointers(Path(made_from), CONFIG)
         config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
@@ -42,7 +43,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     check_sequence_length(arguments.length_key, getattr(arguments, arguments.length_key), config)
     hosts_memory = isinstance(config, MemoryConfig)
     if hosts_memory and getattr(arguments, "use_liger_kernel", False):
-        raise ValueError(
+        raise RequestError(
             f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
             "Leave it out."
         )
@@ -50,7 +51,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         resolve_trainable(config, arguments.trainable)  # type: ignore[arg-type]
         return config
     if importlib.util.find_spec("peft") is None:
-        raise ValueError(
+        raise RequestError(
             f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
         )
     from midus_hf.training.adapters import read_adapters
@@ -58,7 +59,7 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
     assert isinstance(arguments.adapters, dict), "checked by the arguments"
     read_adapters(arguments.adapters)
     if is_deepspeed_zero3_enabled():
-        raise ValueError(
+        raise RequestError(
             "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole "
             "models. Start the run with configs/accelerate/ddp.yaml."
         )
@@ -66,10 +67,10 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
 
 
 def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
-    """Raise a `ValueError` about a key such as `sequence_length` if the model has too few positions for it."""
+    """Raise a `RequestError` about a key such as `sequence_length` if the model has too few positions for it."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and sequence_length > limit:
-        raise ValueError(
+        raise RequestError(
             f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
             "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
         )
@@ -81,7 +82,7 @@ def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
     message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
     if arguments.model_name_or_path is not None:
         message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
-    with as_value_error(message, OSError, ValueError):
+    with as_request_error(message, OSError, ValueError):
         return load_tokenizer(source)
 
 
@@ -92,7 +93,7 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
     from torch's random generator, and comes with a card that says so.
     """
     attention, source = arguments.attn_implementation, arguments.model_name_or_path
-    with loaded_whole(), as_value_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
+    with loaded_whole(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
         if source is None:
             made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
             return made, {CARD_FILE: new_card(arguments, config.model_type)}

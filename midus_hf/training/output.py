@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from accelerate.utils import broadcast_object_list
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
 from midus_hf.files.outputs import atomic_write, exclusive
@@ -34,25 +35,25 @@ def open_output(arguments: Any) -> Iterator[Path | None]:
     At the end the output is unlocked, and removed if it contains nothing but the record of the run.
 
     Raises:
-        ValueError: If the run may not write there; in all processes.
+        RequestError: If the run may not write there; in all processes.
     """
     with contextlib.ExitStack() as opened:
         yield in_main_process(arguments, lambda: _open_here(arguments, opened))
 
 
 def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
-    """Do work in the main process, and return its result, or raise its `ValueError`, in all processes."""
+    """Do work in the main process, and return its result, or raise its `RequestError`, in all processes."""
     outcome: list[Any] = [None, None]  # the result or error of the main process
-    refused: ValueError | None = None
+    refused: RequestError | None = None
     if arguments.process_index == 0:
         try:
             outcome[0] = work()
-        except ValueError as error:
+        except RequestError as error:
             refused, outcome[1] = error, str(error)
     broadcast_object_list(outcome)
     result, refusal = outcome
     if refusal is not None:
-        raise refused or ValueError(refusal)
+        raise refused or RequestError(refusal)
     return result
 
 
@@ -61,7 +62,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     _check_folder(output, arguments.sources())
     busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
     with contextlib.ExitStack() as opening:
-        opening.enter_context(exclusive(output, ValueError(busy)))
+        opening.enter_context(exclusive(output, RequestError(busy)))
         opening.callback(_take_back, output)
         checkpoint = resumed_checkpoint(output, resume)
         files = sorted(os.listdir(output))
@@ -69,7 +70,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
         if checkpoint is not None:
             _check_same_run(arguments, checkpoint)
         elif files and not (resume == "auto" and is_begun):
-            raise ValueError(
+            raise RequestError(
                 f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
                 "resume_from_checkpoint: true."
             )
@@ -82,17 +83,17 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
 def _check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
     """Refuse an output that cannot be written, contains an input of the run, or is inside one."""
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output_dir is {str(output)!r}, a file; expected a folder.")
+        raise RequestError(f"output_dir is {str(output)!r}, a file; expected a folder.")
     ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-        raise ValueError(
+        raise RequestError(
             f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
         )
     for key, source in sources:
         if Path(source).exists():  # other names are ids of models or datasets
             for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
                 if inner.resolve().is_relative_to(outer.resolve()):
-                    raise ValueError(
+                    raise RequestError(
                         f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
                     )
 
@@ -114,13 +115,13 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
         return
     earlier, record = for_record(yaml.safe_load(path.read_text(encoding="utf-8"))), _record(arguments)
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
-        raise ValueError(
+        raise RequestError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "
             "gradient_accumulation_steps or per_device_train_batch_size so that all processes together take as many."
         )
     for name in sorted(earlier.keys() | record.keys()):
         if not _FREE.fullmatch(name) and earlier.get(name) != record.get(name):
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 from midus_hf.training.checkpoints import can_go_on
 from midus_hf.training.optim.new_rows import with_trained_rows
@@ -22,17 +23,17 @@ def prepare_sharing(trainer: Any) -> None:
     """
     for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" and not enabled:
-            raise ValueError(
+            raise RequestError(
                 f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
                 "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
             )
     if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and any(with_trained_rows(trainer.model)):
-        raise ValueError(
+        raise RequestError(
             "what trains is rows of new tokens, which FSDP and DeepSpeed cannot tell from others in what they cut; expected whole "
             "models. Start it with configs/accelerate/ddp.yaml, or set trainable: all."
         )
     if trainer.is_fsdp_enabled and trainer.args.save_only_model:
-        raise ValueError(
+        raise RequestError(
             "save_only_model is true, and processes that share parameters by FSDP save them with the optimizer's; expected whole "
             "checkpoints. Leave save_only_model out, or save_steps."
         )
@@ -40,7 +41,7 @@ def prepare_sharing(trainer: Any) -> None:
         settings = _deepspeed_settings(trainer)
         for section in ("optimizer", "scheduler"):
             if section in settings:
-                raise ValueError(
+                raise RequestError(
                     f"the file of DeepSpeed has a section {section!r}, which would replace the run's groups and rates; "
                     "expected none. Remove it from the file."
                 )
@@ -48,7 +49,7 @@ def prepare_sharing(trainer: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
             if dtype is not None and not parameter.requires_grad and parameter.dtype is torch.float32:
                 reason = "bf16 is set" if trainer.args.bf16 else f"the file of DeepSpeed sets {dtype}"
-                raise ValueError(
+                raise RequestError(
                     f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
                     f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
                 )
@@ -62,7 +63,7 @@ def prepare_sharing(trainer: Any) -> None:
 
 def _prepare_fsdp(plugin: Any, model: Any) -> None:
     if plugin.fsdp_version != 2:
-        raise ValueError(
+        raise RequestError(
             f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be distinguished; "
             "expected 2, as in configs/accelerate/fsdp2.yaml."
         )
@@ -106,7 +107,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
     A Trainer that finds no moments of the optimizer, no schedule or no random numbers continues silently.
     """
     if not can_go_on(checkpoint):
-        raise ValueError(
+        raise RequestError(
             f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that continued from it would be "
             "different; expected a whole checkpoint. Start the run again without save_only_model, or load trained parameters by "
             "midus_hf.training.load_checkpoint."
@@ -120,7 +121,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
     saved_sharing = next(way for way, files, _ in ways if not files or any(checkpoint.glob(files)))
     sharing = next(way for way, _, is_current in ways if is_current)
     if saved_sharing != sharing:
-        raise ValueError(
+        raise RequestError(
             f"{checkpoint} was saved by processes that {saved_sharing}, and these {sharing}; resume it as the run "
             "began, or start a new run."
         )

@@ -15,6 +15,7 @@ import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
@@ -48,7 +49,7 @@ class Protection:
             taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, ngrams)]
             left = take_out(model, table, ngrams)
             if not left:
-                raise ValueError(
+                raise RequestError(
                     f"none of the {known:,} n-grams of memory {table.memory!r} is left, since protected texts contain all of them; "
                     "expected n-grams to learn with. Protect less, or upscale with another corpus."
                 )
@@ -74,7 +75,7 @@ class Protection:
         with safe_open(path, "pt") as file:
             for name in tables.keys() & set(file.keys()):
                 if not torch.equal(file.get_tensor(name), tables[name].cpu()):
-                    raise ValueError(
+                    raise RequestError(
                         f"protect names other texts than the run had when it saved {checkpoint.name}; expected texts of the same "
                         "content. Give them, or start a new run in another folder."
                     )

@@ -14,13 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import integration_utils
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
-from midus_hf.saved_models import as_value_error
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
@@ -86,7 +86,7 @@ def run_training(
         make_trainer: Makes the Trainer, from model, arguments, tokenizer and texts. Default: `MemoryTrainer`.
 
     Raises:
-        ValueError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
+        RequestError: If the arguments are wrong; nothing but caches of `datasets` has been written then.
         TrainingError: If a step fails. The message says how to continue.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
@@ -122,7 +122,7 @@ def run_training(
             check = partial(check_inputs, trainer, of_model, arguments, checkpoint)
             trainer.inputs = in_main_process(arguments, check)
             if protection is not None and shares_parameters(trainer):
-                raise ValueError(
+                raise RequestError(
                     "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
                     "Start the run with configs/accelerate/ddp.yaml."
                 )
@@ -162,7 +162,7 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
     The name of a single text is `""`. Files that the Trainer writes to `arguments.output_dir` are removed.
 
     Raises:
-        ValueError: If the arguments are wrong.
+        RequestError: If the arguments are wrong.
     """
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
@@ -208,14 +208,14 @@ def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenize
     """Make a Trainer, and import its optimizer's package, which may be absent."""
     for name in arguments.report_to or ():
         if not getattr(integration_utils, f"is_{name}_available", lambda: True)():
-            raise ValueError(
+            raise RequestError(
                 f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
             )
     made = "push_to_hub is true, and the Trainer makes a repository"
     of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
     with (
-        as_value_error("the Trainer cannot be made", ImportError, ValueError),
-        as_value_error(made, *of_hub, reason=_why_not_made),
+        as_request_error("the Trainer cannot be made", ImportError, ValueError),
+        as_request_error(made, *of_hub, reason=_why_not_made),
     ):
         trainer = make_trainer(model, arguments, tokenizer, texts)
         trainer.get_optimizer_cls_and_kwargs(arguments)
@@ -228,7 +228,7 @@ def _why_not_made(error: Exception) -> str:
 
 
 def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
-    """Train; a `ValueError` of a step is not about the arguments, which have been checked."""
+    """Train; a `RequestError` of a step is not about the arguments, which have been checked."""
     try:
         trainer.train(checkpoint)
     except ValueError as error:

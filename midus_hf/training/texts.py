@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
@@ -54,7 +55,7 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 
     depth = max((max(layout.levels) for layout in banks.values()), default=None)
     if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
-        raise ValueError(
+        raise RequestError(
             "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
             "paths. midus cluster assign writes them."
         )
@@ -112,7 +113,7 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
 
         loaded = ClusterTree.load(tree)
         if corpus_tree not in (None, loaded.fingerprint):
-            raise ValueError(
+            raise RequestError(
                 f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
                 f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
             )

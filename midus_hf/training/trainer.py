@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
+from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
@@ -82,7 +83,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         kwargs: Other arguments of the Trainer.
 
     Raises:
-        ValueError: If a part refuses its keys.
+        RequestError: If a part refuses its keys.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -103,7 +104,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
             has_chapters = any(entry.get("type") == "moc" for entry in getattr(config, "memory", None) or [])
             if has_chapters or getattr(config, "output_router_logits", False):
                 key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
-                raise ValueError(
+                raise RequestError(
                     f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of routers; "
                     "expected a model without them. Leave it out."
                 )
@@ -121,7 +122,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         After the last step, the model that the run ends with is loaded, and no step is taken. A `Path` has been checked.
 
         Raises:
-            ValueError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
+            RequestError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         """
         checkpoint = resume_from_checkpoint
@@ -242,7 +243,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
 
         Raises:
             FloatingPointError: If a trained parameter is not finite.
-            ValueError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
+            RequestError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
         if self._is_checkpointing and not has_adapters(self.model):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.controls import Change, controls_of, num_value_rows
@@ -38,7 +39,7 @@ class Example(InsertedOptions):
 
     def __post_init__(self):
         if self.size < 1:
-            raise ValueError(f"size is {self.size}; expected one or more.")
+            raise RequestError(f"size is {self.size}; expected one or more.")
 
     def tensors(self, sizes):
         return {

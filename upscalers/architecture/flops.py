@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from midus_hf.config.flops import Backbone
 from midus_hf.memories.flops import ModelFlops, estimate_flops, values_read
 from upscalers.architecture.layout import layout_of
@@ -22,12 +23,12 @@ def count_flops(config: dict[str, Any], tokens: int, batch: int = 1) -> ModelFlo
         batch: B, sequences in the batch. Default: 1.
 
     Raises:
-        ValueError: If the type has parts that are not counted, or if the config, tokens or batch are invalid.
+        RequestError: If the type has parts that are not counted, or if the config, tokens or batch are invalid.
     """
     model_type = config.get("model_type")
     native = model_type.removeprefix(MEMORY_PREFIX) if isinstance(model_type, str) else None
     if native not in MAIN_TYPES:
-        raise ValueError(
+        raise RequestError(
             f"config has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}, or {MEMORY_PREFIX} and one of them."
         )
     layout = layout_of(config)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.anatomy.record import language_entry, record_of
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
@@ -36,7 +37,7 @@ def layout_of(config: Config) -> Layout:
     """Return the layout of a model by its raw config, with its memories.
 
     Raises:
-        ValueError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
+        RequestError: If a size is missing or wrong, if transformers cannot build the model, or if the `memory` list is malformed or
             does not fit the model.
     """
     native = {key: value for key, value in config.items() if key not in NOT_OF_BACKBONE}
@@ -86,7 +87,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
         classes: Class of the model by the class of its config.
 
     Raises:
-        ValueError: If transformers cannot build the model.
+        RequestError: If transformers cannot build the model.
     """
     import torch
 
@@ -96,7 +97,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
             return classes[type(config)](config)
     except Exception as error:  # config classes and models raise whatever their checks raise
         check_lists(language_entry(native))
-        raise ValueError(
+        raise RequestError(
             f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
             "config.json of the base."
         ) from None
@@ -210,20 +211,20 @@ def _check_values(native: Config) -> None:
         value = native.get(key)
         is_list = key == "intermediate_size" and isinstance(value, list) and value  # one per layer
         if (key in _NEEDED or value is not None) and not is_list and (type(value) is not int or value < 1):
-            raise ValueError(
+            raise RequestError(
                 f"config has {key} = {value!r}; expected a positive integer. Repair config.json of the base."
             )
     types = native.get("layer_types")
     if types is None:
         return
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-        raise ValueError(
+        raise RequestError(
             f"config.json has layer_types = {types!r}; expected a list of names, one per layer. Repair the base checkpoint."
         )
     known = ("full_attention", "sliding_attention")
     unknown = next((each for each in types if each not in known), None)
     if native["model_type"] in MAIN_TYPES and unknown is not None:
-        raise ValueError(
+        raise RequestError(
             f"config.json lists {unknown!r} in layer_types; expected {' or '.join(known)} in a {native['model_type']} model. "
             "Repair the base checkpoint."
         )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from midus_hf.config.errors import RequestError
+
 # Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the
 # plan.
 PER_LAYER_KEYS = frozenset(
@@ -50,18 +52,18 @@ def check_list(key: str, values: list[Any], num_layers: int, path: str | None = 
         path: Path that leads to the list from the top of the config. Default: the name.
 
     Raises:
-        ValueError: If there is not one value per layer, or a layer that the model does not have.
+        RequestError: If there is not one value per layer, or a layer that the model does not have.
     """
     path = path or key
     if key in PER_LAYER_KEYS and len(values) != num_layers:
-        raise ValueError(
+        raise RequestError(
             f"config.json lists {len(values)} {path}; expected {num_layers}, one per layer (num_hidden_layers). Repair the base "
             "checkpoint."
         )
     if key in LAYER_INDEX_KEYS:
         stray = [layer for layer in values if type(layer) is not int or not 0 <= layer < num_layers]
         if stray:
-            raise ValueError(
+            raise RequestError(
                 f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {num_layers - 1} (num_hidden_layers is "
                 f"{num_layers}). Repair the base checkpoint."
             )
@@ -71,7 +73,7 @@ def check_lists(config: Mapping[str, Any]) -> None:
     """Check, as `check_list` does, the lists of a config whose model could not be built or lacks tensors: they may be why.
 
     Raises:
-        ValueError: If a list does not fit the number of layers.
+        RequestError: If a list does not fit the number of layers.
     """
     num_layers = config.get("num_hidden_layers")
     for key, values in config.items():

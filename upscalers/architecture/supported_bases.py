@@ -3,6 +3,7 @@
 from typing import Literal
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
+from midus_hf.config.errors import RequestError
 from upscalers.architecture.layer_tensors import Config
 
 # Block size in FP8 that transformers assumes if a config has none.
@@ -13,11 +14,11 @@ def family_of(config: Config) -> ModelType:
     """Return the type of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
-        ValueError: If the type cannot host memory or was not proven, or the model is quantised or has custom code.
+        RequestError: If the type cannot host memory or was not proven, or the model is quantised or has custom code.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(
+        raise RequestError(
             f"config.json has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}. Restore the config.json that "
             "the base was published with."
         )
@@ -29,7 +30,7 @@ def check_readable(config: Config) -> None:
     """Refuse a model whose weights are quantised, or that has custom code.
 
     Raises:
-        ValueError: If the config says so.
+        RequestError: If the config says so.
     """
     native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
     quantization = config.get("quantization_config")
@@ -39,13 +40,13 @@ def check_readable(config: Config) -> None:
             fp8_block(config)
         if not (form == "mxfp4" or (form == "fp8" and native_type in MAIN_TYPES)):
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-            raise ValueError(
+            raise RequestError(
                 f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
                 f"FP8 with a scale per block or weight in one of: {', '.join(MAIN_TYPES)}; or MXFP4 in gpt_oss. Start from the "
                 "unquantised checkpoint."
             )
     if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
-        raise ValueError(
+        raise RequestError(
             "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
@@ -74,7 +75,7 @@ def fp8_block(config: Config) -> tuple[int, int] | None:
         The size of a block; None where a weight has one scale.
 
     Raises:
-        ValueError: If the config has no such size.
+        RequestError: If the config has no such size.
     """
     block = config["quantization_config"].get("weight_block_size", _FP8_BLOCK)
     if block is None:
@@ -82,7 +83,7 @@ def fp8_block(config: Config) -> tuple[int, int] | None:
     if not (
         isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     ):
-        raise ValueError(
+        raise RequestError(
             f"quantization_config has weight_block_size = {block!r}; expected rows and columns, such as [128, 128], or null for one "
             "scale per weight. Restore the config.json that the base was published with."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from midus_hf.anatomy.record import LANGUAGE_KEY
 from midus_hf.anatomy.types import ModelType
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
@@ -147,10 +148,10 @@ def read_config(path: Path) -> Config:
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
-            raise ValueError(f"{folder} has no config.json{_held_instead(folder)}")
+            raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
+        raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config
 
 
@@ -222,7 +223,7 @@ def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
 
 def _refuse_adapter_in(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(
+        raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
             f"expected only a model. {MERGE_ADAPTER} Or remove the file."
         )
@@ -231,7 +232,7 @@ def _refuse_adapter_in(folder: Path) -> None:
 def _check_number_of_layers(config: Config) -> None:
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise ValueError(
+        raise RequestError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
         )
 
@@ -247,7 +248,7 @@ def _expected_shapes(layout: Layout) -> dict[str, Shape]:
 def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
     task_head = next((name for name in stored if name in _TASK_HEADS), None)
     if task_head is not None:
-        raise ValueError(
+        raise RequestError(
             f"the checkpoint has {task_head}, the head of a classifier, reward or question-answering model, which the result would "
             "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or a similar class."
@@ -270,7 +271,7 @@ def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, S
     missing = [name for name in expected if name not in stored]
     if missing:
         check_lists(config)
-        raise ValueError(
+        raise RequestError(
             f"the base lacks {len(missing)} tensors that its config requires, {first_few(missing)}. Download or save it again, or "
             f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
         )
@@ -285,7 +286,7 @@ def _check_shapes_and_dtypes(
     """Check the shapes of tensors, and that all tensors hold weights except those that are only copied."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {list(stored[name].shape)} in the base; expected {list(shape)} by its config. "
                 "Weights and config.json do not belong together."
             )
@@ -294,7 +295,7 @@ def _check_shapes_and_dtypes(
         form = stored[name].dtype
         if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
-            raise ValueError(
+            raise RequestError(
                 f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
                 "mean. Start from the unquantised checkpoint."
             )
@@ -306,7 +307,7 @@ def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
     for name in unexpected:
         if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
             also = f" and {_PREDICTING} = {predicting}" if predicting else ""
-            raise ValueError(
+            raise RequestError(
                 f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
                 "Weights and config.json do not belong together."
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import LANGUAGE_KEY, language_entry
 from midus_hf.anatomy.types import MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from upscalers.architecture.layer_tensors import OF_UPSCALING, Config, Shape
 from upscalers.architecture.layout import model_on_meta
 from upscalers.request.errors import one_line
@@ -71,7 +72,7 @@ class CompositeModel:
         return dataclasses.replace(self, spellings=(next(present, self.spelling),))
 
     def check_hosts(self) -> None:
-        """Make the classes with which the language model hosts memory within the composite model, or raise `ValueError`."""
+        """Make the classes with which the language model hosts memory within the composite model, or raise `RequestError`."""
         from midus_hf.models.families import COMPOSITE_FAMILIES
         from midus_hf.models.families.template import host_type
 
@@ -80,8 +81,8 @@ class CompositeModel:
             return
         try:
             host_type(model_type)
-        except ValueError as error:
-            raise ValueError(
+        except RequestError as error:
+            raise RequestError(
                 f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds ordinary "
                 "layers of the family, or extract the language model first (upscale extract)."
             ) from None
@@ -141,8 +142,8 @@ def _built(native: str) -> CompositeModel:
 
     model_type = json.loads(native)["model_type"]
 
-    def refused(reason: str, expected: str) -> ValueError:
-        return ValueError(
+    def refused(reason: str, expected: str) -> RequestError:
+        return RequestError(
             f"model_type {model_type!r} {reason} (transformers {__version__}); expected {expected}. Install a newer transformers if "
             "the model is newer, or save the language model as a separate checkpoint first."
         )

@@ -2,19 +2,20 @@
 
 from pathlib import Path
 
+from midus_hf.config.errors import RequestError
 from midus_hf.model_names import answer_of_hub
 from upscalers.request.errors import one_line
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raise `ValueError` if the hub allows no repository of this name."""
+    """Raise `RequestError` if the hub allows no repository of this name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ValueError(f"push-to-hub is {repo_id!r}; expected a repository such as me/model. {error}") from None
+        raise RequestError(f"push-to-hub is {repo_id!r}; expected a repository such as me/model. {error}") from None
 
 
 def check_account(repo_id: str) -> None:
@@ -39,25 +40,25 @@ def prepare_repository(repo_id: str, private: bool) -> str:
     except Exception as error:
         raise _refusal(repo_id, error) from None
     if public:
-        raise ValueError(
+        raise RequestError(
             f"push-to-hub is {repository!r}, which exists and is public; expected a new or a private repository with "
             "--private. Make it private in its settings on the hub, or choose another one."
         )
     return repository
 
 
-def _refusal(repo_id: str, error: Exception) -> ValueError:
+def _refusal(repo_id: str, error: Exception) -> RequestError:
     """Return a message with the cause and remedy of an error of the hub's client."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     status, reason = error.response.status_code if isinstance(error, HfHubHTTPError) else None, one_line(error)
     if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
-        return ValueError(
+        return RequestError(
             f"push-to-hub is {repo_id!r}, but the Hub does not let this account write there ({reason}); expected your own "
             "repository, or one of an organisation with write access. Log in with 'hf auth login' and a token with write access."
         )
     answer = answer_of_hub(error) or f"the Hub does not answer ({type(error).__name__}: {reason}); try again later"
-    return ValueError(f"push-to-hub is {repo_id!r}, but {answer}, or upload the output afterwards.")
+    return RequestError(f"push-to-hub is {repo_id!r}, but {answer}, or upload the output afterwards.")
 
 
 def push_folder(folder: Path, repository: str) -> str:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import first_few
 from midus_hf.memories.packs.names import Spelling, characters_of, whole_words
 
@@ -72,7 +73,7 @@ def new_tokens(
         inside_words: Whether tokens are found within words.
 
     Raises:
-        ValueError: If tokens are refused, or none is left.
+        RequestError: If tokens are refused, or none is left.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -91,7 +92,7 @@ def new_tokens(
         if ids and max(ids) < num_rows:
             continue
         if path.is_file():
-            raise ValueError(
+            raise RequestError(
                 f"the token {token!r} would start from {texts[token]!r}, of which the base's tokenizer makes the ids {ids}; "
                 f"expected ids below {num_rows}, at least one. Name another text in a JSON file."
             )
@@ -102,7 +103,7 @@ def new_tokens(
         left_out: dict[str, str] = {}
         while added and (found := check(tokenizer, made[0], added)):
             if path.is_file():
-                raise ValueError(
+                raise RequestError(
                     f"{source} has tokens that are not added, since {why}: {_listed(found)}; expected {expected}"
                 )
             left_out |= found
@@ -115,7 +116,7 @@ def new_tokens(
             )
     if not added:
         told = "".join(f"; {remark}" for remark in remarks)
-        raise ValueError(
+        raise RequestError(
             f"{source} has no token that the base's tokenizer lacks{told}; expected some that can be added. Name another one."
         )
     grown, ids, reserved = made
@@ -154,7 +155,7 @@ def read_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
     """Return the new tokens of a file, each with the text from whose pieces its row starts, and remarks on changes.
 
     Raises:
-        ValueError: If the file has no list of tokens, or tokens that no text has.
+        RequestError: If the file has no list of tokens, or tokens that no text has.
     """
     bare = path.suffix.lower() != ".json"
     try:
@@ -162,26 +163,26 @@ def read_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
         # Of a mapping the pairs, since a mapping would drop a token that stands there twice.
         content = json.loads(text, object_pairs_hook=tuple) if not bare else text.removesuffix("\n").split("\n")
     except ValueError as error:
-        raise ValueError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
+        raise RequestError(f"tokens is {str(path)!r}, which cannot be read: {error}. Correct it there.") from None
     listed = content if isinstance(content, list) else []
     pairs = content if isinstance(content, tuple) else [(each, each) for each in listed]
     if not pairs or not all(isinstance(each, str) for pair in pairs for each in pair):
-        raise ValueError(f"{path} has no list of tokens, and no mapping of tokens to texts; expected one of them.")
+        raise RequestError(f"{path} has no list of tokens, and no mapping of tokens to texts; expected one of them.")
     tokens, texts = ([unicodedata.normalize("NFC", pair[side]) for pair in pairs] for side in (0, 1))
     wrong = [number for number, each in enumerate(tokens, 1) if not each.strip() or (bare and each != each.strip())]
     if wrong:
-        raise ValueError(
+        raise RequestError(
             f"{path} has empty tokens, or white space around them: {'line' if bare else 'entry'} "
             f"{first_few([*map(str, wrong)])}; expected a token in each. Take them out. In JSON, a token may end with a space."
         )
     if unseen := [ascii(token) for token in tokens if _has_unseen(token)]:
-        raise ValueError(
+        raise RequestError(
             f"{path} has tokens with control characters or invisible ones, which texts lack: {first_few(unseen)}; expected tokens of "
             "visible characters and spaces. Take these characters out."
         )
     twice = [repr(token) for token, count in Counter(tokens).items() if count > 1]
     if twice:
-        raise ValueError(f"{path} has tokens more than once: {first_few(twice)}; expected each once. Take one out.")
+        raise RequestError(f"{path} has tokens more than once: {first_few(twice)}; expected each once. Take one out.")
     composed = [repr(token) for token, (written, _) in zip(tokens, pairs, strict=True) if token != written]
     told = f"tokens whose accents were characters of their own, and are composed now (NFC): {first_few(composed)}"
     return dict(zip(tokens, texts, strict=True)), [told] if composed else []
@@ -216,7 +217,7 @@ def _with(
         ids = range(start, start + len(given))
         first = reserved.start if reserved else ids.start
         if given != list(ids) or first > num_rows:
-            raise ValueError(
+            raise RequestError(
                 f"the base's tokenizer gives new tokens the ids {first_few([*map(str, given)])}, and the base embeds {num_rows}; "
                 f"expected one id after the other, the first at most {num_rows}. Resize its embedding, or repair its tokenizer."
             )
@@ -277,9 +278,9 @@ def _held(tokenizer: Any, tokens: list[str]) -> list[str]:
 
 def _lacking(name: str, tokenizer: Any, inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
     """Return the tokens of another tokenizer that a tokenizer lacks, and remarks on what is left out."""
-    from midus_hf.saved_models import as_value_error, load_tokenizer
+    from midus_hf.saved_models import load_tokenizer
 
-    with as_value_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
+    with as_request_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         other = load_tokenizer(name)
     spelling, own = Spelling(other), Spelling(tokenizer)
     known = {*map(own.piece, range(len(tokenizer)))} | {token.encode() for token in tokenizer.get_vocab()}

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from midus_hf.config.errors import RequestError
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.supported_bases import fp8_block, quantised_form
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
@@ -97,7 +98,7 @@ def with_products(
             wanted = f"scales {list(grid)}, one for each of its blocks of {block[0]} x {block[1]} (weight_block_size)"
             fits = held == grid
         if scales is None or scales.dtype not in TORCH_NAMES or len(weight.shape) != 2 or not fits:
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {list(weight.shape)} in {weight.dtype} with {'no scales' if held is None else f'scales {list(held)}'}; "
                 f"expected {name}{SUFFIX} with {wanted}. Start from the unquantised checkpoint."
             )
@@ -115,7 +116,7 @@ def _packed(stored: Mapping[str, StoredTensor], config: Config) -> dict[str, Sto
         scales = stored.get(name + _EXPONENTS)
         shape = () if scales is None else scales.shape
         if numbers.dtype != "U8" or len(shape) != 3 or scales is None or numbers.shape != (*shape, 16):
-            raise ValueError(
+            raise RequestError(
                 f"{part} is {list(numbers.shape)} with scales {list(shape)}; expected {name}{_EXPONENTS} with an exponent for each "
                 "16 bytes. Start from the unquantised checkpoint."
             )

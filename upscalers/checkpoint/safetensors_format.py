@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from midus_hf.config.errors import RequestError
 from upscalers.request.errors import one_line
 
 ITEM_BYTES = {
@@ -80,7 +81,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, "np"):  # checks the header and where tensors lie
             pass
     except SafetensorError as error:
-        raise ValueError(
+        raise RequestError(
             f"{file.name} is not a valid safetensors file: {one_line(error)}; it may be truncated. Download or save it again."
         ) from None
     with file.open("rb") as stream:
@@ -90,7 +91,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if entry["dtype"] not in ITEM_BYTES:
-            raise ValueError(
+            raise RequestError(
                 f"{name} in {file.name} is stored as {entry['dtype']}; expected float32, float16 or bfloat16 weights. Start from the "
                 "unquantised checkpoint."
             )

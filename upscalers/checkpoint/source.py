@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -56,7 +57,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
     if not at or Path(base).expanduser().exists():
         return base, None
     if not revision or Path(name).expanduser().exists():
-        raise ValueError(
+        raise RequestError(
             f"{base!r} has no revision after '@', or is local, where there are none; expected a hub id with a branch, tag or commit."
         )
     return name, revision
@@ -68,7 +69,7 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        raise ValueError(f"{name!r} is {gguf_refusal(path)}")
+        raise RequestError(f"{name!r} is {gguf_refusal(path)}")
     elif path.is_file() and path.name == "config.json":
         refuse_lfs_pointers(path.parent, CONFIG)
         yield Source(name, path.parent)
@@ -78,14 +79,14 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         )
         yield Source(name, path)
     elif path.is_file():
-        raise ValueError(
+        raise RequestError(
             f"{name!r} is a file; expected a folder, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise ValueError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
+        raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
@@ -132,7 +133,7 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
         files = HfApi().list_repo_files(name, revision=commit)
     except Exception as error:
         raise _unavailable(name, error) from None
-    raise ValueError(missing_weights(name, files))
+    raise RequestError(missing_weights(name, files))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
@@ -143,12 +144,12 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
     except HFValidationError as error:
-        raise ValueError(f"{name!r} is no local folder and no hub id. {error}") from None
+        raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise _unavailable(name, error) from None
 
 
-def _unavailable(name: str, error: Exception) -> ValueError:
+def _unavailable(name: str, error: Exception) -> RequestError:
     """Return a message about a name that the hub did not resolve."""
     reason = answer_of_hub(error) or "the Hub cannot be reached (or HF_HUB_OFFLINE is set)"
-    return ValueError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")
+    return RequestError(f"{name!r} is no local folder, and {reason}. Give a folder otherwise.")

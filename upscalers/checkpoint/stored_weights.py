@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from midus_hf.files.json_text import parse_json
 from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
@@ -19,7 +20,7 @@ def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor]
         return _indexed_tensors(folder, needs_weights)
     if not needs_weights:
         return None
-    raise ValueError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
+    raise RequestError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
 
 
 def missing_weights(base: str, files: Iterable[str]) -> str:
@@ -41,13 +42,13 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
         weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise RequestError(
             f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
         ) from None
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(
+            raise RequestError(
                 f"{index_path.name} names the shard {name!r}; expected a .safetensors file in the same folder."
             )
         if not (folder / name).is_file() and not needs_weights:
@@ -55,7 +56,7 @@ def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTenso
         headers[name] = read_header(folder / name) if (folder / name).is_file() else {}
     for name, file in weight_map.items():
         if name not in headers[str(file)]:
-            raise ValueError(
+            raise RequestError(
                 f"{index_path.name} places {name} in {file}, which is missing or does not hold it. Download or save the base again."
             )
     # transformers also loads tensors that the files hold but the index omits.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import (
@@ -69,7 +70,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         files that still contain what was learned from the topics, or their texts.
 
     Raises:
-        ValueError: If a node does not exist in any of the banks, or the output cannot be made.
+        RequestError: If a node does not exist in any of the banks, or the output cannot be made.
     """
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
@@ -80,7 +81,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
             bank = open_bank(source.folder, name, layout)
             try:
                 chosen = parse_nodes(nodes, bank.layout, subtree)
-            except ValueError as refusal:  # a bank may have no blocks at a level that another bank has
+            except RequestError as refusal:  # a bank may have no blocks at a level that another bank has
                 refusals.append(refusal)
                 continue
             deleted[name] = [node for node in chosen if bank.is_written(*node)]
@@ -247,28 +248,28 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
     """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
-        raise ValueError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
+        raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
         level, number = parse_node(name, layout)
         if not subtree and level not in layout.levels:
-            raise ValueError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
+            raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
         nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
     return sorted(nodes)
 
 
 def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `ValueError`."""
+    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
     match = _NODE.fullmatch(name)
     if match is None:
-        raise ValueError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
+        raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
     level = int(match[1])
     if not 1 <= level <= layout.num_levels:
-        raise ValueError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
+        raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
     count = layout.blocks.nodes(level)
     number = GENERIC if match[2] == "generic" else int(match[2])
     if number >= count:
-        raise ValueError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
+        raise RequestError(f"node {name!r} does not exist; expected 0 to {count - 1}, or generic.")
     return level, number
 
 
@@ -291,11 +292,11 @@ def written_node(node: Node) -> str:
 
 
 def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `ValueError`."""
+    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `RequestError`."""
     banks = block_layouts(open_base(folder, needs_weights=False).layout.memories)
     chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
     if not chosen:
-        raise ValueError(
+        raise RequestError(
             f"{folder} has no memory {'' if memory is None else f'{memory!r} '}that fetches blocks; expected a checkpoint "
             f"with one. Its are: {', '.join(banks) or 'none'}."
         )

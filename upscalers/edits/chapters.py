@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from midus_hf.memories.moc.options import ChaptersOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -72,11 +73,11 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
         if isinstance(entry.options, ChaptersOptions)
     }
     if not memories:
-        raise ValueError(
+        raise RequestError(
             f"{model.folder} has no memory of type 'moc'; expected a model with one. Make it with 'upscale --method moc'."
         )
     if (name is not None and name not in memories) or (only and name is None and len(memories) > 1):
-        raise ValueError(
+        raise RequestError(
             f"memory is {name!r}; expected a memory of chapters, of which the model has: {', '.join(memories)}. Pass --memory NAME."
         )
     return list(memories.values()) if name is None else [memories[name]]
@@ -93,7 +94,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
         As from `edit_checkpoint`, with `chapters`, as text, `chapters_before` and `chapters_after`.
 
     Raises:
-        ValueError: If a chapter or the memory does not exist, or the output cannot be made.
+        RequestError: If a chapter or the memory does not exist, or the output cannot be made.
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
@@ -113,7 +114,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
     Arguments and result are as for `zero`.
 
     Raises:
-        ValueError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
+        RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses.
     """
 
     def decide(model: BaseCheckpoint) -> EditDetails:
@@ -123,7 +124,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         kept = [number for number in range(options.chapters) if number not in numbers]
         shared = sum(number < options.shared_chapters for number in kept)
         if len(kept) - shared < options.k:
-            raise ValueError(
+            raise RequestError(
                 f"chapters is {written(numbers)!r}, which leaves {len(kept) - shared} chapters to choose k = {options.k} of; "
                 "expected k or more. Prune fewer."
             )
@@ -175,13 +176,13 @@ def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise ValueError(f"chapters is {text!r}; expected numbers and ranges such as 3,7-9.")
+            raise RequestError(f"chapters is {text!r}; expected numbers and ranges such as 3,7-9.")
         if last >= num_chapters:
-            raise ValueError(f"chapters is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
+            raise RequestError(f"chapters is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise ValueError(f"chapters is {text!r}, which names {twice} twice; expected each once.")
+        raise RequestError(f"chapters is {text!r}, which names {twice} twice; expected each once.")
     return tuple(numbers)
 
 

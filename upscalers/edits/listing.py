@@ -37,7 +37,7 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
         `router_biases` with the biases per chapter, by layer; numbers that are not finite are None.
 
     Raises:
-        ValueError: If the model has no memory of this name.
+        RequestError: If the model has no memory of this name.
     """
     progress = progress or Progress()
     with resolve_source(str(model)) as source:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import RECORD_KEY, language_entry, recorded_options
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, RECORD, is_of
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.bank_files import has_glossary
@@ -42,7 +43,7 @@ def add_entries(
         and `remarks` lines on what is not read, or no longer recorded.
 
     Raises:
-        ValueError: If the model has no packs, a row is no entry, a name has an entry already, or a protected text contains a name.
+        RequestError: If the model has no packs, a row is no entry, a name has an entry already, or a protected text contains a name.
     """
     return _edit(
         request, "add", lambda glossary: glossary.change(corpus_rows(corpus), common_names=common_names), protect
@@ -58,7 +59,7 @@ def replace_entries(
     `add_entries`; `entries` has all names of the entries as they are now.
 
     Raises:
-        ValueError: If no entry has a name of a row, or several have, or for the reasons of `add_entries`.
+        RequestError: If no entry has a name of a row, or several have, or for the reasons of `add_entries`.
     """
 
     def replace(glossary: "Glossary") -> "GlossaryChange":
@@ -83,7 +84,7 @@ def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]
         still contain the entries.
 
     Raises:
-        ValueError: If the model has no packs, or a name has no entry.
+        RequestError: If the model has no packs, or a name has no entry.
     """
 
     def delete(glossary: "Glossary") -> "GlossaryChange":
@@ -105,7 +106,7 @@ def _edit(
         opened = open_base(source.folder)
         memories = opened.layout.memories
         if not has_glossary(memories):
-            raise ValueError(
+            raise RequestError(
                 f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
             )
         from midus_hf.memories.packs.glossary import (

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.controls import num_value_rows
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint, value_tables
@@ -38,14 +39,14 @@ def shuffle(
         As from `edit_checkpoint`, with `seed`, and with the number of shuffled tables as `tables`.
 
     Raises:
-        ValueError: If the seed is out of range, the model has no rows of values, or the output cannot be made.
+        RequestError: If the seed is out of range, the model has no rows of values, or the output cannot be made.
     """
     check_seed(seed)
 
     def decide(opened: BaseCheckpoint) -> EditDetails:
         tables = {name: memory for name, memory, tensor in value_tables(opened) if num_value_rows(tensor) > 1}
         if not tables:
-            raise ValueError(
+            raise RequestError(
                 f"{opened.folder} has no table of values with a row for each of several slots; expected a model with a memory that "
                 "retrieves rows, such as one of the method midus-hml."
             )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.plugins import load_plugins
 from midus_hf.config.wording import one_of
 from upscalers.architecture.layer_tensors import Config
@@ -95,7 +96,7 @@ class Method(ABC):
         """Refuse a base that the method cannot upscale.
 
         Raises:
-            ValueError: If the base is refused.
+            RequestError: If the base is refused.
         """
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
@@ -106,7 +107,7 @@ class Method(ABC):
         """Refuse to start if a package or device is missing. A dry run skips this check.
 
         Raises:
-            ValueError: If one is missing.
+            RequestError: If one is missing.
         """
 
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
@@ -152,7 +153,7 @@ class Method(ABC):
         """Return warnings about the measurements of solvers.
 
         Raises:
-            ValueError: If the result has to be rejected; nothing of it is left.
+            RequestError: If the result has to be rejected; nothing of it is left.
         """
         return []
 
@@ -208,17 +209,17 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is taken or is not lower-case words joined by hyphens, or the class does not set
+        RequestError: If the name is taken or is not lower-case words joined by hyphens, or the class does not set
             `identity`.
     """
     if name in METHODS:
-        raise ValueError(f"method {name!r} is already registered; choose another name.")
+        raise RequestError(f"method {name!r} is already registered; choose another name.")
     if name != name.lower() or not all(word.isalnum() for word in name.split("-")):
-        raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
+        raise RequestError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
         if not isinstance(getattr(cls, "identity", None), bool):
-            raise ValueError(
+            raise RequestError(
                 f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the default "
                 "options, the new model computes what the base computes."
             )
@@ -239,7 +240,7 @@ def get_method(name: str) -> type[Method]:
     """Return the method of a name.
 
     Raises:
-        ValueError: If there is none. The message lists similar names.
+        RequestError: If there is none. The message lists similar names.
     """
     import upscalers.methods  # noqa: F401 - fills the table
 
@@ -253,7 +254,7 @@ def get_method(name: str) -> type[Method]:
             )
         nearest = difflib.get_close_matches(name, METHODS, 1)
         hint = f"Did you mean {nearest[0]}? {hint}" if nearest else hint
-        raise ValueError(f"method {name!r} is unknown. {hint}")
+        raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
 
 

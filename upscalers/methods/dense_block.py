@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from upscalers.architecture.layer_tensors import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -47,7 +48,7 @@ class DenseMethod(Method):
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.identity_init == "zero_out_norm" and not base.layout.norms_behind:
-            raise ValueError(
+            raise RequestError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm after its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
@@ -63,7 +64,7 @@ class DenseMethod(Method):
         """Refuse base layers that no new layer can be made from; `layer` names the new layer in messages.
 
         Raises:
-            ValueError: If the first layer lacks projections that the method needs or that the identity fills.
+            RequestError: If the first layer lacks projections that the method needs or that the identity fills.
         """
         first = base.layout.backbone_layers[sources[0]]
         filled, needed = self.filled_roles(base), self.needed_roles(base)
@@ -73,7 +74,7 @@ class DenseMethod(Method):
         if missing:
             stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
             others_that_do = COPYING if set(missing) - _WRITING_ROLES else "solar"
-            raise ValueError(
+            raise RequestError(
                 f"{layer} would be made from base layer {sources[0]}, which has no separate {missing[0]} that is known"
                 f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
                 f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
@@ -120,10 +121,10 @@ def whole_layer(base: BaseCheckpoint, layer: int, index: int) -> int:
     """Return `layer`, the base layer that new layer `index` is made from, if it is a whole decoder layer.
 
     Raises:
-        ValueError: If the base layer is a memory block, which has no feed-forward network.
+        RequestError: If the base layer is a memory block, which has no feed-forward network.
     """
     if layer in base.layout.memories.inserted:
-        raise ValueError(
+        raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
             "feed-forward network. Choose another placement."
         )
@@ -144,13 +145,13 @@ class FusionMethod(DenseMethod):
         """Refuse base layers that cannot be fused; `layer` names the new layer in messages.
 
         Raises:
-            ValueError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
+            RequestError: If layers differ in their tensors, or have experts, or lack projections that the method needs or
                 that the identity fills.
         """
         first, *others = (base.layout.backbone_layers[source] for source in sources)
         experts = [source for source in sources if source in base.layout.expert_layers]
         if experts:
-            raise ValueError(
+            raise RequestError(
                 f"{layer} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; "
                 f"{self.name} combines matrices of several layers, and experts of one layer have no counterparts in another; "
                 f"expected dense layers. Choose {COPYING}, or a method that adds memory."
@@ -158,7 +159,7 @@ class FusionMethod(DenseMethod):
         for source, tensors in zip(sources[1:], others, strict=True):
             if tensors != first:
                 differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
-                raise ValueError(
+                raise RequestError(
                     f"{layer} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
                     f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
                 )
@@ -197,7 +198,7 @@ class MatrixMethod(FusionMethod):
         for role in MATRIX_ROLES:
             weights = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
             if len(weights) > 1:
-                raise ValueError(
+                raise RequestError(
                     f"{layer} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
                     f"({', '.join(weights)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
                 )
@@ -209,11 +210,11 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
     With `same_type`, look further back for a layer with the attention type of the next layer.
 
     Raises:
-        ValueError: If a side has no base layer, or none of that type, or if one is a memory block.
+        RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"
-        raise ValueError(
+        raise RequestError(
             f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
             "top-heavy, or indices inside the model."
         )
@@ -224,7 +225,7 @@ def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: boo
     for candidate in range(layer.previous, -1, -1):
         if types[candidate] == types[following] and candidate not in base.layout.memories.inserted:
             return following, candidate
-    raise ValueError(
+    raise RequestError(
         f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
         "it; expected one, since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
     )

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few
 from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
@@ -79,29 +80,29 @@ class Engram(AttachedMemoryMethod):
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
-            raise ValueError(
+            raise RequestError(
                 "known_tokens or known_ngrams is given; expected neither, since they follow from the tokenizer and the corpus."
             )
         options = self.options
         if (options.table == "exact") != (options.corpus is not None):
-            raise ValueError(
+            raise RequestError(
                 f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus for table exact, and for it alone. "
                 "Pass --set table=exact --set corpus=FOLDER."
             )
         if options.min_documents < 1 or (options.min_documents > 1 and options.corpus is None):
-            raise ValueError(
+            raise RequestError(
                 f"min_documents is {options.min_documents}; expected at least 1, and a corpus for more than 1."
             )
         if options.names and (options.corpus is None or (options.min_documents, options.min_order) != (1, 1)):
-            raise ValueError(
+            raise RequestError(
                 f"names is true, corpus {options.corpus!r}, min_documents {options.min_documents} and min_order {options.min_order}; "
                 "expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and --set min_order=1, and "
                 "leave min_documents out."
             )
         if vocabulary_of(base) >= MOST_TOKENS:
-            raise ValueError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
+            raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
         if self.options.table == "exact" and not has_tokenizer(base.folder):
-            raise ValueError(
+            raise RequestError(
                 f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
                 "there, or choose --set table=hashed."
             )
@@ -185,7 +186,7 @@ class Engram(AttachedMemoryMethod):
             tokenizer, numbers = tokenizer_of(base), self._token_numbers(base)
             if self.options.names:
                 if lines := [text.strip() for text in texts if len(text.strip().splitlines()) > 1]:
-                    raise ValueError(
+                    raise RequestError(
                         f"corpus {self.options.corpus} has the name {textwrap.shorten(repr(lines[0]), 60)}, of several lines; "
                         'expected a text for each name. Write a row {"text": ...} for each, since a text file is one text.'
                     )
@@ -194,7 +195,7 @@ class Engram(AttachedMemoryMethod):
                 keys = keys_of_texts(texts, tokenizer, options, numbers)
                 self._keys = known_ngrams(keys, self.options.min_documents)
             if not len(self._keys):
-                raise ValueError(
+                raise RequestError(
                     f"corpus {self.options.corpus} has no n-gram of {self.options.min_order} tokens or more that "
                     f"{self.options.min_documents} of its texts have; expected n-grams to give rows to. Add text to it, or lower "
                     "min_order or min_documents."
@@ -278,10 +279,10 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
-    """Return the tokenizer of a checkpoint, or raise `ValueError`."""
-    from midus_hf.saved_models import as_value_error, load_tokenizer
+    """Return the tokenizer of a checkpoint, or raise `RequestError`."""
+    from midus_hf.saved_models import load_tokenizer
 
-    with as_value_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
+    with as_request_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.model_names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
@@ -53,7 +54,7 @@ class LesaOptions(FusionOptions):
             ("norm_weight", 0 <= self.norm_weight <= 1, "0 <= norm_weight <= 1"),
         ):
             if not is_right:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {expected}.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
 
 @register_method("lesa")
@@ -68,11 +69,11 @@ class Lesa(MatrixMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if base.num_layers < 3:
-            raise ValueError(
+            raise RequestError(
                 f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
             )
         for layer in sorted(base.layout.memories.inserted):
-            raise ValueError(
+            raise RequestError(
                 f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
                 "network. Upscale the base without memory first."
             )
@@ -180,7 +181,7 @@ class MatrixPrediction(Solver):
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)
         if not num_rows:
-            raise ValueError(
+            raise RequestError(
                 f"{self._sources[0]} and its counterparts are zero in every layer; lesa has nothing to learn from. Use another base."
             )
         with RowFile(scratch.folder / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:

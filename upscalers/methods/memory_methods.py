@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from midus_hf.anatomy.types import MEMORY_PREFIX, ModelType
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
@@ -36,7 +37,7 @@ class HostedMemoryMethod(Method):
         """Refuse a model type that is not proven with the memory at a site, and list the methods that support the type.
 
         Raises:
-            ValueError: If the type was not proven so.
+            RequestError: If the type was not proven so.
         """
         memory_type = dict(self.positions())[site]
         failure = row.refusal(site, memory_type)
@@ -46,7 +47,7 @@ class HostedMemoryMethod(Method):
         remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
         hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
         taking = [name for name, method in hosting.items() if row.refusal(*method.positions()[0]) is None]
-        raise ValueError(
+        raise RequestError(
             f"model_type {row.model_type!r} does not support memory of type {memory_type!r} at the site {site!r} (proof on a tiny "
             f"model: {failure.rstrip('.')}). {remedy} one of {', '.join(taking) or 'the dense methods'} (docs/families.md)."
         )
@@ -111,9 +112,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         self._memory().check_fit(base.layout.sizes)
         if self.options.site not in self.sites:
-            raise ValueError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
+            raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
         if "skip" in self.sites and self.options.site != "skip" and self.options.span != _SPAN:
-            raise ValueError(
+            raise RequestError(
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
@@ -126,7 +127,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise ValueError(
+                raise RequestError(
                     f"{name} is {value!r}, but {self.name} attaches memory to existing layers; expected none. Pass "
                     "--set layers=... instead."
                 )
@@ -147,7 +148,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         """Return the indices of the layers that get the memory.
 
         Raises:
-            ValueError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
+            RequestError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
                 memory, such as a memory block.
         """
         own = self._hosting_layers(base)
@@ -166,7 +167,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
             if sorted(set(chosen)) == chosen and set(chosen) <= set(own):
                 return tuple(chosen)
-        raise ValueError(
+        raise RequestError(
             f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, early:N, "
             "middle:N or late:N for N neighbours, or a list of ascending indices among the layers of the base that have "
             f"{'the projections' if self._projections(base) else 'a feed-forward network'}: {', '.join(map(str, own))}."
@@ -187,7 +188,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 hosting.append(layer)
         if not hosting:
             needed = ", ".join(f"{role} from {inputs} to {outputs}" for role, (inputs, outputs) in widths.items())
-            raise ValueError(
+            raise RequestError(
                 f"no layer of the base has the projections that {self.name} needs; expected {needed}, as config.json says. Choose "
                 "another method."
             )
@@ -198,10 +199,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         own = _layers_of_base(base)
         span = self.options.span
         if span < 0:
-            raise ValueError(f"span is {span}; expected 0 or more layers.")
+            raise RequestError(f"span is {span}; expected 0 or more layers.")
         pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
         if not pairs:
-            raise ValueError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
+            raise RequestError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
         read, added = zip(*pairs, strict=True)
         return read, added
 
@@ -265,7 +266,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):
             if wanted <= {tensor.role for tensor in base.layout.layers[source].values()}:
                 return (source,)
-        raise ValueError(
+        raise RequestError(
             f"new layer {index} needs an attention with an output projection, which no layer of the base has; expected one "
             "to copy. Choose midus-hml without output_projection."
         )

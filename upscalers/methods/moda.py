@@ -1,5 +1,6 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.moda.options import DepthAttentionOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import MODA, register_method
@@ -19,12 +20,12 @@ class MoDA(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.joining == "joint":
-            raise ValueError(
+            raise RequestError(
                 "joining is 'joint', with which the new slots change what the base computes; expected added or interpolated. It is "
                 "for models that are trained from scratch, whose config has it."
             )
         if self.options.joining == "added" and self.options.attention_slots == "reused":
-            raise ValueError(
+            raise RequestError(
                 "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what "
                 "the base computes; expected attention_slots none or projected, or joining interpolated."
             )

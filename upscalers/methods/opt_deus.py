@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.config.wording import install_extra
 from midus_hf.model_names import usable_device
@@ -53,7 +54,7 @@ class OptDeusOptions(FusionOptions):
     def __post_init__(self) -> None:
         for name in ("regularization", "tolerance", "max_iterations"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected a number above 0.")
 
 
 @register_method("avg-deus")
@@ -81,7 +82,7 @@ class OptDeus(MatrixMethod):
     def check_machine(self) -> None:
         module, package = {"sinkhorn": ("ot", "POT"), "hungarian": ("scipy", "scipy")}[self.options.solver]
         if importlib.util.find_spec(module) is None:
-            raise ValueError(
+            raise RequestError(
                 f"solver {self.options.solver} needs {package}, which is not installed; {install_extra('ot')}."
             )
         usable_device(self.options.device, self.options.precision)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few
 from midus_hf.memories.packs.bank_files import has_glossary
@@ -57,24 +58,24 @@ class Packs(AttachedMemoryMethod):
 
     def check_machine(self) -> None:
         if self.options.corpus is None:
-            raise ValueError(
+            raise RequestError(
                 'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
                 "corpus=FILE."
             )
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.corpus is not None and not has_tokenizer(base.folder):
-            raise ValueError(
+            raise RequestError(
                 f"{base.folder} has no tokenizer, to find names in texts; expected one in the folder of the weights. Copy it there."
             )
         if has_glossary(base.layout.memories):
-            raise ValueError(
+            raise RequestError(
                 f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
                 "--corpus FILE --output DIR."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
-            raise ValueError(
+            raise RequestError(
                 f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of a text that was read "
                 "alone do not fit another text; expected a rotation by positions only. Choose another method."
             )
@@ -93,7 +94,7 @@ class Packs(AttachedMemoryMethod):
         """Return the entries of the corpus, which is read once.
 
         Raises:
-            ValueError: If a row is no entry, if two entries share a name, or if a name is too common.
+            RequestError: If a row is no entry, if two entries share a name, or if a name is too common.
         """
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
@@ -132,14 +133,14 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the origin of each row of a corpus for messages, and the row.
 
     Raises:
-        ValueError: If the corpus cannot be read, or lacks a column.
+        RequestError: If the corpus cannot be read, or lacks a column.
     """
     from midus_hf.data.corpus import read_rows
 
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)
     if missing:
-        raise ValueError(
+        raise RequestError(
             f"corpus {corpus} has the columns {', '.join(rows.column_names)}; expected name and text. Rename them, or write a row "
             '{"name": ..., "text": ...} for each entry.'
         )
@@ -155,7 +156,7 @@ def check_protected(glossary: "Glossary", protect: str) -> int:
         protect: File, folder or Hub dataset of the texts.
 
     Raises:
-        ValueError: If a text opens an entry at any of its tokens.
+        RequestError: If a text opens an entry at any of its tokens.
     """
     from midus_hf.data.corpus import read_corpus
 
@@ -167,7 +168,7 @@ def check_protected(glossary: "Glossary", protect: str) -> int:
             held[name] = held.get(name, 0) + 1
     if held:
         named = [f"{name!r} ({count} texts)" for name, count in held.items()]
-        raise ValueError(
+        raise RequestError(
             f"texts of {protect} contain names of the glossary: {first_few(named)}; expected none, not even in front of a token that "
             "goes on with the word, since these texts would change. Remove the names, or protect other texts."
         )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from upscalers.methods.contract import SOLAR, NoOptions, register_method
 from upscalers.methods.stack import Stack
 from upscalers.plan.plan import Plan
@@ -17,11 +18,11 @@ class Solar(Stack):
 
     def ranges(self, num_layers: int, num_new_layers: int | None, placement: str | None) -> list[range]:
         if placement is not None:
-            raise ValueError(
+            raise RequestError(
                 f"placement is {placement!r}, but solar orders the layers itself; expected none. Pass --num-new-layers."
             )
         if num_layers < 3:
-            raise ValueError(
+            raise RequestError(
                 f"the base has {num_layers} layers; solar needs at least 3 to leave some out of each stack."
             )
         if num_new_layers is None:
@@ -29,7 +30,7 @@ class Solar(Stack):
         if not 0 < num_new_layers < num_layers or (num_layers - num_new_layers) % 2:
             valid = range(2 - num_layers % 2, num_layers - 1, 2)
             near = sorted(sorted(valid, key=lambda count: abs(count - num_new_layers))[:2])
-            raise ValueError(
+            raise RequestError(
                 f"num-new-layers is {num_new_layers}; solar leaves the same number of layers out of each of its two stacks, "
                 f"so expected K with 0 < K < {num_layers} and {num_layers} - K even. The nearest: {' and '.join(map(str, near))}."
             )

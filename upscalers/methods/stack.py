@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -44,33 +45,33 @@ class Stack(DenseMethod):
         """Return the ranges of base layers, the lowest in the result first.
 
         Raises:
-            ValueError: If the request leaves out a layer, repeats none, or makes no ranges.
+            RequestError: If the request leaves out a layer, repeats none, or makes no ranges.
         """
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise ValueError(
+                raise RequestError(
                     f"{name} is {value!r}, but stack uses the option layers; expected none. Leave it out."
                 )
         given, last = self.options.layers, num_layers - 1
         remedy = f"Pass, for example, --set 'layers=[0-{last}, {last // 2}-{last}]'."
         if given is None:
-            raise ValueError(f"layers is missing; expected ranges of the {num_layers} layers of the base. {remedy}")
+            raise RequestError(f"layers is missing; expected ranges of the {num_layers} layers of the base. {remedy}")
         ranges = []
         for text in ",".join(map(str, given if isinstance(given, list) else [given])).split(","):
             match = _RANGE.fullmatch(text)
             layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
             if not layers or layers[-1] > last:
-                raise ValueError(
+                raise RequestError(
                     f"layers has {text.strip()!r}; expected single layers of the base, 0 to {last}, and ascending ranges, ends "
                     f"included. {remedy}"
                 )
             ranges.append(layers)
         left_out = sorted(set(range(num_layers)) - {layer for layers in ranges for layer in layers})
         if left_out:
-            raise ValueError(
+            raise RequestError(
                 f"layers leaves out {first_few([*map(str, left_out)])}; expected every layer of the base, 0 to {last}, or strip "
                 f"could not restore it. {remedy}"
             )
         if sum(map(len, ranges)) == num_layers:
-            raise ValueError(f"layers repeats no layer of the base; expected one at least twice. {remedy}")
+            raise RequestError(f"layers repeats no layer of the base; expected one at least twice. {remedy}")
         return ranges

@@ -1,5 +1,6 @@
 """UltraMemV2: a large table of values in parallel to every feed-forward network."""
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import ULTRAMEM_V2, register_method
@@ -19,7 +20,7 @@ class UltraMemV2(AttachedMemoryMethod):
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
         if self.options.zero == "none":
-            raise ValueError(
+            raise RequestError(
                 "zero is 'none', with which the new memory changes what the base computes; expected values or projection. It is for "
                 "models that are trained from scratch, whose config has it."
             )

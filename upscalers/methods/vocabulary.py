@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG
 from midus_hf.memories.engram.options import NgramOptions
@@ -63,20 +64,20 @@ class Vocabulary(Method):
 
     def check_machine(self) -> None:
         if self.options.tokens is None:
-            raise ValueError(
+            raise RequestError(
                 "tokens is missing; expected a file of new tokens, or another tokenizer. Pass --set tokens=FILE."
             )
 
     def check(self, base: BaseCheckpoint) -> None:
         for kind, name in _READING_TOKENS.items():
             if any(isinstance(entry.options, kind) for entry in base.layout.memories.entries):
-                raise ValueError(
+                raise RequestError(
                     f"the base has {name}, which reads texts as its tokenizer cuts them now; expected a base without. Add tokens to "
                     f"the base of that model, and then {name}."
                 )
         has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
         if has_weights and self.options.tokens is not None and not has_tokenizer(base.folder):
-            raise ValueError(
+            raise RequestError(
                 f"{base.folder} has no tokenizer, to which tokens are added; expected one beside the weights. Copy it there."
             )
         rows_by_token(base)
@@ -84,7 +85,7 @@ class Vocabulary(Method):
     def plan(self, base: BaseCheckpoint, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
-                raise ValueError(f"{name} is {value!r}, but vocabulary adds no layer; expected none. Leave it out.")
+                raise RequestError(f"{name} is {value!r}, but vocabulary adds no layer; expected none. Leave it out.")
         return Plan(tuple(map(Base, range(base.num_layers))), base.num_layers, new_rows=self._new(base).ids)
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
@@ -142,7 +143,7 @@ class Vocabulary(Method):
             return NewTokens(range(size, size + count), ((0,),) * count, remarks=(unread,))
         tokenizer = tokenizer_of(base)
         if not tokenizer.is_fast:
-            raise ValueError(
+            raise RequestError(
                 f"the base's tokenizer is a {type(tokenizer).__name__}; expected a fast one, with tokenizer.json. Convert it with "
                 "transformers."
             )

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import MemoryEntry
 from upscalers.architecture.layer_tensors import Config, Layout
@@ -68,13 +69,13 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
         memories = base.layout.memories
         if entry.into or memories.tables(entry.name) or entry.options.attends or entry.name in banks_of(memories):
-            raise ValueError(
+            raise RequestError(
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats "
                 "some of them; expected each once. Choose a method that inserts layers."
             )
     for layer in entry.into:
         if sum(isinstance(planned, Base) and planned.index == layer for planned in plan.layers) != 1:
-            raise ValueError(
+            raise RequestError(
                 f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats; expected it once. Choose a "
                 "method that inserts layers."
             )
@@ -119,8 +120,8 @@ def _followed_values(config: Config, plan: Plan) -> Config:
     return {key: followed(key, value, key) for key, value in config.items()}
 
 
-def _undeclared(path: str, description: str) -> ValueError:
-    return ValueError(
+def _undeclared(path: str, description: str) -> RequestError:
+    return RequestError(
         f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
         "upscalers/architecture/per_layer.py."
     )

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import one_of
 
 
@@ -12,25 +13,25 @@ def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[i
         try:
             indices = [int(part) for part in placement.split(",")]
         except ValueError:
-            raise ValueError(
+            raise RequestError(
                 f"placement is {placement!r}; expected indices joined by commas, such as 1,4,7."
             ) from None
         if num_new_layers is not None and num_new_layers != len(indices):
-            raise ValueError(
+            raise RequestError(
                 f"num-new-layers is {num_new_layers}, but placement lists {len(indices)} indices. Give one of the two."
             )
         return indices
     if placement not in PLACEMENTS:
-        raise ValueError(f"placement {placement!r} is unknown. {one_of([*PLACEMENTS, 'indices such as 3,7,11'])}")
+        raise RequestError(f"placement {placement!r} is unknown. {one_of([*PLACEMENTS, 'indices such as 3,7,11'])}")
     policy = PLACEMENTS[placement]
     if num_new_layers is not None:
         if num_new_layers < 1:
-            raise ValueError(f"num-new-layers is {num_new_layers}; expected at least 1.")
+            raise RequestError(f"num-new-layers is {num_new_layers}; expected at least 1.")
         return policy(num_layers, num_new_layers)
     if num_layers < 2:
-        raise ValueError("the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers.")
+        raise RequestError("the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers.")
     for number in range(num_layers // 2, 1, -1):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(RequestError):
             return policy(num_layers, number)
     return policy(num_layers, 1)  # which always fits
 
@@ -38,7 +39,7 @@ def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[i
 def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
     if num_layers % num_new_layers:
         divisors = [count for count in range(1, num_layers + 1) if num_layers % count == 0]
-        raise ValueError(
+        raise RequestError(
             f"num-new-layers is {num_new_layers}; placement {name} needs a divisor of the {num_layers} base layers: "
             f"{', '.join(map(str, divisors))}. Choose one of them, another placement, or list the indices."
         )
@@ -59,7 +60,7 @@ def llama_pro(num_layers: int, num_new_layers: int) -> list[int]:
 
 def _check_most(name: str, num_new_layers: int, most: int, place: str, num_layers: int) -> None:
     if num_new_layers > most:
-        raise ValueError(
+        raise RequestError(
             f"num-new-layers is {num_new_layers}; placement {name} fits at most {most}, one {place} the {num_layers} base layers."
         )
 
@@ -76,7 +77,7 @@ def bottom_heavy(num_layers: int, num_new_layers: int) -> list[int]:
     return [2 * index for index in range(num_new_layers)]
 
 
-# Functions `(L, K) -> K ascending indices`, which raise `ValueError` if they cannot place that many layers.
+# Functions `(L, K) -> K ascending indices`, which raise `RequestError` if they cannot place that many layers.
 PLACEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "distributed": distributed,
     "llama-pro": llama_pro,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
@@ -121,11 +122,11 @@ class Plan:
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
-    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `ValueError`."""
+    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `RequestError`."""
     total = num_base_layers + len(new_indices)
     listed = ",".join(map(str, new_indices))
     if list(new_indices) != sorted({*new_indices} & {*range(total)}):
-        raise ValueError(
+        raise RequestError(
             f"placement is {listed}; expected ascending indices without repetition from 0 to {total - 1}, counted in the upscaled "
             f"model of {num_base_layers} + {len(new_indices)} layers."
         )

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
@@ -223,6 +224,6 @@ def _absolute_link(link: str, base: Source) -> str:
 def _is_hub_id(name: str) -> bool:
     try:
         check_repo_id(name)
-    except ValueError:
+    except RequestError:
         return False
     return True

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, language_entry, record_of
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.secrets import for_record
@@ -79,15 +80,15 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
+        raise RequestError(f"{path} is not JSON ({error}). Delete it to use only config.json.") from None
     return record if isinstance(record, dict) else None
 
 
 def read_upscaled(config: Config, folder: Path) -> UpscaleRecord:
-    """Return the record that `upscale` wrote into a config, or raise `ValueError`."""
+    """Return the record that `upscale` wrote into a config, or raise `RequestError`."""
     record = record_of(config) if has_record(config) else None
     if record is None:
-        raise ValueError(
+        raise RequestError(
             f"{folder} was not made by upscale: its config.json has no {RECORD_KEY!r} entry. Give an upscaled model."
         )
     return record
@@ -110,7 +111,7 @@ def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise ValueError(
+        raise RequestError(
             f"config.json has a plan, new_memories or new_rows (in upscale) that are not those of a model of {model.num_layers} "
             "layers; expected what upscale wrote. Restore the config that it wrote."
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, record_of
 from midus_hf.anatomy.types import MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -27,7 +28,7 @@ def extract(
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         if opened.composite is None:
-            raise ValueError(
+            raise RequestError(
                 f"{source.folder} is a separate language model, of type {opened.config['model_type']!r}; expected one within a "
                 "composite model. Use it as it is."
             )

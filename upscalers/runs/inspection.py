@@ -31,7 +31,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         keys are only `{"model", "model_type", "num_layers", "parameters"}`.
 
     Raises:
-        ValueError: If neither command made the model.
+        RequestError: If neither command made the model.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)

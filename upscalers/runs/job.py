@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from midus_hf.anatomy.record import RECORD_KEY
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import change_of_settings, layout_of
@@ -112,7 +113,7 @@ class Job:
                 f"Choose a --placement of new layers before base layer {leading}, which gives its keys and values to later "
                 "layers, or a method that adds no layer."
             )
-        raise ValueError(f"{difference}. {remedy}")
+        raise RequestError(f"{difference}. {remedy}")
 
     def cast(self, dtype: str) -> str:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from midus_hf.anatomy.types import MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import Kind
 from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import Bank, bank_patterns, banks_of
@@ -30,10 +31,10 @@ class CheckpointFolder(OutputFolder):
         return shutil.disk_usage(self.disk).free + left
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise `ValueError` if the disk has less free space than `num_bytes` bytes."""
+        """Raise `RequestError` if the disk has less free space than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
-            raise ValueError(
+            raise RequestError(
                 f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Free some space or "
                 "choose another disk."
             )

@@ -52,7 +52,7 @@ def strip(
         tensors that differ; None if unknown.
 
     Raises:
-        ValueError: If the model was not made by `upscale`, or the output cannot be made.
+        RequestError: If the model was not made by `upscale`, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = progress or Progress()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.model_names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
@@ -77,7 +78,7 @@ def upscale(
         The report of the upscaling.
 
     Raises:
-        ValueError: If the request cannot be carried out; nothing was written.
+        RequestError: If the request cannot be carried out; nothing was written.
         MethodError: If the method breaks its contract; nothing was written.
         VerificationError: If the result does not do what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
@@ -155,17 +156,17 @@ def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
 
 def _check_values(base: str | Path, seed: Any, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
     check_seed(seed)
     if base == "":
-        raise ValueError("base is ''; expected a folder or a hub id.")
+        raise RequestError("base is ''; expected a folder or a hub id.")
 
 
 def _check_destination(output: str | Path | None, push_to_hub: str | None, private: bool, dry_run: bool) -> None:
     if output is None and not dry_run:
-        raise ValueError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
     if private and not push_to_hub:
-        raise ValueError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
+        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
     if push_to_hub:
         check_repo_id(push_to_hub)
 
@@ -231,8 +232,8 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `ValueError`."""
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number, or raise `RequestError`."""
     match = _SIZE.match(str(size).strip())
     if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
+        raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from midus_hf.anatomy.types import MAIN_TYPES
+from midus_hf.config.errors import RequestError
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
@@ -103,7 +104,7 @@ def _run_base(
         tokens = torch.randint(0, known, (_BATCH, _TOKENS), generator=generator)
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:
-        raise ValueError(
+        raise RequestError(
             f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; if "
             "it just does not fit in memory, pass --no-verify."
         ) from None

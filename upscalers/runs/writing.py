@@ -6,6 +6,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.anatomy.types import MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config
@@ -170,6 +171,6 @@ def _validated(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(
+        raise RequestError(
             f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
         ) from None

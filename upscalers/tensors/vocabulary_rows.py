@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from midus_hf.anatomy.record import UpscaleRecord
+from midus_hf.config.errors import RequestError
 from upscalers.architecture.layer_tensors import Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -72,7 +73,7 @@ def rows_by_token(model: BaseCheckpoint) -> list[str]:
     layers that predict further tokens, which Transformers does not load.
 
     Raises:
-        ValueError: If such a tensor cannot grow by rows.
+        RequestError: If such a tensor cannot grow by rows.
     """
     sizes = token_sizes(model)
     grown = layout_of({**model.config, **{key: size + 1 for key, size in sizes.items()}})
@@ -82,13 +83,13 @@ def rows_by_token(model: BaseCheckpoint) -> list[str]:
         shape = before[name]
         if shape[0] not in sizes.values() or after[name][1:] != shape[1:] or name in model.packed:
             listed = " and ".join(f"{key} = {size}" for key, size in sizes.items())
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {list(shape)} in the base, with {listed}; expected a row of weights for each token, and no other, not "
                 "quantised. Choose another base."
             )
     for name in (_own_name(model, full) for full in model.family.tables.inputs):
         if name not in found:
-            raise ValueError(
+            raise RequestError(
                 f"models of the type {model.family.model_type!r} read {name} by the ids of tokens, and no key of the config says how "
                 "many rows it has; expected tables that can grow. Choose another base."
             )
@@ -104,7 +105,7 @@ def _predicting_tables(model: BaseCheckpoint, found: list[str]) -> list[str]:
     ]
     packed = [name for name in names if name in model.packed or model.tensors[name].dtype not in TORCH_NAMES]
     if packed:
-        raise ValueError(
+        raise RequestError(
             f"{packed[0]} is stored as {model.tensors[packed[0]].dtype}, with a row for each token; expected rows of weights, not "
             "quantised. Choose another base."
         )
@@ -162,7 +163,7 @@ def with_rows_of_base(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord
         stored = tensors[name]
         size = of_base[name][0] if name in of_base else upscaled.base_config["vocab_size"]
         if stored.shape[0] < size:
-            raise ValueError(
+            raise RequestError(
                 f"the vocabulary was resized to {stored.shape[0]:,} tokens since it was upscaled, fewer than the base's {size:,}; "
                 "expected its rows. Take the checkpoint from before."
             )
@@ -178,7 +179,7 @@ def with_rows_of_base(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord
         except (ValueError, TypeError, LookupError, zlib.error):
             is_sound = False
         if not is_sound:
-            raise ValueError(
+            raise RequestError(
                 f"config.json has replaced_rows (in upscale) for {name} that are not what upscale wrote; expected these. Restore "
                 "the config that it wrote."
             )

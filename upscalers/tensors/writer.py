@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import (
@@ -321,7 +322,7 @@ def _reading(source: StoredTensor) -> Iterator[int]:
 
 def _refuse_not_finite(values: "torch.Tensor", name: str, what: str, remedy: str) -> None:
     if not values.isfinite().all():
-        raise ValueError(f"{name} {what}; expected finite weights. {remedy}")
+        raise RequestError(f"{name} {what}; expected finite weights. {remedy}")
 
 
 def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
@@ -331,7 +332,7 @@ def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
     cast = values.to(dtype).contiguous()
     if dtype != values.dtype and (cast.isinf() & ~values.isinf()).any():
         largest = values[values.isfinite()].abs().max().item()
-        raise ValueError(
+        raise RequestError(
             f"{tensor.name} holds {largest:.4g}, which {TORCH_NAMES[tensor.dtype]} cannot; expected at most "
             f"{torch.finfo(dtype).max:g}. Use a wider --dtype."
         )

@@ -11,6 +11,7 @@ from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.look import questions
 from midus_hf.cli.look.request import Model, Texts, names_of_tasks, read_documents
 from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
+from midus_hf.config.errors import RequestError
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
 from midus_hf.model_names import check_sources
 
@@ -95,7 +96,7 @@ def depth(
 ) -> None:  # fmt: skip
     """Show what heads read of earlier layers (moda)."""
     if (layer is None) != (head is None):
-        raise ValueError("layer and head together name one head; expected both or neither. Give the other as well.")
+        raise RequestError("layer and head together name one head; expected both or neither. Give the other as well.")
     texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
     _answer(lambda: questions.depth(texts, layer, head), output, json_)
 
@@ -140,7 +141,7 @@ def page(
 ) -> None:  # fmt: skip
     """Write usage, depth and ablation on one page, into --output."""
     if not output:
-        raise ValueError("--output is missing; page needs it, such as --output page.html.")
+        raise RequestError("--output is missing; page needs it, such as --output page.html.")
     texts = Texts(Model(model, dtype, device), text, column, sequence_length, max_tokens, batch_size, retriever)
     _answer(lambda: questions.page(texts), output, json_)
 

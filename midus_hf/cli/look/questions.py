@@ -6,7 +6,7 @@ from typing import Any
 
 from midus_hf.cli.look.request import Model, Texts
 from midus_hf.cli.options import needing_harness
-from midus_hf.config.refusals import is_refusal
+from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.look.page import Answer
 
 
@@ -77,11 +77,11 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
     from midus_hf.look import touched as where_read
     from midus_hf.memories.engram.certificate import check_certificate, read_certificate
     from midus_hf.model_names import usable_device
-    from midus_hf.saved_models import as_value_error, load_tokenizer
+    from midus_hf.saved_models import load_tokenizer
 
     if prove:
         usable_device(asked.device)
-    with as_value_error(f"model is {asked.name!r}, which cannot be loaded", OSError, ValueError):
+    with as_request_error(f"model is {asked.name!r}, which cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(asked.folder, trust_remote_code=False)
         tokenizer = load_tokenizer(str(asked.folder))
     tables = where_read.tables_in(asked.folder, config, tokenizer)
@@ -226,9 +226,8 @@ def page(texts: Texts) -> Answer:
         try:
             with record(model):
                 answers[name] = answer
-        except ValueError as error:
-            if not is_refusal(error):  # which says that the model has nothing of the kind
-                raise
+        except RequestError:
+            continue  # the model has nothing of the kind
     answers["ablation"] = ablation
     sections = {name: answer(texts) for name, answer in answers.items()}
     return Answer(

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from midus_hf.config.errors import RequestError
 from midus_hf.model_names import check_dtype, check_sources
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def read_documents(text: list[str], column: str) -> dict[str, list[str]]:
         if not equals or Path(named).exists():
             name, path = Path(named).absolute().name, named
         if not (name and path):
-            raise ValueError(f"text is {named!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+            raise RequestError(f"text is {named!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
         if name in paths:
-            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+            raise RequestError(f"text {name!r} is given twice; expected each name once.")
         paths[name] = path
     return {name: read_corpus(path, key="text", text_column=column)[column][:] for name, path in paths.items()}
 
@@ -103,5 +104,5 @@ def names_of_tasks(tasks: str) -> list[str]:
     """Return names that commas separate."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"tasks is {tasks!r}; expected names of tasks, separated by commas.")
+        raise RequestError(f"tasks is {tasks!r}; expected names of tasks, separated by commas.")
     return names

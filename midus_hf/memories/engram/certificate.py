@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CERTIFICATE, CONFIG_FILE, SINGLE_FILE, indexed_weights
 from midus_hf.files.json_text import read_json
 from midus_hf.memories.entries import ATTACHED, TABLES
@@ -80,7 +81,7 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
         _ = [certificate[key] for key in ("texts", *_CERTIFIED)]
         _ = [entry["table_sha256"] for entry in certificate["memories"].values()]
     except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(
+        raise RequestError(
             f"{path} is not a certificate of midus train; remove it, or train with protect again."
         ) from None
     return certificate
@@ -93,7 +94,7 @@ def check_certificate(certificate: Mapping[str, Any], folder: Path, tokenizer: A
     differs = [f"the table of memory {name!r}" for name in memories if tables[name] != memories[name]["table_sha256"]]
     differs += [what for key, what in _CERTIFIED.items() if certificate[key] != beside[key]]
     if differs:
-        raise ValueError(
+        raise RequestError(
             f"{folder / CERTIFICATE} does not fit the folder: {', '.join(differs)} changed since; expected what was certified. "
             "Remove the certificate, or train with protect again."
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
@@ -130,7 +131,7 @@ class NgramOptions(MemoryOptions):
 
     def check(self) -> None:
         if not 1 <= self.min_order <= self.max_order <= LONGEST:
-            raise ValueError(
+            raise RequestError(
                 f"min_order is {self.min_order} and max_order {self.max_order}; expected numbers of tokens from 1 to {LONGEST}, "
                 "the smaller one first."
             )
@@ -140,38 +141,38 @@ class NgramOptions(MemoryOptions):
             ("rows", "row per hash head"),
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least one {counted}.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected at least one {counted}.")
         if not 0 <= self.row_dropout < 1:
-            raise ValueError(f"row_dropout is {self.row_dropout}; expected a share from 0 to below 1.")
+            raise RequestError(f"row_dropout is {self.row_dropout}; expected a share from 0 to below 1.")
         if self.kernel < 0:
-            raise ValueError(f"kernel is {self.kernel}; expected a number of taps, or 0 for no convolution.")
+            raise RequestError(f"kernel is {self.kernel}; expected a number of taps, or 0 for no convolution.")
         if min(self.known_tokens, self.known_ngrams) < 0:
-            raise ValueError(
+            raise RequestError(
                 f"known_tokens is {self.known_tokens} and known_ngrams {self.known_ngrams}; expected 0 or more."
             )
         if self.table == "exact":
             usual = NgramOptions.hash_heads, NgramOptions.rows
             if self.hash_heads != usual[0] or self.rows not in (1, usual[1]):
-                raise ValueError(
+                raise RequestError(
                     f"table is 'exact', hash_heads {self.hash_heads} and rows {self.rows}; expected neither, since the corpus says "
                     "how many rows there are. Leave both out."
                 )
             return
         if self.match == "longest":
-            raise ValueError(
+            raise RequestError(
                 "match is 'longest' and table 'hashed', where all n-grams have rows; expected table exact, or match every."
             )
         if self.known_ngrams:
-            raise ValueError(
+            raise RequestError(
                 f"table is 'hashed' and known_ngrams {self.known_ngrams}; expected 0, since all n-grams have rows."
             )
         if self.width % self.hash_heads:
-            raise ValueError(
+            raise RequestError(
                 f"width is {self.width}; expected a multiple of hash_heads = {self.hash_heads}, whose rows share the features of "
                 "an order."
             )
         heads = len(self.orders) * self.hash_heads
         if len(self.moduli) < heads:
-            raise ValueError(
+            raise RequestError(
                 f"rows is {self.rows}; expected 1, or a number with {heads} primes up to it, one for each hash. Choose 100 or more."
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.engram.known import TAKEN_OUT, NgramTable
 from midus_hf.memories.engram.options import NgramOptions
 from midus_hf.memories.entries import ATTACHED, TABLES, Memories
@@ -19,7 +20,7 @@ def exact_tables(memories: Memories, tensors: Mapping[str, torch.Tensor]) -> lis
         if isinstance(options, NgramOptions) and options.table == "exact" and options.addressing == "content":
             own = {each.rpartition(".")[2]: tensor for each, tensor in tensors.items() if f"{TABLES}.{name}." in each}
             if "ngrams" not in own:
-                raise ValueError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
+                raise RequestError(f"the weights lack the table of memory {name!r}; expected a whole checkpoint.")
             tables.append(NgramTable(name, options, own["ngrams"], own.get("token_numbers")))
     return tables
 
@@ -47,7 +48,7 @@ def trained_tables(model: Any) -> list[NgramTable]:
                 reason = (
                     f"which has table {options.table!r} and addressing {options.addressing!r}, where texts share rows"
                 )
-    raise ValueError(
+    raise RequestError(
         f"protect is given, and {what} trains, {reason}; expected only memories of known n-grams. Set trainable: new, and use a "
         "model that was upscaled with --method engram --set table=exact."
     )

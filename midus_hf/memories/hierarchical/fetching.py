@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
@@ -35,12 +36,12 @@ class BlockService(BankService):
         """Return the blocks of the texts of the pass, by the name of the memory.
 
         Raises:
-            ValueError: If both paths and blocks are given, or blocks for another number of texts; or if the blocks shall train, and
+            RequestError: If both paths and blocks are given, or blocks for another number of texts; or if the blocks shall train, and
                 nothing trains them.
         """
         memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
         if memory_ids is not None and memory_blocks is not None:
-            raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
+            raise RequestError("memory_ids and memory_blocks are given; expected one of them.")
         if memory_ids is None and memory_blocks is None and not self.banks.read_without_ids:
             return {}
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
@@ -50,7 +51,7 @@ class BlockService(BankService):
             return _fetch(self.banks, memory_ids, len(tokens), tokens.device, model.dtype)
         for batch in memory_blocks.values():
             if batch.num_rows != len(tokens):
-                raise ValueError(
+                raise RequestError(
                     f"memory_blocks were fetched for {batch.num_rows} rows; expected {len(tokens)}, one for each text of the "
                     "batch."
                 )
@@ -65,13 +66,13 @@ class BlockService(BankService):
         """Refuse paths or blocks: all tokens of a row fetch the same blocks, but they belong to several requests."""
         for name in (IDS, BLOCKS):
             if arguments.get(name) is not None:
-                raise ValueError(
+                raise RequestError(
                     f"{name} is given, and continuous batching lays the tokens of several requests in one row, where all would read "
                     "the same blocks; expected `generate`, or none."
                 )
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Open the banks of all memories, or raise a `ValueError`; if they are not available, they may be opened later."""
+        """Open the banks of all memories, or raise a `RequestError`; if they are not available, they may be opened later."""
         if folder is not None:
             self.banks.open(folder)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.entries import Memories
@@ -54,21 +55,21 @@ class HierarchicalOptions(MemoryOptions):
                 continue
             this, first = ((each.branching, len(each.sizes)) for each in (self, options))
             if this != first:
-                raise ValueError(
+                raise RequestError(
                     f"memory {name!r} fetches blocks by a tree of branching {this[0]} and {this[1]} levels, and {other!r} by one of "
                     f"branching {first[0]} and {first[1]} levels; expected one tree, by whose nodes a text fetches from both."
                 )
 
     def check(self) -> None:
         if self.branching < 2:
-            raise ValueError(f"branching is {self.branching}; expected 2 or more.")
+            raise RequestError(f"branching is {self.branching}; expected 2 or more.")
         if not self.sizes or any(size < 0 for size in self.sizes) or not any(self.sizes):
-            raise ValueError(
+            raise RequestError(
                 f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
                 "[256, 64, 16, 0]."
             )
         if self.branching ** len(self.sizes) > _MOST_LEAVES:
-            raise ValueError(
+            raise RequestError(
                 f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
                 "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
             )
@@ -107,7 +108,7 @@ class HierLoraOptions(HierarchicalOptions):
     def check(self) -> None:
         super().check()
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha is {self.alpha!r}; expected a number above 0.")
+            raise RequestError(f"alpha is {self.alpha!r}; expected a number above 0.")
 
 
 @register_memory("hier-lora-qk")

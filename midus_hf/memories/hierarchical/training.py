@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BLOCK_STATES, TREE_FILES
 from midus_hf.files.json_text import read_json
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
@@ -33,7 +34,7 @@ class Blocks:
         self._pass = (-1, 0)  # the step, and the number of the pass within it
         banks = [bank for bank in model_banks(trainer.model) if bank.trainable]
         if banks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
-            raise ValueError(
+            raise RequestError(
                 "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
                 "models, and bf16 or float32."
             )
@@ -41,7 +42,7 @@ class Blocks:
             optimizer, _ = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args)
             given = None if {"betas", "eps"} <= inspect.signature(optimizer).parameters.keys() else optimizer.__name__
             if given or trainer.optimizer is not None:
-                raise ValueError(
+                raise RequestError(
                     "blocks of a memory bank train, by AdamW with the betas and eps of the run's optimizer, which "
                     f"{given or 'a Trainer with another optimizer'} does not have; expected an optimizer such as optim: "
                     "adamw_torch. Or freeze the blocks: trainable: [3, 7] trains only layers."
@@ -56,7 +57,7 @@ class Blocks:
         """Decide which sequences of a training pass fetch the blocks of the generic memory."""
         if isinstance(inputs, list):
             if self.banks:
-                raise ValueError(
+                raise RequestError(
                     "blocks of a memory bank train, and this trainer generates its texts, for which it fetches none; expected a "
                     "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
                 )

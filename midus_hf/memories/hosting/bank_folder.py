@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from huggingface_hub import snapshot_download
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.parts import Keywords
@@ -48,7 +49,7 @@ class BankService(Service):
     def check_upload(self) -> None:
         """Refuse an upload while a bank is open: Transformers uploads before it is written, and leaves nested folders out."""
         if self.digest() is not None:
-            raise ValueError(
+            raise RequestError(
                 "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
                 "save_pretrained(folder), and then in a shell: hf upload REPO_ID folder."
             )

@@ -29,7 +29,7 @@ class MemoryBlock(LayerNames):
         """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
 
         Raises:
-            ValueError: If the layer has no attention whose heads a memory can read.
+            RequestError: If the layer has no attention whose heads a memory can read.
         """
         self.layer_idx, entry = layer_idx, memories.inserted[layer_idx]
         options = entry.options

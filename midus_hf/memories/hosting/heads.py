@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.layer import HostLayer
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
@@ -136,12 +137,12 @@ def unrotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | No
     """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings.
 
     Raises:
-        ValueError: If the family rotates by complex numbers, as Llama 4 does.
+        RequestError: If the family rotates by complex numbers, as Llama 4 does.
     """
     if rotation is None or not attention.config.rotates:
         return heads
     if not isinstance(rotation, tuple):
-        raise ValueError(
+        raise RequestError(
             f"{type(attention).__name__} rotates queries and keys by complex numbers; expected cosines and sines. Choose a "
             "memory that does not read rotated heads."
         )

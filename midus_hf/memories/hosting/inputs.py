@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.module import MemoryModule
@@ -83,13 +84,13 @@ def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Ke
         own: Arguments that the family's forward does not get.
 
     Raises:
-        ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
+        RequestError: If a memory takes `input_ids`, and embeddings are passed alone.
     """
     values = {name: arguments.get(name, own.get(name)) for name in names}
     if "input_ids" in values and values["input_ids"] is None:
         values["input_ids"] = own["token_ids"]
         if values["input_ids"] is None:
-            raise ValueError(
+            raise RequestError(
                 "inputs_embeds is passed alone, and a memory of this model reads input_ids; expected input_ids. Or pass the ids "
                 "beside the embeddings, as token_ids."
             )

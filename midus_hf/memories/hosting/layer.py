@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import Arguments, Keywords, LayerNames, MissingPart, PartOutput
@@ -132,11 +133,11 @@ class HostLayer(LayerNames):
         """The call of the forward that runs now in this thread.
 
         Raises:
-            ValueError: If none runs: a part of the layer was called on its own.
+            RequestError: If none runs: a part of the layer was called on its own.
         """
         call = self.calls.current
         if call is None:
-            raise ValueError(
+            raise RequestError(
                 f"a part of layer {self.layer_idx} was called outside of the layer's forward, whose inputs its memories read; "
                 "expected a call of the layer. Call the layer, or the part of the base's layer."
             )

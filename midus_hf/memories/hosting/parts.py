@@ -8,6 +8,8 @@ from torch import nn
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from midus_hf.config.errors import RequestError
+
 # Arguments of a call by place and by name, and what a layer or its part returns: hidden states, or a tuple that begins with them.
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -59,7 +61,7 @@ def has_heads(mixer: Any) -> bool:
     )
 
 
-class MissingPart(ValueError):
+class MissingPart(RequestError):
     """A layer without the part at which a memory is to be.
 
     Args:

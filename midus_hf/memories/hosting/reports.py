@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.parts import CACHE, Keywords
 from midus_hf.memories.hosting.service import HostStack, Service
 
@@ -61,10 +62,10 @@ class RouterReport:
         """Store the logits `[S, C]` and the loss, a scalar.
 
         Raises:
-            ValueError: If losses need gradients and the router runs without, as under reentrant activation checkpointing.
+            RequestError: If losses need gradients and the router runs without, as under reentrant activation checkpointing.
         """
         if self._reports.needs_gradient and not torch.is_grad_enabled():
-            raise ValueError(
+            raise RequestError(
                 f"the router of memory {self._name!r} in layer {self._layer} runs without gradients in a pass that trains, as under "
                 "reentrant activation checkpointing; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
             )

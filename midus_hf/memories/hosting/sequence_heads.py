@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput
 from midus_hf.ops.moda.op import sequence_lse
 from midus_hf.ops.moda.reference import sequence_weights
@@ -24,11 +25,11 @@ def require_log_sum_exp(implementation: str | None) -> None:
         implementation: The implementation's name; None lets transformers choose, which chooses supported ones only.
 
     Raises:
-        ValueError: If the implementation gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged
+        RequestError: If the implementation gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged
             attention, vLLM's and SGLang's (which also put tokens of several requests into one row), and any registered by a user.
     """
     if implementation is not None and implementation not in _TELL:
-        raise ValueError(_refusal(implementation))
+        raise RequestError(_refusal(implementation))
 
 
 def _refusal(implementation: str, where: str = "") -> str:
@@ -85,7 +86,7 @@ class SequenceHeads:
             log-sum-exp of the scores `[B, H, T]`, float32 at least.
 
         Raises:
-            ValueError: If the log-sum-exp of the softmax over the sequence is not known.
+            RequestError: If the log-sum-exp of the softmax over the sequence is not known.
         """
         require_log_sum_exp(self.implementation)
         output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
@@ -94,7 +95,7 @@ class SequenceHeads:
             arguments = (self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
             return output, extra, sequence_lse(*arguments)
         if extra is None:
-            raise ValueError(self._refusal)
+            raise RequestError(self._refusal)
         return output, None, extra.to(torch.promote_types(extra.dtype, torch.float32))
 
     def alone(self) -> HeadsOutput:
@@ -125,13 +126,13 @@ class SequenceHeads:
         """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.
 
         Raises:
-            ValueError: If the implementation does not give it.
+            RequestError: If the implementation does not give it.
         """
         if self.implementation in _MASKS_TELL:
             return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
         lse = self.alone()[1] if self.implementation == "flex_attention" else None
         if lse is None:
-            raise ValueError(self._refusal)
+            raise RequestError(self._refusal)
         return lse.to(torch.promote_types(lse.dtype, torch.float32))
 
     def shares(self, head: int) -> torch.Tensor:
@@ -141,10 +142,10 @@ class SequenceHeads:
             head: Number of the query head.
 
         Raises:
-            ValueError: If the implementation's masks do not tell which keys each query reads.
+            RequestError: If the implementation's masks do not tell which keys each query reads.
         """
         if self.implementation not in _MASKS_TELL:
-            raise ValueError(
+            raise RequestError(
                 f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
                 "'sdpa' or 'eager'."
             )

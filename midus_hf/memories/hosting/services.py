@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.parts import CACHE, PROJECTIONS, Keywords
 from midus_hf.memories.hosting.service import HostStack, Service
@@ -142,15 +143,15 @@ class WholeSequences(Service):
         """Let a generation compute all tokens so far for each new token, without a cache.
 
         Raises:
-            ValueError: If a cache is passed, or embeddings, which need a cache.
+            RequestError: If a cache is passed, or embeddings, which need a cache.
         """
         if any(arguments.get(name) is not None for name in (CACHE, "past_key_values")):
-            raise ValueError(
+            raise RequestError(
                 "a cache is passed, but a memory of this model looks at the whole sequence, which no cache holds; "
                 "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
             )
         if arguments.get("inputs_embeds") is not None:
-            raise ValueError(
+            raise RequestError(
                 "inputs_embeds is given, but a memory of this model looks at the whole sequence, and what follows embeddings is "
                 "computed from a cache; expected input_ids. Or upscale with routing = 'chunk'."
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.module import MemoryModule
 from midus_hf.ops.dispatch.private_torch import keep_address
 
@@ -67,7 +68,7 @@ class MemoryState:
         """The kept tensors by name, each with the batch as first dimension; empty before the first pass.
 
         Raises:
-            ValueError: If tokens were taken back and the state cannot be cropped.
+            RequestError: If tokens were taken back and the state cannot be cropped.
         """
         if self._is_cropped:
             raise not_croppable(self.name)
@@ -131,7 +132,7 @@ class MemoryState:
         """Take back the last tokens.
 
         Raises:
-            ValueError: If the state cannot be cropped.
+            RequestError: If the state cannot be cropped.
         """
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
@@ -140,7 +141,7 @@ class MemoryState:
             left = self._rollback(self._tensors, abs(tokens))
             if left is None:
                 self._is_cropped = True
-                raise ValueError(
+                raise RequestError(
                     f"{abs(tokens)} tokens are taken back, more than the memory {self.name!r} keeps for it; expected fewer. Draft "
                     "fewer tokens at a time (num_assistant_tokens)."
                 )
@@ -156,9 +157,9 @@ class MemoryState:
             self._first_layer.prefetch(*args, **kwargs)
 
 
-def not_croppable(name: str) -> ValueError:
+def not_croppable(name: str) -> RequestError:
     """Return the refusal to take tokens back from a memory."""
-    return ValueError(
+    return RequestError(
         f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
         "an assistant or prompt lookup. Or upscale with routing = 'token'."
     )
@@ -173,7 +174,7 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
         instead: What serves the model, for the message.
     """
     for name, _ in stateful:
-        raise ValueError(
+        raise RequestError(
             f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which reads the "
             f"tokens before; expected {instead}, a memory that reads one token (moc with routing = 'token'), or a method without it."
         )
@@ -190,11 +191,11 @@ def states_in(
         num_layers: L, the number of layers of the model.
 
     Raises:
-        ValueError: If the cache has no list of layers, or was filled by another model.
+        RequestError: If the cache has no list of layers, or was filled by another model.
     """
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
-        raise ValueError(
+        raise RequestError(
             f"the cache is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
             "expected a cache of layers, such as DynamicCache or StaticCache."
         )
@@ -202,7 +203,7 @@ def states_in(
     if wanted.keys() <= states.keys():
         return states
     if cache.get_seq_length() > 0:
-        raise ValueError(
+        raise RequestError(
             "the cache holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
             "filled, or an empty one. Prefix tuning fills a cache of its own: tune a prompt instead (PEFT's PromptTuningConfig)."
         )

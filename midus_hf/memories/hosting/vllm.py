@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
 from midus_hf.memories.hosting.parts import Keywords
@@ -54,12 +55,12 @@ def part_of_vllm(owner: object, path: str) -> Any:
         path: Names of attributes, joined by dots.
 
     Raises:
-        ValueError: If this version of vLLM has it elsewhere, or not at all.
+        RequestError: If this version of vLLM has it elsewhere, or not at all.
     """
     try:
         return attrgetter(path)(owner)
     except AttributeError:
-        raise ValueError(
+        raise RequestError(
             f"{type(owner).__name__} of vLLM {_version()} has no {path}, by which memories find the tokens before; expected vLLM "
             f"{_READ_IN}. Or serve the model with `transformers serve`."
         ) from None
@@ -76,7 +77,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
         refused: More that is refused: for an attribute of vLLM's config, what is wrong with it, and the remedy. Default: nothing.
 
     Raises:
-        ValueError: If one is set, or this version of vLLM does not have it.
+        RequestError: If one is set, or this version of vLLM does not have it.
     """
     from vllm.config import get_current_vllm_config
 
@@ -100,7 +101,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
     }
     for path, (problem, remedy) in options.items():
         if part_of_vllm(config, path):
-            raise ValueError(
+            raise RequestError(
                 f"vLLM is not to serve the memory {memory!r} so, which reads the tokens before: {problem}. {remedy}, or serve the "
                 "model with `transformers serve`."
             )
@@ -115,20 +116,20 @@ def first_attention(model: HostStack, memory: str) -> "VllmAttention":
         memory: Name of a memory, for messages.
 
     Raises:
-        ValueError: If no layer does, or metadata of the attention's backend are not read here.
+        RequestError: If no layer does, or metadata of the attention's backend are not read here.
     """
     parts = [getattr(layer, "mixer_part", None) for layer in model.layers]
     attending = [part for part in parts if hasattr(part, "attn")] or parts[:1]
     attentions = [part_of_vllm(part, "attn") for part in attending]
     whole = [attention for attention in attentions if part_of_vllm(attention, "sliding_window") is None]
     if not whole:
-        raise ValueError(
+        raise RequestError(
             f"no layer of this model reads all tokens before, so that vLLM forgets tokens that the memory {memory!r} reads; expected "
             "one. Serve the model with `transformers serve`."
         )
     backend = part_of_vllm(whole[0], "attn_backend").get_name()
     if backend not in _BACKENDS:
-        raise ValueError(
+        raise RequestError(
             f"attention of vLLM runs by {backend}, whose metadata the memory {memory!r} does not read (vLLM {_version()}); expected "
             f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}. Choose one with --attention-backend."
         )
@@ -193,7 +194,7 @@ class CachedHeads:
         attention: vLLM's attention of a layer, with a cache of blocks of N tokens.
 
     Raises:
-        ValueError: If there are no such strides, as in a cache that is quantised or packs pairs of numbers.
+        RequestError: If there are no such strides, as in a cache that is quantised or packs pairs of numbers.
     """
 
     def __init__(self, attention: "VllmAttention"):
@@ -226,7 +227,7 @@ class CachedHeads:
             self.strides.append((first, *steps))
         if not is_strided:
             backend = part_of_vllm(attention, "attn_backend").get_name()
-            raise ValueError(
+            raise RequestError(
                 f"the cache of vLLM's {backend} does not hold keys and values number by number (vLLM {_version()}, {cache.dtype}), "
                 "which packs read; expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
             )
@@ -286,7 +287,7 @@ def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
     if metadata is None or not part_of_vllm(attention, "kv_cache").numel():
         return attention, None
     if not isinstance(metadata, dict):
-        raise ValueError(
+        raise RequestError(
             f"vLLM {_version()} runs a pass in several parts, which memories that read the tokens before do not find; expected one."
         )
     return attention, Slots(attention, metadata[layer], part_of_vllm(context, "slot_mapping")[layer])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hosting.reports import Reports, RouterReport
 from midus_hf.memories.hosting.service import Service
@@ -89,7 +90,7 @@ class Chapters(MemoryModule):
             `[B, T, D]`, to be added to the hidden states.
 
         Raises:
-            ValueError: If routing is `sequence` and `state` is not empty.
+            RequestError: If routing is `sequence` and `state` is not empty.
         """
         if hidden_states.shape[0] == 0 or hidden_states.shape[1] == 0:
             return hidden_states * 0
@@ -147,7 +148,7 @@ class Chapters(MemoryModule):
         if self.options.routing == "token":
             return pool_tokens(states, tokens)
         if kept:
-            raise ValueError(
+            raise RequestError(
                 "routing is 'sequence', which looks at the whole sequence, and a cache holds a part of it; expected passes without a "
                 "cache. Set use_cache to false, or upscale with routing = 'chunk'."
             )

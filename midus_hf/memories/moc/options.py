@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
@@ -135,33 +136,33 @@ class ChaptersOptions(MemoryOptions):
     def check(self) -> None:
         for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 2)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {least} or more.")
         if self.memory_tokens % self.chapters:
-            raise ValueError(
+            raise RequestError(
                 f"chapters is {self.chapters}, which does not divide memory_tokens = {self.memory_tokens}; expected chapters of "
                 "equal size. Choose a divisor."
             )
         if self.routed_chapters < 1:
-            raise ValueError(
+            raise RequestError(
                 f"shared_chapters is {self.shared_chapters}; expected fewer than chapters = {self.chapters}, so that some are left "
                 "for the router. Lower it or raise chapters."
             )
         if not 1 <= self.k <= self.routed_chapters:
-            raise ValueError(
+            raise RequestError(
                 f"k is {self.k}; expected 1 <= k <= {self.routed_chapters}, the chapters = {self.chapters} less "
                 f"shared_chapters = {self.shared_chapters}. Lower k or raise chapters."
             )
         if not (math.isfinite(self.routed_scale) and self.routed_scale > 0):
-            raise ValueError(f"routed_scale is {self.routed_scale!r}; expected a number above 0.")
+            raise RequestError(f"routed_scale is {self.routed_scale!r}; expected a number above 0.")
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected 0 or more.")
         if self.share not in ("all", "none") and self.neighbours() is None:
-            raise ValueError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
+            raise RequestError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
 
     def check_fit(self, sizes: ModelSizes) -> None:
         if sizes.hidden_size % sizes.num_heads:
-            raise ValueError(
+            raise RequestError(
                 f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, as many as read "
                 "the bank. This model needs another memory."
             )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, head_projections
@@ -106,12 +107,12 @@ class DepthAttentionOptions(MemoryOptions):
 
     def check(self) -> None:
         if not self.sources:
-            raise ValueError(
+            raise RequestError(
                 "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read."
             )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if len(layers) < 2:
-            raise ValueError(
+            raise RequestError(
                 f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midus_hf.anatomy.record import recorded_options
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
@@ -30,14 +31,14 @@ def read_glossary(folder: Path) -> list[Entry]:
     """Return the entries in a checkpoint's folder.
 
     Raises:
-        ValueError: If the file is absent, or a row is not an entry.
+        RequestError: If the file is absent, or a row is not an entry.
     """
     path = folder / GLOSSARY_FILE
     try:
         with path.open(encoding="utf-8-sig") as file:  # whose lines end only at line breaks, not at U+2028
             lines = [*file]
     except OSError as error:
-        raise ValueError(
+        raise RequestError(
             f"there is no {GLOSSARY_FILE} in {folder} ({error}), without which no name would be known; expected one beside the "
             "weights. Copy the model's whole folder."
         ) from None
@@ -49,11 +50,11 @@ def read_glossary(folder: Path) -> list[Entry]:
         try:
             row = parse_json(line, unique_keys=True)
         except ValueError as error:
-            raise ValueError(
+            raise RequestError(
                 f"{where} is no JSON ({error}); expected a name and a text. Copy the file again."
             ) from None
         if not isinstance(row, dict):
-            raise ValueError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
+            raise RequestError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
         entries.append(entry_of(row, where))
     return entries
 
@@ -94,7 +95,7 @@ class Glossary:
         max_tokens: Tokens of an entry's text that are read at most. Default: not known.
 
     Raises:
-        ValueError: If it is not known what the tokenizer's tokens spell.
+        RequestError: If it is not known what the tokenizer's tokens spell.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Glossary:
             common_names: Whether a name may be a frequent word, which almost every text has. Default: false.
 
         Raises:
-            ValueError: If a name or the text is invalid, no tokens spell it, or a name is a frequent word or finds another entry.
+            RequestError: If a name or the text is invalid, no tokens spell it, or a name is a frequent word or finds another entry.
         """
         row = {"name": names, "text": text, "exact": exact}
         self._say(self.change([("the new entry", row)], common_names=common_names))
@@ -156,7 +157,7 @@ class Glossary:
         """Remove all entries that names find, in any form in which they are found in texts, and return them.
 
         Raises:
-            ValueError: If a name finds no entry.
+            RequestError: If a name finds no entry.
         """
         with self._changing.held:
             numbers = dict.fromkeys(number for name in names for number in self.numbers(name))
@@ -176,7 +177,7 @@ class Glossary:
             common_names: Whether a new name may be a frequent word. Default: false.
 
         Raises:
-            ValueError: If no entry has a name, or two have, or for the reasons of `add`.
+            RequestError: If no entry has a name, or two have, or for the reasons of `add`.
         """
         row = {"name": names, "text": text, "exact": exact}
         self._say(self.change([("the new text", row)], replaces=True, common_names=common_names))
@@ -192,7 +193,7 @@ class Glossary:
             common_names: Whether a new name may be a frequent word. Default: false.
 
         Raises:
-            ValueError: As `add` and `replace` do.
+            RequestError: As `add` and `replace` do.
         """
         with self._changing.held:
             old: dict[str, int] = {}
@@ -222,7 +223,7 @@ class Glossary:
         numbers = [*found] or self.numbers(entry.names[0])
         if len(numbers) > 1:
             firsts = ", ".join(repr(self._entries[number].names[0]) for number in numbers)
-            raise ValueError(
+            raise RequestError(
                 f"{where} has names of {len(numbers)} entries, {firsts}; expected names of one. Write a row for each, or delete "
                 "entries that share a name."
             )
@@ -238,7 +239,7 @@ class Glossary:
         for name, given in names_of(0, entry).items():
             others = [other for other in self.table.by_folded.get(name.folded, ()) if name.may_be(other)]
             if has := [other.entry for other in others if other.entry not in replaced]:
-                raise ValueError(
+                raise RequestError(
                     f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
                     "Replace or delete that entry, or, where only case differs, give both entries exact names."
                 )
@@ -288,19 +289,19 @@ class Glossary:
     def _check(self, where: str, kind: str, text: str, ids: Sequence[int]) -> None:
         shown, largest = text if len(text) <= 60 else f"{text[:60]}...", max(ids, default=0)
         if self.vocab_size is not None and largest >= self.vocab_size:
-            raise ValueError(
+            raise RequestError(
                 f"{where} has the {kind} {shown!r}, of which the tokenizer makes token {largest}, and the model has "
                 f"{self.vocab_size}; expected the model's own tokenizer. Copy it beside the weights, or resize the embedding."
             )
         is_spelled = self.spelling.spells(ids, text)
         special = self.spelling.special_in(text) if kind == "name" or not is_spelled else None
         if special is not None:
-            raise ValueError(
+            raise RequestError(
                 f"{where} has the {kind} {shown!r}, in which the tokenizer finds the special token {special!r}, which is no text "
                 "to the model; expected text alone. Write it otherwise, or make the token an ordinary one."
             )
         if not is_spelled:
-            raise ValueError(
+            raise RequestError(
                 f"{where} has the {kind} {shown!r}, which the model's tokens do not spell; expected characters that its "
                 "tokenizer knows. Write it otherwise, or remove the row."
             )
@@ -313,7 +314,7 @@ class Glossary:
                 break
         common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
         if common:
-            raise ValueError(
+            raise RequestError(
                 "names are single characters or frequent words, which almost every text has: "
                 f"{first_few([*map(repr, common)])}; expected names that few texts have. Remove them, or allow them "
                 "(common_names=true)."
@@ -325,12 +326,12 @@ class Glossary:
         There is one, but in files that were written by hand.
 
         Raises:
-            ValueError: If no entry has the name.
+            RequestError: If no entry has the name.
         """
         if not (found := self.table.found(name)):
             near = self.near(name)
             remedy = f"did you mean {', '.join(map(repr, near))}?" if near else "expected a name of the glossary."
-            raise ValueError(f"no entry has the name {name!r}; {remedy}")
+            raise RequestError(f"no entry has the name {name!r}; {remedy}")
         return found
 
     def near(self, text: str) -> list[str]:

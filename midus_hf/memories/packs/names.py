@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from midus_hf.config.errors import RequestError
+
 # Names with at most this many characters keep their case: "He" is not "he".
 _KEEPS_CASE = 3
 # Typographic characters that are compared as the plain ones.
@@ -292,12 +294,12 @@ class Spelling:
         tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins words or their pieces.
 
     Raises:
-        ValueError: If the tokenizer does not tell what its tokens spell.
+        RequestError: If the tokenizer does not tell what its tokens spell.
     """
 
     def __init__(self, tokenizer: Any):
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
+            raise RequestError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which does not tell what its tokens spell; expected one with "
                 "tokenizer.json. Convert it with transformers."
             )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, head_projections
@@ -43,6 +44,6 @@ class PacksOptions(MemoryOptions):
     def check(self) -> None:
         for name, least, what in (("open", 1, "at least one entry"), ("max_tokens", 1, "at least one token")):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {what}.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {what}.")
         if self.distance < 0:
-            raise ValueError(f"distance is {self.distance}; expected 0 or more positions.")
+            raise RequestError(f"distance is {self.distance}; expected 0 or more positions.")

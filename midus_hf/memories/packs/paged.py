@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.bank_folder import folder_of_checkpoint
 from midus_hf.memories.hosting.inputs import arguments_of_pass
@@ -99,12 +100,12 @@ class PagedOpens(OpensPacks):
             if SlotStates in memory.services
         ]
         if others:
-            raise ValueError(
+            raise RequestError(
                 f"vLLM is not to serve packs beside the memory {others[0]!r}, which would take texts of entries for requests; "
                 "expected one of the two. Serve the model with `transformers serve`."
             )
         if getattr(model.config, "attn_logit_softcapping", None) is not None:
-            raise ValueError(
+            raise RequestError(
                 "this model caps scores of attention, which packs in vLLM do not; expected a model without "
                 "attn_logit_softcapping. Serve it with `transformers serve`."
             )
@@ -115,7 +116,7 @@ class PagedOpens(OpensPacks):
         config = check_engine(self.name, {"lora_config": of_requests})
         cache = part_of_vllm(config, "cache_config.cache_dtype")
         if cache not in _CACHES:
-            raise ValueError(
+            raise RequestError(
                 f"--kv-cache-dtype is {cache}, whose keys and values packs do not read; expected {', '.join(_CACHES[:-1])} or "
                 f"{_CACHES[-1]}. Leave the option out."
             )
@@ -160,7 +161,7 @@ class PagedOpens(OpensPacks):
         for layer in self.layers:
             attention = self.model.layers[layer].mixer_part
             if part_of_vllm(attention, "attn.has_sink"):
-                raise ValueError(
+                raise RequestError(
                     "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with "
                     "`transformers serve`."
                 )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import Rotation, moved_by
 from midus_hf.memories.packs.opening import PackKey, Reading
 from midus_hf.memories.packs.options import PacksOptions
@@ -44,11 +45,11 @@ class Recording:
         """Record keys and values, `[B, K, T, d]`, and the rotation of the pass.
 
         Raises:
-            ValueError: If the family rotates by complex numbers, as Llama 4 does.
+            RequestError: If the family rotates by complex numbers, as Llama 4 does.
         """
         self.heads[layer] = key, value
         if rotation is not None and not isinstance(rotation, tuple):
-            raise ValueError(
+            raise RequestError(
                 f"{type(attention).__name__} rotates keys by complex numbers; expected cosines and sines. Choose another method."
             )
         if rotation is None or not attention.config.rotates:

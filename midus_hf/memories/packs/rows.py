@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.packs.names import Name, name_of, spelled
 
 
@@ -40,7 +41,7 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
         where: Origin of the row for messages, such as `"row 3 of glossary.jsonl"`.
 
     Raises:
-        ValueError: If a name or the text is invalid, or a name seems to be several.
+        RequestError: If a name or the text is invalid, or a name seems to be several.
     """
     given, text, exact = row.get("name"), row.get("text"), row.get("exact")
     names = [given] if isinstance(given, str) else given
@@ -49,31 +50,31 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
         or not names
         or not all(isinstance(name, str) and name.strip() for name in names)
     ):
-        raise ValueError(
+        raise RequestError(
             f"{where} has the name {given!r}; expected a name, or a list of names. Write one, or remove the row."
         )
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(
+        raise RequestError(
             f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or remove the row."
         )
     if isinstance(exact, str):
-        raise ValueError(
+        raise RequestError(
             f"{where} has the text {exact!r} under exact; expected true or false, without quotes. Write JSON, since columns of CSV "
             "are text."
         )
     if exact not in (None, True, False):
-        raise ValueError(f"{where} has exact = {exact!r}; expected true or false.")
+        raise RequestError(f"{where} has exact = {exact!r}; expected true or false.")
     for name in names:
         if any(sign in name for sign in ";|") or (name.strip().startswith("[") and name.strip().endswith("]")):
-            raise ValueError(
+            raise RequestError(
                 f'{where} has the name {name!r}; did you mean several names? Expected a list, "name": ["first", "second"].'
             )
         if any(ord(sign) < 32 and not sign.isspace() for sign in name) or not spelled(name)[0] or not is_text(name):
-            raise ValueError(
+            raise RequestError(
                 f"{where} has the name {name!r}, which no text can have; expected characters that are seen."
             )
     if not is_text(text):
-        raise ValueError(
+        raise RequestError(
             f"{where} has the text {text!r:.60}, with half a character; expected whole ones. Write it again as UTF-8."
         )
     return Entry(tuple(dict.fromkeys(name.strip() for name in names)), text, bool(exact))
@@ -86,7 +87,7 @@ def joined(rows: Iterable[tuple[str, Entry]]) -> JoinedRows:
         rows: Origin of each row for messages, and its entry.
 
     Raises:
-        ValueError: If a text could have a name of two entries, as names are compared.
+        RequestError: If a text could have a name of two entries, as names are compared.
     """
     texts: dict[tuple[frozenset[str], bool], tuple[str, Entry, dict[str, None]]] = {}
     owners: dict[str, list[tuple[Name, tuple[frozenset[str], bool], str]]] = {}
@@ -97,7 +98,7 @@ def joined(rows: Iterable[tuple[str, Entry]]) -> JoinedRows:
             of_folded = owners.setdefault(name.folded, [])
             for other, owner, first in of_folded:
                 if owner != key and name.may_be(other):
-                    raise ValueError(
+                    raise RequestError(
                         f"{where} has the name {given!r}, which would also find the entry of {first}; expected names that find one "
                         'entry. Give both rows the same names and the same "exact", which joins them, or, where only case differs, '
                         '"exact": true.'

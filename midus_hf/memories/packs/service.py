@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.bank_folder import BankService
@@ -75,7 +76,7 @@ class OpensPacks(BankService, States):
     def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         names = {name for name, _ in hosted}
         if len(names) > 1:
-            raise ValueError(
+            raise RequestError(
                 f"the memories {', '.join(map(repr, sorted(names)))} are packs; expected one, whose glossary has all entries. Add "
                 "entries with midus edit add."
             )
@@ -233,9 +234,9 @@ class OpensPacks(BankService, States):
         self.tokens.prepare_inputs(inputs, attention_mask)
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Read the glossary and the tokenizer, or raise `ValueError` if either is absent, or a row is not an entry."""
+        """Read the glossary and the tokenizer, or raise `RequestError` if either is absent, or a row is not an entry."""
         if folder is None:
-            raise ValueError(
+            raise RequestError(
                 "the glossary of this model is not at hand, without which no name would be known; expected a folder, or a repository "
                 "that can be read. Download it while the Hub can be reached."
             )
@@ -268,7 +269,7 @@ def _refuse_shards(model: HostStack) -> None:
     for name, parameter in model.named_parameters():
         is_flat = hasattr(parameter, "ds_id") or hasattr(parameter, "_is_flat_param")
         if is_flat or type(parameter).__name__ == "DTensor":
-            raise ValueError(
+            raise RequestError(
                 f"the parameter {name} is shared by several processes, of which each would read the texts that its own rows name; "
                 "expected whole parameters (DDP, ZeRO up to stage 2). Or train without packs, and add them afterwards."
             )

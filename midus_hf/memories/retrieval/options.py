@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Uniform
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import DeclaredControl, InsertedOptions
@@ -61,13 +62,13 @@ class RetrievalOptions(InsertedOptions):
 
     def check_fit(self, sizes: ModelSizes) -> None:
         if sizes.hidden_size % sizes.num_heads:
-            raise ValueError(
+            raise RequestError(
                 f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
                 "has an equal share of the residual stream. This model needs another memory."
             )
         width = self.read_width(sizes)
         if self.inner_residual and width != sizes.hidden_size:
-            raise ValueError(
+            raise RequestError(
                 f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
                 "expected equal widths. Set output_projection to true as well."
             )
@@ -89,9 +90,9 @@ def check_size(options: RetrievalOptions, name: str, description: str) -> None:
     """
     size = getattr(options, name)
     if size < 1:
-        raise ValueError(f"{name} is {size}; expected at least one {description}.")
+        raise RequestError(f"{name} is {size}; expected at least one {description}.")
     if not 1 <= options.k <= size:
-        raise ValueError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
+        raise RequestError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
 
 
 def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
@@ -99,4 +100,4 @@ def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
     width = options.query_width(sizes)
     if width % 2:
         name = "hidden_size / num_attention_heads" if options.output_projection else "head_dim"
-        raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
+        raise RequestError(f"{name} is {width}; expected an even number, half for rows and half for columns.")

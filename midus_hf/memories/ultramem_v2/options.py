@@ -14,6 +14,7 @@ from midus_hf.config.declared_tensors import (
     LateInitial,
     Normal,
 )
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
@@ -107,20 +108,20 @@ class UltraMemOptions(MemoryOptions):
         """Return the number of features given by `key_width`, `value_width` or `pre_value_width`.
 
         Raises:
-            ValueError: If the option gives no whole number of features in its range.
+            RequestError: If the option gives no whole number of features in its range.
         """
         setting, least = getattr(self, name), 0 if name == "pre_value_width" else 1
         try:
             width = setting if isinstance(setting, int) else Fraction(setting) * sizes.hidden_size
         except (ValueError, ZeroDivisionError):
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {setting!r}; expected a number, or a fraction of the hidden size such as 3/16."
             ) from None
         if isinstance(setting, int) and width < least:
-            raise ValueError(f"{name} is {setting}; expected {least} or more.")
+            raise RequestError(f"{name} is {setting}; expected {least} or more.")
         width_limit = width if isinstance(setting, int) else sizes.hidden_size
         if not least <= width <= width_limit or width != int(width):
-            raise ValueError(
+            raise RequestError(
                 f"{name} is {setting} of hidden_size = {sizes.hidden_size}, which is {float(width):g}; expected a whole number "
                 f"from {least} to the hidden size. Give the number itself."
             )
@@ -160,7 +161,7 @@ class UltraMemOptions(MemoryOptions):
         if self.share == "none":
             return ()
         if self.group > len(layers):
-            raise ValueError(
+            raise RequestError(
                 f"share is {self.share!r}, but {len(layers)} layers have the memory; expected a group of at most that many tables."
             )
         return (SharedTables(layers, self._value_tables(sizes, 1 if self.share == "all" else len(layers))),)
@@ -186,16 +187,16 @@ class UltraMemOptions(MemoryOptions):
     def check(self) -> None:
         for name in ("n", "rank", "k", "heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more.")
+                raise RequestError(f"{name} is {getattr(self, name)}; expected 1 or more.")
         if not re.fullmatch(r"none|all|ring:[1-9]\d*", self.share):
-            raise ValueError(f"share is {self.share!r}; expected none, all or ring:G, such as ring:4.")
+            raise RequestError(f"share is {self.share!r}; expected none, all or ring:G, such as ring:4.")
         if self.num_rows > _MOST_SLOTS:
-            raise ValueError(
+            raise RequestError(
                 f"n is {self.n} and share {self.share!r}, which make {self.num_rows:,} slots; expected at most "
                 f"{_MOST_SLOTS:,}. Lower n."
             )
         if self.k > self.side**2:
-            raise ValueError(
+            raise RequestError(
                 f"k is {self.k}; expected at most {self.side**2}, the pairs of {self.side} rows and {self.side} columns "
                 "that the first stage keeps. Lower k, or raise n."
             )
@@ -205,6 +206,6 @@ class UltraMemOptions(MemoryOptions):
         for name in ("value_width", "pre_value_width"):
             self.width(name, sizes)
         if self.rank > key_width:
-            raise ValueError(
+            raise RequestError(
                 f"rank is {self.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
             )

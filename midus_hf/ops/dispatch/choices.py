@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import one_of
 from midus_hf.ops.dispatch.native.library import NATIVE_DTYPES, native_library, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
@@ -31,7 +32,7 @@ class OpChoices:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(map(repr, BACKENDS))}.")
+            raise RequestError(f"backend is {self.backend!r}; expected one of {', '.join(map(repr, BACKENDS))}.")
 
 
 _standing = OpChoices()
@@ -52,14 +53,14 @@ def op_choices(**changes: Any) -> Iterator[None]:
         changes: Fields of `OpChoices` and their new values.
 
     Raises:
-        ValueError: If `OpChoices` has no field of a name, or a field cannot have its new value.
+        RequestError: If `OpChoices` has no field of a name, or a field cannot have its new value.
     """
     global _standing
     before = _standing
     fields = [field.name for field in dataclasses.fields(OpChoices)]
     for name in changes:
         if name not in fields:
-            raise ValueError(f"op_choices has no option {name!r}. {one_of(fields)}")
+            raise RequestError(f"op_choices has no option {name!r}. {one_of(fields)}")
     _standing = dataclasses.replace(before, **changes)
     RESOLVED.clear()
     try:
@@ -85,7 +86,7 @@ def resolve(
             `"torch"` runs instead of `"native"`.
 
     Raises:
-        ValueError: If `backend` is not one of `BACKENDS`, or names kernels or C for a call that they cannot run.
+        RequestError: If `backend` is not one of `BACKENDS`, or names kernels or C for a call that they cannot run.
     """
     if backend not in BACKENDS:
         OpChoices(backend)  # raises
@@ -105,33 +106,33 @@ def resolve(
 
 def _check_kernels(tensor: torch.Tensor, refusal: str | None) -> None:
     if not HAS_TRITON:
-        raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
+        raise RequestError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
     if not (tensor.is_cuda or interprets_kernels()):
-        raise ValueError(
+        raise RequestError(
             f"backend is 'triton', but the tensors are on {tensor.device.type}; expected cuda, or choose 'torch'."
         )
     if tensor.dtype == torch.float64:
-        raise ValueError(
+        raise RequestError(
             "backend is 'triton', but the tensors are float64; expected float32 or less, or choose 'torch'."
         )
     if refusal is not None:
-        raise ValueError(f"backend is 'triton', but {refusal}, or choose 'torch'.")
+        raise RequestError(f"backend is 'triton', but {refusal}, or choose 'torch'.")
 
 
 def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
     if tensor.device.type != "cpu":
-        raise ValueError(
+        raise RequestError(
             f"backend is 'native', but the tensors are on {tensor.device.type}; expected cpu, or choose 'torch'."
         )
     if tensor.dtype not in NATIVE_DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(
+        raise RequestError(
             f"backend is 'native', but the tensors are {dtype}; expected float32 or bfloat16, or choose 'torch'."
         )
     if refusal is not None and refusal != NO_NATIVE_BODY:
-        raise ValueError(f"backend is 'native', but {refusal}, or choose 'torch'.")
+        raise RequestError(f"backend is 'native', but {refusal}, or choose 'torch'.")
     if not torch.compiler.is_compiling() and native_library() is None:
-        raise ValueError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
+        raise RequestError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import Trainable
@@ -66,32 +67,32 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
     record, kind = record_of(config) or UpscaleRecord(), config.model_type
     resolved: Any = record.trainable if trainable == "auto" else trainable
     if trainable == "auto" and resolved not in ("new", "all"):
-        raise ValueError(
+        raise RequestError(
             f"trainable is 'auto', and this {kind} model is a base, not an upscaled model: it has no new parameters. Upscale it "
             "first, set trainable: all to train the base itself, or set adapters, such as adapters: {r: 16}."
         )
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
         if not resolved or _outside(config, resolved) or len({*resolved}) < len(resolved):
             layers = f"0 <= layer < {config.get_text_config().num_hidden_layers}"
-            raise ValueError(
+            raise RequestError(
                 f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
         rows_alone = bool(record.new_rows) and resolved == "new"
         if not record.new_layers and not record.new_memories and not rows_alone:
-            raise ValueError(
+            raise RequestError(
                 f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
                 "the model first, or set trainable: all."
             )
         entries = config.memories().entries if hasattr(config, "memories") else ()
         types = {entry.name: entry.options.type for entry in entries}
         if not record.new_layers and {types.get(name) for name in record.new_memories} == {"packs"}:
-            raise ValueError(
+            raise RequestError(
                 "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "
                 "adapters, such as adapters: {r: 16}."
             )
     elif resolved != "all":
-        raise ValueError(
+        raise RequestError(
             f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
             f"{', '.join(_ROLES)}."
         )
@@ -124,13 +125,13 @@ def set_trainable(
             Default: none.
 
     Raises:
-        ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
+        RequestError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config decides this; if
             a role in `frozen` has no tensor that would be trained, or nothing is left to train.
     """
     view = model if isinstance(model, ModelView) else ModelView(model)
     kind = view.model.config.model_type
     if view.has_adapters:
-        raise ValueError(
+        raise RequestError(
             f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
@@ -146,7 +147,7 @@ def set_trainable(
     else:
         tensors = _tensors_of(view.new_modules.values(), resolved)
         if not tensors:
-            raise ValueError(
+            raise RequestError(
                 f"trainable is {resolved}, but the new memories of this {kind} model have no tensors of these roles; expected roles "
                 "that they have, or trainable: new."
             )
@@ -160,14 +161,14 @@ def set_trainable(
     for role in frozen:
         tensors = [tensor for tensor in _tensors_of([view.model], [role]) if tensor.requires_grad]
         if not tensors:
-            raise ValueError(
+            raise RequestError(
                 f"frozen is {list(frozen)}, but this {kind} model has no memory tensors of the role {role!r} that would train; leave "
                 "the role out."
             )
         for tensor in tensors:
             tensor.requires_grad_(False)
     if frozen and not _num_training(view.model):
-        raise ValueError(
+        raise RequestError(
             f"frozen is {list(frozen)}, which leaves nothing to train; freeze less, or set trainable: all."
         )
     banks = view.banks

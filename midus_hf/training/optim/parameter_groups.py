@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from midus_hf.config.declared_tensors import Role
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.training.optim.new_rows import with_trained_rows
@@ -40,7 +41,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         the first group.
 
     Raises:
-        ValueError: If nothing is trained.
+        RequestError: If nothing is trained.
     """
     role_of: dict[int, Role] = {
         id(module.declared_tensor(name)): tensor.role
@@ -89,7 +90,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         if members[name] or (name == BLOCKS_GROUP and any(bank.trainable for bank in model_banks(model)))
     ]
     if not groups:
-        raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
+        raise RequestError("no parameter requires a gradient; call set_trainable on the model first.")
     return groups
 
 
@@ -115,7 +116,7 @@ def group_schedules(
         lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None, no others.
 
     Raises:
-        ValueError: If the schedule does not scale the maximum rate.
+        RequestError: If the schedule does not scale the maximum rate.
     """
     kind = SchedulerType(lr_scheduler_type)
     schedules = [group["schedule"] for group in optimizer.param_groups]
@@ -128,7 +129,7 @@ def group_schedules(
     probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(kind, probe, warmup, total_steps, scheduler_specific_kwargs=lr_scheduler_kwargs)
     if not isinstance(scheduler, LambdaLR):
-        raise ValueError(
+        raise RequestError(
             f"lr_scheduler_type is {kind.value!r}, whose rate is no multiple of each group's maximum rate; expected one that scales "
             f"it, such as cosine{', or another value_schedule' if kind is SchedulerType.REDUCE_ON_PLATEAU else ''}."
         )

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from midus_hf.config.errors import RequestError
+
 # Schedules that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 
@@ -49,7 +51,7 @@ class Rates:
         value_weight_decay: Decay of memory values. Default: 0.
 
     Raises:
-        ValueError: If a value lies outside its range.
+        RequestError: If a value lies outside its range.
     """
 
     learning_rate: float = 1e-4
@@ -66,8 +68,8 @@ class Rates:
         for name, choices in (("value_schedule", schedules), ("memory_keys", get_args(MemoryKeys))):
             if getattr(self, name) not in choices:
                 expected = ", ".join(map(repr, choices))
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {expected}.")
+                raise RequestError(f"{name} is {getattr(self, name)!r}; expected one of {expected}.")
         for name in (field.name for field in dataclasses.fields(Rates) if field.name.endswith(("rate", "decay"))):
             value, is_rate = getattr(self, name), name.endswith("rate")
             if value is not None and value <= 0 and (is_rate or value < 0):
-                raise ValueError(f"{name} is {value}; expected {'a number above 0' if is_rate else '0 or more'}.")
+                raise RequestError(f"{name} is {value}; expected {'a number above 0' if is_rate else '0 or more'}.")

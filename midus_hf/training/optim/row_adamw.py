@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.bank.trained_bank import adamw_update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,7 +43,7 @@ def check_sparse_values(trainer: Any) -> None:
         (shares, "several processes train, whose gradients must be dense; expected one process. Leave it out."),
     ):
         if is_refused:
-            raise ValueError(f"sparse_values is true, and {reason}")
+            raise RequestError(f"sparse_values is true, and {reason}")
 
 
 @contextlib.contextmanager

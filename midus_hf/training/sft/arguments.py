@@ -5,6 +5,7 @@ from typing import Any
 
 from trl import SFTConfig
 
+from midus_hf.config.errors import RequestError
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.keys import SftKeys
 
@@ -30,7 +31,7 @@ class SftArguments(SftKeys, MemoryArguments, SFTConfig):
     Keys of TRL that would have no effect are refused (`REFUSED`).
 
     Raises:
-        ValueError: If a value lies outside its range or contradicts another.
+        RequestError: If a value lies outside its range or contradicts another.
     """
 
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # an older name, of Transformers and TRL
@@ -39,11 +40,11 @@ class SftArguments(SftKeys, MemoryArguments, SFTConfig):
         for key, (expected, reason) in REFUSED.items():
             value = getattr(self, key)
             if value not in expected:
-                raise ValueError(f"{key} is {value!r}; expected {expected[0]!r}: {reason}. Leave it out.")
+                raise RequestError(f"{key} is {value!r}; expected {expected[0]!r}: {reason}. Leave it out.")
         if self.max_length is None or self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
+            raise RequestError(f"max_length is {self.max_length}; expected at least 2 tokens.")
         if self.packing and self.truncation_mode != "keep_start":
-            raise ValueError(
+            raise RequestError(
                 f"truncation_mode is {self.truncation_mode!r}, and packing keeps the first tokens of long chats; expected "
                 "keep_start. Leave truncation_mode or packing out."
             )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_rows
 from midus_hf.saved_models import beginning_of
@@ -65,7 +66,7 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     rows = read_rows("dataset_name", source, split=arguments.dataset_train_split, name=arguments.dataset_config)
     columns = _format_of(source, rows.column_names)
     if not len(rows):
-        raise ValueError(f"dataset_name is {source!r}, which has no rows. Add data.")
+        raise RequestError(f"dataset_name is {source!r}, which has no rows. Add data.")
     beside = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
     kept = [column for column in rows.column_names if column in (*columns, *beside)]
     unread = [column for column in rows.column_names if column not in kept]
@@ -87,7 +88,7 @@ def _format_of(source: str, columns: list[str]) -> tuple[str, ...]:
         if set(expected) <= set(columns):
             return expected
     formats = "; ".join(", ".join(expected) for expected in _FORMATS)
-    raise ValueError(
+    raise RequestError(
         f"dataset_name is {source!r}, whose rows have {', '.join(columns) or 'nothing'}; expected the columns of a format "
         f"({formats}). Rename them."
     )
@@ -112,8 +113,8 @@ def _converted(
                 return as_texts(row)
             chat = as_chat(row, columns)
             check_written(chat, template)
-        except ValueError as problem:
-            raise ValueError(f"row {index + 1} of {source!r} has {problem}, or remove the row.") from problem
+        except RequestError as problem:
+            raise RequestError(f"row {index + 1} of {source!r} has {problem}, or remove the row.") from problem
         for message in [message for name in messages for message in chat[name]]:
             held = [key for key, value in message.items() if value not in ("", [])]
             known = (*_READ, *_WRITTEN, *_EXCLUSIONS)
@@ -138,7 +139,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
     """Set a tokenizer's template: "chatml", or a file with a Jinja template; None keeps the tokenizer's."""
     if named == "chatml":
         if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
-            raise ValueError(
+            raise RequestError(
                 f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
                 "a template of tokens that it has."
             )
@@ -148,11 +149,11 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
         try:
             tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
+            raise RequestError(
                 f"chat_template_path is {named!r}; expected chatml, or a file with a Jinja template."
             ) from error
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise RequestError(
             "the model's tokenizer has no chat template; set chat_template_path to chatml, or to a file with a template that has "
             "{% generation %} around answers."
         )
@@ -170,21 +171,21 @@ def _check_marks_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
     except ValueError:
         has_chatml = all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS)
         way = "chatml" if has_chatml else "a file with a template that has {% generation %} around answers"
-        raise ValueError(
+        raise RequestError(
             "the model's chat template does not mark answers, on which the loss is computed, and TRL has no version of it that "
             f"does; expected a template with {{% generation %}}. Pass --chat_template_path {way}, or --assistant_only_loss false."
         ) from None
 
 
 def check_written(chat: Mapping[str, Any], template: str) -> None:
-    """Raise a `ValueError` if a chat has variables or keys of messages, other than text, that a template does not use."""
+    """Raise a `RequestError` if a chat has variables or keys of messages, other than text, that a template does not use."""
     variables = [*(["tools"] if chat.get("tools") else []), *(chat.get("chat_template_kwargs") or {})]
     messages = [message for column in ("messages", "prompt", "completion") for message in chat.get(column, ())]
     keys = [key for key in _WRITTEN if any(message.get(key) for message in messages)]
     unwritten = [key for key in variables if not re.search(rf"\b{re.escape(key)}\b", template)]
     unwritten += [key for key in keys if not reads_key(template, key)]
     if unwritten:
-        raise ValueError(
+        raise RequestError(
             f"{unwritten[0]!r}, which the chat template does not write. Set chat_template_path to one that does"
         )
 
@@ -198,12 +199,12 @@ def as_texts(row: Row) -> dict[str, str]:
     """Return a prompt and its completion, to which no template is applied."""
     for column in _OF_CHATS:
         if row.get(column):
-            raise ValueError(
+            raise RequestError(
                 f"{column!r}, which only chats have, in addition to a prompt. Make it a chat, leave the column out"
             )
     texts = {column: _text(row, column) for column in ("prompt", "completion")}
     if not texts["completion"].strip():
-        raise ValueError(_NO_ANSWER)
+        raise RequestError(_NO_ANSWER)
     return texts
 
 
@@ -216,14 +217,14 @@ def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
         for column in columns:
             given = row[column]
             if not given or not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-                raise ValueError(f"{column!r}: {given!r:.60}; expected a list of messages. Correct it")
+                raise RequestError(f"{column!r}: {given!r:.60}; expected a list of messages. Correct it")
             chat["messages" if len(columns) == 1 else column] = [_message(each) for each in given]
     roles = {message["role"] for each in chat.values() for message in each}
     if "assistant" not in roles:
-        raise ValueError("no answer; expected a message of the assistant. Add it")
+        raise RequestError("no answer; expected a message of the assistant. Add it")
     if row.get("system"):
         if roles & {"system", "developer"}:
-            raise ValueError("'system' and a system message. Leave one of them out")
+            raise RequestError("'system' and a system message. Leave one of them out")
         next(iter(chat.values())).insert(0, {"role": "system", "content": _text(row, "system")})
     for column, kind, none in (("tools", list, None), ("chat_template_kwargs", dict, {})):
         if column in row:
@@ -237,11 +238,11 @@ def _instructed(row: Row, answer: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
     ):
-        raise ValueError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
+        raise RequestError(f"'history': {turns!r:.60}; expected a list of pairs of question and answer. Correct it")
     context = [column for column in ("input", "context") if row.get(column) is not None]
     question = "\n\n".join(part for column in ("instruction", *context) if (part := _text(row, column)).strip())
     if not question:
-        raise ValueError("an empty instruction; expected text. Fill it in")
+        raise RequestError("an empty instruction; expected text. Fill it in")
     return [
         _message({"role": role, "content": text})
         for turn in (*turns, (question, _text(row, answer)))
@@ -258,31 +259,31 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     if role not in list(_ROLE_OF_NAME):
         expected = ", ".join(_ROLES)
-        raise ValueError(f"the role {role!r}, which no template knows; expected one of {expected}. Correct it")
+        raise RequestError(f"the role {role!r}, which no template knows; expected one of {expected}. Correct it")
     role = message["role"] = _ROLE_OF_NAME[role]
     for key in _EXCLUSIONS:
         if message.get(key, 1) != 1:
-            raise ValueError(
+            raise RequestError(
                 f"a message with {key}: {message[key]}, which the loss would ignore; TRL weights all answers equally. End the chat "
                 "before the message"
             )
     reasoning = [key for key in _REASONING if message.get(key)]
     for key in reasoning[1:]:
         if message[key] != message[reasoning[0]]:
-            raise ValueError(
+            raise RequestError(
                 f"{key!r} and {reasoning[0]!r} with different texts; a template reads one of them. Leave one out"
             )
     if calls:
         if role != "assistant":
-            raise ValueError(
+            raise RequestError(
                 f"'tool_calls' in a message of the {role}; expected the assistant to call tools. Correct it"
             )
         message["tool_calls"] = [_call(call) for call in _parsed(calls, list, "tool_calls")]
     elif role == "assistant" and not str(content or "").strip():
-        raise ValueError(_NO_ANSWER)
+        raise RequestError(_NO_ANSWER)
     message["content"] = "" if content is None and calls else content
     if not isinstance(message["content"], str):
-        raise ValueError(f"a message of the {role} with the content {content!r:.60}; expected text. Correct it")
+        raise RequestError(f"a message of the {role} with the content {content!r:.60}; expected text. Correct it")
     return message
 
 
@@ -290,7 +291,7 @@ def _call(call: Any) -> dict[str, Any]:
     """Return a call of a tool, with JSON text of arguments parsed, since some templates would encode it again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(
+        raise RequestError(
             f"the call {call!r:.60} in 'tool_calls'; expected a function with name and arguments. Correct it"
         )
     arguments = _parsed(function.get("arguments") or {}, dict, f"arguments of {function['name']}")
@@ -300,7 +301,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 def _text(row: Row, column: str) -> str:
     if not isinstance(row[column], str):
-        raise ValueError(f"{column!r}: {row[column]!r:.60}; expected text. Correct it")
+        raise RequestError(f"{column!r}: {row[column]!r:.60}; expected text. Correct it")
     return row[column]
 
 
@@ -309,10 +310,10 @@ def _parsed(value: Any, kind: type, name: str) -> Any:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{name!r}, which is not JSON: {error}. Correct it") from error
+        raise RequestError(f"{name!r}, which is not JSON: {error}. Correct it") from error
     if not isinstance(parsed, kind):
         expected = "a list" if kind is list else "an object"
-        raise ValueError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
+        raise RequestError(f"{name!r}: {parsed!r:.60}; expected {expected}. Correct it")
     return parsed
 
 

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, Trainer
 from trl import SFTTrainer
 
+from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.memories.hierarchical.options import block_layouts
@@ -36,7 +37,7 @@ def finetune(arguments: SftArguments) -> TrainResult:
         The folder of the trained model, and the steps, tokens and last loss of the run.
 
     Raises:
-        ValueError: If the arguments are wrong; nothing has been written then.
+        RequestError: If the arguments are wrong; nothing has been written then.
         TrainingError: If a step fails. The message says how to go on.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
     """
@@ -50,7 +51,7 @@ def read_chat_texts(
     length: Any = arguments.max_length
     chats = read_chats(arguments, tokenizer)
     if arguments.completion_only_loss and "completion" not in chats.column_names:
-        raise ValueError(
+        raise RequestError(
             f"completion_only_loss is true, and dataset_name is {arguments.dataset_name!r}, whose rows have no completion; "
             "expected the columns prompt and completion. Leave completion_only_loss out."
         )
@@ -89,7 +90,7 @@ def make_sft_trainer(
     columns = [name for name in ("labels", "seq_lengths") if name in prepared.column_names]
     sequences = prepared.filter(has_loss, input_columns=columns, load_from_cache_file=False)
     if not len(sequences):
-        raise ValueError(
+        raise RequestError(
             f"dataset_name is {source!r}, which has no answer to learn from within {arguments.max_length:,} tokens. Add data, or "
             "raise max_length."
         )
@@ -115,7 +116,7 @@ def _check_banks(model: Any, arguments: SftArguments) -> None:
         return
     reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
     if not reads_generic and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
+        raise RequestError(
             f"nothing is trained: trainable is {arguments.trainable!r}, which is only the bank's blocks, and chats fetch none "
             "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
         )
@@ -175,7 +176,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
         except (TemplateError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
             # A template is a program that runs on the chat, and can fail in any of these ways.
             _refuse_row(dataset, processing_class, self.chat_template, args)
-            raise ValueError(
+            raise RequestError(
                 f"dataset_name is {args.dataset_name!r}, and TRL refuses a row of it: {first_line(error)}"
             ) from error
         self.first_labels = _check_encoded(encoded, processing_class, args)
@@ -187,7 +188,7 @@ class SftTrainer(MemoryTrainerMixin, _ModelLossTrainer):
 
 
 def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: str | None, arguments: Any) -> None:
-    """Raise a `ValueError` about the first chat that a template refuses, if there is one."""
+    """Raise a `RequestError` about the first chat that a template refuses, if there is one."""
     for number, row in enumerate(dataset, start=1):
         messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
         if not isinstance(messages[0], dict):
@@ -196,7 +197,7 @@ def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: st
         try:
             tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
-            raise ValueError(
+            raise RequestError(
                 f"row {number} of {arguments.dataset_name!r} is refused by the chat template: {first_line(error)}. Correct it, or "
                 "take it out."
             ) from error
@@ -220,7 +221,7 @@ def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments
         for call in calls:  # templates may write only those of the last turn, or outside of their markers of answers
             name = call.get("function", call)["name"]
             if name not in learned:
-                raise ValueError(
+                raise RequestError(
                     f"row {number} of {source!r} has a call of {name!r}, which the chat template does not write into an answer. Set "
                     "chat_template_path to one that does, or remove the row."
                 )

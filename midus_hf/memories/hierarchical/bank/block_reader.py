@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.blocks import BankLayout
 
@@ -68,7 +69,7 @@ def check_paths(paths: torch.Tensor, layout: BankLayout, name: str) -> None:
     """Check that a bank has a block for every node on paths."""
     levels, k = layout.num_levels, layout.blocks.branching
     if paths.dim() != 2 or paths.shape[1] != levels or paths.dtype.is_floating_point:
-        raise ValueError(
+        raise RequestError(
             f"{name} is {tuple(paths.shape)}, {paths.dtype}; expected integers [batch, {levels}], for each row a node of each "
             "level of the tree."
         )
@@ -76,13 +77,13 @@ def check_paths(paths: torch.Tensor, layout: BankLayout, name: str) -> None:
     in_tree = (paths != GENERIC).any(1, keepdim=True)
     counts = torch.tensor([layout.blocks.nodes(level) for level in range(1, levels + 1)])
     for row, column in (in_tree & ((paths < 0) | (paths >= counts))).nonzero().tolist():
-        raise ValueError(
+        raise RequestError(
             f"{name} has {int(paths[row, column])} for level {column + 1} in row {row}; expected 0 to {int(counts[column]) - 1}, "
             "or a row of -1 for the generic memory."
         )
     for row, column in (in_tree & (paths[:, 1:] // k != paths[:, :-1])).nonzero().tolist():
         parent, node = paths[row, column : column + 2].tolist()
-        raise ValueError(
+        raise RequestError(
             f"{name} has {node} for level {column + 2} in row {row}, which is no child of node {parent}; expected {k * parent} to "
             f"{k * parent + k - 1}. Take paths of the tree that the model is for."
         )

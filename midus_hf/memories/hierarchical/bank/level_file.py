@@ -12,6 +12,7 @@ from typing import Any
 import safetensors
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.outputs import atomic_write
 
 # Row 0 is the block of the generic memory, and row i + 1 that of node i.
@@ -34,12 +35,12 @@ class MappedLevel:
                 shape, dtype = blocks.get_shape(), _DTYPES[blocks.get_dtype()]
             self.blocks = _mapped(path, math.prod(shape), dtype, behind=len(self.marks)).view(shape)
         except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
-            raise ValueError(
+            raise RequestError(
                 f"bank file {path} cannot be read ({error}); expected a whole file of a bank. Copy the bank again."
             ) from None
         # A save that was killed may have left more rows than the description has.
         if self.blocks.dim() != 2 or self.blocks.shape[1] != numel or not rows <= len(self.blocks) == len(self.marks):
-            raise ValueError(
+            raise RequestError(
                 f"bank file {path} has blocks of shape {list(self.blocks.shape)}; expected {[rows, numel]}. It belongs to "
                 "another model."
             )
@@ -49,7 +50,7 @@ class MappedLevel:
         mark = int(self.marks[row]) if row < len(self.marks) else UNWRITTEN
         if mark not in (UNWRITTEN, WRITTEN, DELETED):
             block = f"block {row - 1}" if row else "the generic block"
-            raise ValueError(
+            raise RequestError(
                 f"{block} of bank file {self.path} is without its mark. Copy the bank again, or delete the block."
             )
         return self.blocks[row] if mark == WRITTEN else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION
 from midus_hf.files.json_text import parse_json
 from midus_hf.memories.hierarchical.bank.block_reader import BlockReader
@@ -87,16 +88,16 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     try:
         description = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
+        raise RequestError(
             f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
         ) from None
     except ValueError:
         description = None
     if not isinstance(description, dict) or description.get("format") != DESCRIPTION_FORMAT:
-        raise ValueError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
+        raise RequestError(f"{path} is not of format {DESCRIPTION_FORMAT}; expected a bank that this version reads.")
     difference = layout.difference(description.get("layout"))
     if difference:
-        raise ValueError(
+        raise RequestError(
             f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
     return description

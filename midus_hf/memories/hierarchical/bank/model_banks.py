@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
@@ -46,7 +47,7 @@ class Banks:
     def bank(self, name: str) -> Any:
         """Return the bank of a memory."""
         if name not in self.opened:
-            raise ValueError(
+            raise RequestError(
                 f"memory {name!r} fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded "
                 "from its folder. Call banks.open(folder) of a model that was made otherwise."
             )
@@ -55,7 +56,7 @@ class Banks:
     def check_training(self) -> None:
         """Refuse a pass that trains while `set_trainable` lets blocks train, and no `MemoryTrainer` makes them trainable."""
         if self.trainable and not all(bank.trains for bank in self.opened.values()):
-            raise ValueError(
+            raise RequestError(
                 "blocks of a memory bank shall train, and this trainer would leave them as they are; expected MemoryTrainer, or a "
                 "trainer class with MemoryTrainerMixin. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
             )
@@ -70,7 +71,7 @@ class Banks:
     ) -> dict[str, FetchedBatch]:
         """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks."""
         if memory_ids is not None and len(memory_ids) != batch:
-            raise ValueError(
+            raise RequestError(
                 f"memory_ids has {len(memory_ids)} rows; expected {batch}, one for each text of the batch."
             )
         fetched = {}
@@ -100,7 +101,7 @@ def check_tree(
     for name, layout in banks.layouts.items():
         needed = (layout.num_levels, layout.blocks.branching)
         if shape not in (None, needed):
-            raise ValueError(
+            raise RequestError(
                 f"the tree of {owner} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree of "
                 f"{needed[0]} levels of {needed[1]}; expected one tree. Give the one that the bank was trained with, or build one."
             )
@@ -108,7 +109,7 @@ def check_tree(
         stored = bank.bank if isinstance(bank, TrainedBank) else bank
         lineage = {*stored.description["grown_from"], *grown_from}
         if None not in (bank.tree, tree) and bank.tree != tree and not {bank.tree, tree} & lineage:
-            raise ValueError(
+            raise RequestError(
                 f"{owner} is of the tree with the fingerprint {str(tree)[:16]}..., and the model's bank was trained with "
                 f"{str(bank.tree)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
             )

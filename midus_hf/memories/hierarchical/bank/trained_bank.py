@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.bank.block_reader import BlockReader
 from midus_hf.memories.hierarchical.bank.memory_bank import BlockKey, MemoryBank
 from midus_hf.memories.hierarchical.blocks import level_file
@@ -148,7 +149,7 @@ class TrainedBank(BlockReader):
             save_file(tensors, folder / level_file(level))
 
     def load_state(self, folder: Path) -> None:
-        """Resume from the files that `save_state` wrote, or raise a `ValueError` about them."""
+        """Resume from the files that `save_state` wrote, or raise a `RequestError` about them."""
         self._has_room.clear()
         for held in (self._states, self._files, self._steps, self._leaves):
             held.clear()
@@ -162,7 +163,7 @@ class TrainedBank(BlockReader):
                     self._state((level, index)).copy_(state["states"][position])
                     self._steps[level, index] = step
         except (OSError, LookupError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
-            raise ValueError(
+            raise RequestError(
                 f"the state of blocks in {folder} cannot be read ({error}); expected that of a run that trains blocks. Resume from "
                 "another checkpoint."
             ) from None
