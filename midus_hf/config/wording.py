@@ -25,6 +25,12 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number of things, such as `1 entry` or `2,000 entries`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with the paragraph after it if it ends in a colon, or the error's type."""
     first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")

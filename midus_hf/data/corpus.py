@@ -31,6 +31,8 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+# Endings of files of rows.
+ROW_SUFFIXES = tuple(ending for ending, kind in KINDS.items() if kind != "text")
 # Compressed files by file extension, with the names of compressions in `fsspec`.
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
@@ -174,6 +176,26 @@ def _read_sources(
         ) from error
 
 
+def locate_rows(key: str, source: str, count: int) -> list[str]:
+    """Return where each row of a source is, for messages: in which line of which file; where rows have no lines, their numbers.
+
+    Args:
+        key: Key of the arguments that names the source.
+        source: A file, a folder, or the id of a dataset on the Hub, as `read_rows` has read it.
+        count: Number of its rows.
+    """
+    from midus_hf.data.readers import lines_of_rows
+
+    path, places = Path(source).expanduser(), list[str]()
+    if path.exists() and not _is_saved(path) and not (path.is_dir() and _declares_data(path)):
+        kind, splits, _ = _select_files(key, path, has_text=False)
+        for file in splits.get("train") or next(iter(splits.values())):
+            name = source if file == path else str(file)
+            lines = lines_of_rows(file, kind, _COMPRESSIONS.get(file.suffix.lower()), _SEPARATORS.get(kind))
+            places += [f"line {line} of {key} {name}" for line in lines]
+    return places if len(places) == count else [f"row {number} of {key} {source}" for number in range(1, count + 1)]
+
+
 class DocumentPaths(NamedTuple):
     """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if the rows have it."""
 
@@ -260,7 +282,7 @@ def _read_source(
         raise RequestError(
             f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
-    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    is_saved = _is_saved(path)
     is_declared = not path.exists() or (not is_saved and _declares_data(path))
     if name is not None and not is_declared:
         raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
@@ -327,6 +349,11 @@ def reading(beginning: str, remedy: str = "") -> Iterator[None]:
         raise RequestError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
 
 
+def _is_saved(folder: Path) -> bool:
+    """Return whether a folder is a dataset that `save_to_disk` wrote."""
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
 def _declares_data(folder: Path) -> bool:
     """Return whether a folder is a dataset repository, whose card lists its data files."""
     card = folder / "README.md"
@@ -384,19 +411,7 @@ def _read_files(
     """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
     from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
-    files = _files_of(key, path)
-    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
-    kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
-    kind = next((kind for kind in kinds if kind != "text"), "text")
-    if not kinds or (kind == "text" and text_column is None):
-        endings = ", ".join(ending for ending, kind in KINDS.items() if text_column or kind != "text")
-        content = "text" if text_column else "rows"
-        raise RequestError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
-    read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
-    if not read:
-        expected = "text with a visible character" if text_column else "row"
-        raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
-    splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
+    kind, splits, files = _select_files(key, path, has_text=text_column is not None)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
     _say_unread(key, path, files, read)
@@ -451,6 +466,23 @@ def _read_files(
         names = [file.relative_to(path).as_posix() for file in read]
         rows = rows["train"].add_column(_FILE_COLUMN, names)
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
+
+
+def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[str, list[Path]], list[Path]]:
+    """Return the kind of files that are read of a path, these by split, and all files there; `has_text`: whether text has rows."""
+    files = _files_of(key, path)
+    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
+    kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
+    kind = next((kind for kind in kinds if kind != "text"), "text")
+    if not kinds or (kind == "text" and not has_text):
+        endings = ", ".join(ending for ending, kind in KINDS.items() if has_text or kind != "text")
+        content = "text" if has_text else "rows"
+        raise RequestError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
+    read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
+    if not read:
+        expected = "text with a visible character" if has_text else "row"
+        raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
+    return kind, {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read), files
 
 
 def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, usual: str) -> None:

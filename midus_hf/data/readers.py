@@ -5,7 +5,9 @@ gets the type of other rows.
 """
 
 import csv
+import io
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -144,9 +146,12 @@ class JsonReader(Json):
         if self.config.field is not None:
             values = values[self.config.field]
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(rows):
             if not isinstance(row, dict):
-                raise RequestError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
+                where = f"value {number + 1} of its list"
+                if self.config.field is None:
+                    where = f"{where}, in line {_lines_of_values(text)[number]},"
+                raise RequestError(f"{where} is {row!r:.60}; expected an object or a text")
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             yield rows[begin : begin + _ROWS_AT_ONCE]
 
@@ -162,9 +167,26 @@ def _row(line: str, number: int) -> dict[str, Any]:
             else f"no JSON: {error}"
         )
         row = None
+    if row is not None and "\\ud" in line.lower():
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"line {number} has half a character: {error}") from None
     if not isinstance(row, dict):
         raise RequestError(f"line {number} is {found}; expected an object in each line, or one list of objects")
     return row
+
+
+def _lines_of_values(text: str) -> list[int]:
+    """Return the line in which each value of a JSON list begins, from 1."""
+    lines, line, counted = [], 1, 0
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    at = text.index("[") + 1
+    while (at := between.match(text, at).end()) < len(text) and text[at] != "]":  # type: ignore[union-attr]
+        line, counted = line + text.count("\n", counted, at), at
+        lines.append(line)
+        _, at = decoder.raw_decode(text, at)
+    return lines
 
 
 class TableReader(Csv):
@@ -269,6 +291,39 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
         for split, files in splits.items()
     }
     return DataFilesDict(lists)
+
+
+def lines_of_rows(file: Path, kind: str, compression: str | None, usual: str | None) -> list[int]:
+    """Return the line in which each row of a file begins, from 1; none if rows have no lines, or the file is read otherwise.
+
+    Args:
+        file: A file that a reader has read.
+        kind: Its kind.
+        compression: Its compression; None without.
+        usual: Separator of fields of a table; None for other kinds.
+    """
+    if usual is None and kind != "json":
+        return []
+    newline = "\n" if usual is None else ""
+    with fsspec.open(str(file), "rt", compression=compression, encoding="utf-8-sig", newline=newline) as opened:
+        text = opened.read()
+    if usual is None:
+        if text.lstrip().startswith("["):
+            return _lines_of_values(text)
+        return [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    separator, lines = separator_in(text[:_CHARACTERS_OF_HEAD], usual), io.StringIO(text, newline="")
+    skipped = 0 if declared_separator(text[:_CHARACTERS_OF_HEAD]) is None else len([lines.readline()])
+    dialect: dict[str, Any] = {"delimiter": separator, "quoting": quoting_of(separator, usual)}
+    table = csv.reader(lines, **dialect)
+    begins, begin = [], 1
+    try:
+        for fields in table:
+            if len(fields) > 1 or any(map(str.strip, fields)):
+                begins.append(begin + skipped)
+            begin = table.line_num + 1
+    except csv.Error:
+        return []
+    return begins[1:]  # the first line names the columns
 
 
 def quoting_of(separator: str, usual: str) -> int:

@@ -72,7 +72,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
     """
-    started = time.perf_counter()
+    started, output = time.perf_counter(), request.required_output()
     with resolve_source(str(request.model)) as source:
         deleted: dict[str, list[Node]] = {}
         refusals = []
@@ -91,7 +91,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         banks = banks_of(open_base(source.folder).layout.memories)
-        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +109,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     return {
         "command": "delete",
         "model": str(request.model),
-        "output": str(request.output),
+        "output": str(output),
         "banks": {name: [*map(written_node, its_nodes)] for name, its_nodes in deleted.items()},
         "centroids": None
         if gone is None or kept is None
@@ -160,10 +160,15 @@ def copies_of(folder: Path, model: str) -> list[str]:
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
-    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
-    cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    cache = datasets_cache()
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
     return [model, *(f"{model}/{name}" for name in checkpoints), *corpora, *([str(cache)] if cache.is_dir() else [])]
+
+
+def datasets_cache() -> Path:
+    """Return the folder in which the package datasets keeps copies of texts; it may not exist."""
+    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
+    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
 
 
 def _tree_of(folder: Path) -> "ClusterTree | None":

@@ -44,7 +44,7 @@ def read_glossary(folder: Path) -> list[Entry]:
         ) from None
     entries = []
     for number, line in enumerate(lines, 1):
-        where = f"row {number} of {path}"
+        where = f"line {number} of {path}"
         if not line.strip():
             continue
         try:
