@@ -266,7 +266,7 @@ def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict
         with contextlib.suppress(OSError):  # of files that others own
             if file.is_file() and file.stat().st_size <= _MAX_SEARCHED_BYTES and has_entry(file.read_bytes()):
                 copies.append(_short_path(file))
-    return {"copies": copies, "searched": [*map(_short_path, places)]}
+    return {"copies": copies, "searched": [*map(str, places)]}
 
 
 def _encodings(text: str) -> set[bytes]:
