@@ -194,9 +194,7 @@ def _show_entries(result: dict[str, Any], json_: bool) -> None:
             if result["remains"][key]
         ]
         if result["copies"]:
-            lines.append(
-                f"their texts are still in {', '.join(result['copies'])}; to delete: edit or remove these files"
-            )
+            lines.append(f"their texts are still in {', '.join(result['copies'])}; to delete: edit or remove them")
         places = " and ".join(result["searched"])
         lines.append(
             f"not searched for their texts: folders other than {places}, compressed files, logs, backups, the Hub"

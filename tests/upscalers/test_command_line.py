@@ -103,6 +103,30 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
+def test_corpus_is_an_option_of_methods_that_read_one(command, base, tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"name": "word5", "text": "word7"}\n')
+    requests = []
+    monkeypatch.setattr("upscalers.runs.upscale.upscale", lambda **request: requests.append(request) or 1 / 0)
+    (tmp_path / "request.yaml").write_text("options: {corpus: other.jsonl, links: false}\n")
+    for words in (["--corpus", rows], ["--set", f"corpus={rows}"]):
+        command("--base", base, "--method", "packs", *words, "--config", tmp_path / "request.yaml")
+    assert [request["options"] for request in requests] == [{"corpus": str(rows), "links": False}] * 2
+    for words, said in (
+        (
+            ["--method", "solar"],
+            "--corpus is given, and method 'solar' reads no corpus; expected one of engram, packs. Leave",
+        ),
+        (
+            ["--method", "packs", "--set", f"corpus={rows}"],
+            "--corpus and --set corpus= are given, which are the same; expected one",
+        ),
+        ([], "--method is missing"),
+    ):
+        refused = command("--base", base, *words, "--corpus", rows)
+        assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
+
+
 def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monkeypatch):
     monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
     outcome = command("--base", base, *REQUEST)
@@ -120,7 +144,14 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     keys = {*signature(upscale).parameters} - {"progress"}
     assert {field.name for field in fields(RunRequest)} == keys
     keys -= {"options"}
-    options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
+    options = (
+        "--config",
+        "--set",
+        "--corpus",
+        "--json",
+        "--no-verify",
+        *(f"--{key.replace('_', '-')}" for key in keys),
+    )
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
 
 

@@ -426,14 +426,14 @@ def test_deletion_names_the_files_that_have_the_text(base, tmp_path, monkeypatch
     assert edit(["delete", "out", "--name", "word5", "--output", "without"]) == 0
     copies = [
         *(
-            "cache/json/default-1/0.0.0/midus-3/json-train.arrow",
+            "cache/json/default-1/0.0.0/midus-3",
             "out/checkpoint-1/glossary.jsonl",
             "out/glossary.jsonl",
         ),
         *("rows.jsonl", "texts.tsv"),
     ]
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        f"their texts are still in {', '.join(copies)}; to delete: edit or remove these files",
+        f"their texts are still in {', '.join(copies)}; to delete: edit or remove them",
         f"not searched for their texts: folders other than {tmp_path}, compressed files, logs, backups, the Hub",
     ]
     assert delete_entries(EditRequest("out"), ["word5"])["copies"] == [*copies[:2], *copies[3:]]

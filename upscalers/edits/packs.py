@@ -89,8 +89,8 @@ def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]
     Returns:
         As from `add_entries`, with `remains`, where the names of deleted entries still occur: `texts`, other entries by their first
         names; other `names`; and `files`, such as those that record the name of a corpus. `copies` lists the files that still have a
-        name and a line of the text of a deleted entry, among those in the folders `searched` and in the cache of datasets: files
-        of rows, and glossaries of other checkpoints.
+        name and a line of the text of a deleted entry, among those in the folders `searched`, files of rows and glossaries of
+        other checkpoints, and the folders in the cache of datasets that have them.
 
     Raises:
         RequestError: If the model has no packs, or a name has no entry.
@@ -265,7 +265,10 @@ def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict
     for file in sorted(files):
         with contextlib.suppress(OSError):  # of files that others own
             if file.is_file() and file.stat().st_size <= _MAX_SEARCHED_BYTES and has_entry(file.read_bytes()):
-                copies.append(_short_path(file))
+                is_cached = (
+                    file.suffix == ".arrow"
+                )  # without it, the package datasets would not read the rest of its folder
+                copies.append(_short_path(file.parent if is_cached else file))
     return {"copies": copies, "searched": [*map(str, places)]}
 
 

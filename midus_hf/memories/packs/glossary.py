@@ -50,8 +50,9 @@ def read_glossary(folder: Path) -> list[Entry]:
         try:
             row = parse_json(line, unique_keys=True)
         except ValueError as error:
+            reason = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise RequestError(
-                f"{where} is no JSON ({error}); expected a name and a text. Copy the file again."
+                f"{where} is no JSON ({reason}); expected a name and a text. Copy the file again."
             ) from None
         if not isinstance(row, dict):
             raise RequestError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
