@@ -243,11 +243,9 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
         return f"{verb} not known to be the base's: its config holds no digest of the base"
     if confirmed:
         return f"{verb} the base's, byte for byte"
-    return f"{verb} not the base's, byte for byte" + (
-        ""
-        if differing is None
-        else f": {format_count(differing, 'tensor')} {'differs' if differing == 1 else 'differ'}"
-    )
+    verbs = "differs" if differing == 1 else "differ"
+    which = "" if differing is None else f": {format_count(differing, 'tensor')} {verbs}"
+    return f"{verb} not the base's, byte for byte{which}"
 
 
 def print_stripped(result: dict[str, Any]) -> None:

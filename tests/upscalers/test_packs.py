@@ -26,6 +26,7 @@ from midus_hf.files.outputs import exclusive
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
+from tests.upscalers.hub_server import Repository, files_of
 from upscalers.edits.chapters import zero
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
@@ -495,12 +496,24 @@ def test_entries_are_listed_without_weights(model, tmp_path, capsys):
         "word5: word7 word8 word13 (3 tokens, of which 2 are read)",
         "word20 word21 / word22: word9 word10 word11 (3 tokens, of which 2 are read)",
         "word30: word12 (1 token)",
-        f"Word40 (exact): {' '.join(['word1'] * 9)} ... (30 tokens, of which 2 are read)",
+        f"Word40 (exact): {'word1 ' * 10}... (30 tokens, of which 2 are read)",
     ]
     assert edit(["list", str(folder), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["max_tokens"], len(listed["entries"])) == (2, 4)
     assert listed["entries"][2] == {"names": ["word30"], "text": "word12", "exact": False, "tokens": 1}
+
+
+def test_glossary_of_the_hub_is_listed_without_weights_and_not_changed(model, hub, capsys):
+    hub.repositories["org/model"] = Repository(files=files_of(model))
+    assert edit(["list", "org/model"]) == 0
+    assert capsys.readouterr().out.startswith("3 entries of 7 tokens\n")
+    (glossary_file,) = Path().rglob("glossary.jsonl")
+    assert not [*Path().rglob("model.safetensors")]
+    assert edit(["delete", str(glossary_file.parent), "--name", "word5"]) == 2
+    assert "glossary.jsonl is a link to" in capsys.readouterr().err
+    assert edit(["delete", "org/model", "--name", "word5", "--output", "without"]) == 0
+    assert len(entries_in(Path("without"))) == 2
 
 
 def test_list_shows_what_a_model_has(base, model, tmp_path, capsys):
@@ -517,7 +530,11 @@ def test_list_shows_what_a_model_has(base, model, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "3 entries of" in shown and "memory chapters at" in shown
     for folder, words, said in (
-        (base, [], "has no memory of type 'packs' or 'moc', to list entries or chapters of; expected one"),
+        (
+            base,
+            [],
+            "has no memory of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: none.",
+        ),
         (tmp_path / "both", ["--memory", "absent"], "no memory 'absent' of type 'packs' or 'moc'"),
     ):
         assert edit(["list", str(folder), *words]) == 2

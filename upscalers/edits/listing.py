@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +58,8 @@ def list_memories(model: str | Path, memory: str | None = None, progress: Progre
     if not listed:
         named = "memory" if memory is None else f"memory {memory!r}"
         raise RequestError(
-            f"{model} has no {named} of type 'packs' or 'moc', to list entries or chapters of; expected one of its memories, "
-            f"{', '.join(attached) or 'of which it has none'}."
+            f"{model} has no {named} of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: "
+            f"{', '.join(attached) or 'none'}. midus edit blocks lists blocks of topics."
         )
     return listed
 
@@ -177,7 +176,8 @@ def _print_entries(entries: Sequence[dict[str, Any]], most: int) -> None:
     for entry in entries:
         names = " / ".join(entry["names"]) + " (exact)" * entry["exact"]
         read = f", of which {most:,} are read" * (entry["tokens"] > most)
-        text = textwrap.shorten(entry["text"], _SHOWN_CHARACTERS, placeholder=" ...")
+        text = " ".join(entry["text"].split())
+        text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
         print(f"{names}: {text} ({format_count(entry['tokens'], 'token')}{read})")
 
 

@@ -265,9 +265,8 @@ def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict
     for file in sorted(files):
         with contextlib.suppress(OSError):  # of files that others own
             if file.is_file() and file.stat().st_size <= _MAX_SEARCHED_BYTES and has_entry(file.read_bytes()):
-                is_cached = (
-                    file.suffix == ".arrow"
-                )  # without it, the package datasets would not read the rest of its folder
+                # Without its file of rows, the package datasets could not read a folder of the cache again.
+                is_cached = file.suffix == ".arrow"
                 copies.append(_short_path(file.parent if is_cached else file))
     return {"copies": copies, "searched": [*map(str, places)]}
 

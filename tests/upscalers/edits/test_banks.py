@@ -135,7 +135,7 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
 def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, chapters):
     records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
     told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out").out
-    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
+    assert "deleted 1 block of hier-ffn and 1 block of hier-lora-vo" in told
     for name in NAMES:
         assert not files_with(tmp_path / "out", records[name][2, 7])
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
