@@ -54,7 +54,26 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
     )
 
 
-def print_note(line: str) -> None:
-    """Print a line on standard error, only in the first process of a run."""
-    if int(os.environ.get("RANK", 0)) == 0:
+def print_note(line: str, event: str | None = None) -> None:
+    """Print a line on standard error, only in the first process of a run, or in the first that comes to an event."""
+    if int(os.environ.get("RANK", 0)) == 0 if event is None else is_first_to(event):
         print(line, file=sys.stderr, flush=True)
+
+
+def is_first_to(event: str) -> bool:
+    """Return whether no other process of a run has come to an event before; the store that they share counts.
+
+    Before processes know of each other, the first of a machine speaks for the others there.
+    """
+    if not knows_other_processes():
+        return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    try:
+        return sys.modules["torch.distributed"].distributed_c10d._get_default_store().add(f"midus_hf/{event}", 1) == 1
+    except RuntimeError:  # the process that had the store has ended
+        return False
+
+
+def knows_other_processes() -> bool:
+    """Return whether this process has joined the others of its run, if it has any."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

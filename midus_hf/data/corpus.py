@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,7 @@ _SEPARATORS = {"csv": ",", "tsv": "\t"}
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
 _FILE_COLUMN = "file"  # of texts in a folder
+STREAMED_FILE_COLUMN = "_midus_file"  # of rows of a stream: the file that has them, where it is known
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -131,7 +132,9 @@ def stream_rows(
     split: str | None = None,
     name: str | None = None,
 ) -> "IterableDataset":
-    """Return the rows that `read_rows` reads as a stream; the description of its `info` names the files, to tell others.
+    """Return the rows that `read_rows` reads as a stream, which `stream_files` tells from others.
+
+    The file of each row is under `STREAMED_FILE_COLUMN`, unless it is a row of a saved dataset.
 
     Args:
         key: Key of the arguments that names the sources, for messages.
@@ -170,6 +173,8 @@ def _read_sources(
         parts = [_read_source(key, each, split, name, text_column, columns, is_alone=alone) for each in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except RequestError:  # about the first rows of a table
+        raise
     except (ValueError, TypeError) as error:
         raise RequestError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
@@ -308,19 +313,23 @@ def _read_source(
     if columns is None:
         return rows
     if rows.column_names is not None and text_column not in rows.column_names:
-        raise RequestError(no_column(_label(key, source), columns[0], rows.column_names))
+        others = [each for each in rows.column_names if each != STREAMED_FILE_COLUMN]
+        raise RequestError(no_column(_label(key, source), columns[0], others))
     if isinstance(rows, datasets.Dataset):
         files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
         rows.info.description = _description(files)
+    kept = [*columns, STREAMED_FILE_COLUMN]
     return (
         rows
         if rows.column_names is None
-        else rows.select_columns([each for each in columns if each in rows.column_names])
+        else rows.select_columns([each for each in kept if each in rows.column_names])
     )
 
 
-def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> Any:
+def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] | None) -> Any:
     """Return the rows of a prepared builder, or with `columns` a stream."""
+    import datasets
+
     from midus_hf.data.readers import JsonReader, ParquetReader
 
     if columns is None:
@@ -329,12 +338,53 @@ def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> 
         builder.take(columns)
     files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
     builder.info.description = _description([name if "://" in name else Path(name) for name in files])
-    return builder.as_streaming_dataset(split=split)
+    if isinstance(builder, datasets.ArrowBasedBuilder):
+        builder._generate_tables = _with_file_names(key, builder._generate_tables)
+    rows = builder.as_streaming_dataset(split=split)
+    for of_split in rows.values() if isinstance(rows, dict) else [rows]:
+        if of_split.features is not None and isinstance(builder, datasets.ArrowBasedBuilder):
+            of_split.info.features[STREAMED_FILE_COLUMN] = datasets.Value("string")
+    return rows
+
+
+def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return the tables of a builder for streams, which read a file at a time, with its name in a column and in errors."""
+    import pyarrow
+
+    def generate_tables(**shard: Any) -> Iterator[Any]:
+        names = shard.get("base_files") or shard.get("files") or [None]
+        file = None if names[0] is None else str(names[0]).rpartition("::")[2]
+        remedy = "" if file is None or "://" in file else ". Repair the file, or remove it."
+        with reading(key if file is None else f"{key} has the file {file!r}", remedy):
+            for place, table in generate(**shard):
+                column = pyarrow.nulls(len(table)) if file is None else pyarrow.repeat(file, len(table))
+                yield place, table.append_column(STREAMED_FILE_COLUMN, column.cast(pyarrow.string()))
+
+    return generate_tables
 
 
 def _description(files: Sequence[str | Path]) -> str:
-    """Return what tells files from others, wherever their folder is: names and sizes, or the address with its commit."""
-    return json.dumps([[file.name, file.stat().st_size] if isinstance(file, Path) else file for file in files])
+    """Return what `stream_files` reads: name, size, and state on disk of files, or addresses with commits."""
+    described: list[Any] = []
+    for file in files:
+        if isinstance(file, Path):
+            of_disk = file.stat()
+            state = [str(file.resolve()), of_disk.st_ino, of_disk.st_mtime_ns, of_disk.st_ctime_ns]
+            described.append([file.name, of_disk.st_size, *state])
+        else:
+            described.append(file)
+    return json.dumps(described)
+
+
+def stream_files(rows: "IterableDataset") -> tuple[str, str]:
+    """Return what tells the files of a stream from others wherever their folders are, and from themselves after any write.
+
+    The first are names and sizes, or addresses with commits. The second has the places and times too; it also differs if the
+    files were copied or moved, and nobody can set the times of changes back.
+    """
+    sources = [json.loads(source) for source in rows.info.description.split("\n\n") if source]
+    names = [json.dumps([file[:2] if isinstance(file, list) else file for file in source]) for source in sources]
+    return "\n\n".join(dict.fromkeys(names)), json.dumps(sources)
 
 
 @contextlib.contextmanager
@@ -386,7 +436,7 @@ def _read_declared(
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is None:
             builder.download_and_prepare()
-        return _rows_of(builder, split, columns)
+        return _rows_of(builder, key, split, columns)
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
@@ -445,7 +495,7 @@ def _read_files(
     if kind in _SEPARATORS:
         _say_of_tables(key, path, read if columns is None else [], builder, _SEPARATORS[kind])
     with reading(f"{key} is {str(path)!r}"):
-        rows = _rows_of(builder, split, columns)
+        rows = _rows_of(builder, key, split, columns)
     if kind != "text":
         return rows
     if columns is not None:

@@ -101,12 +101,15 @@ class JsonReader(Json):
     def _generate_tables(self, files_iterables: Any, **others: Any) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):
             batches = (rows for file in files for rows in self._rows(file))
+            earlier_rows = 0
             for number, rows in enumerate(batches):
-                yield Key(shard, number), self._table(rows)
+                yield Key(shard, number), self._table(rows, earlier_rows)
+                earlier_rows += len(rows)
         if not self._is_text:
             raise RequestError("it has no rows")
 
-    def _table(self, rows: list[dict[str, Any]]) -> pa.Table:
+    def _table(self, rows: list[dict[str, Any]], earlier_rows: int) -> pa.Table:
+        """Return rows, which follow on some earlier rows, as a table."""
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)
@@ -115,8 +118,9 @@ class JsonReader(Json):
         if self._is_text != before:
             if self._is_stream:
                 name = next(iter(before))
-                value = next(value for value in columns[name] if not isinstance(value, str | None))
-                raise RequestError(f"it has {value!r:.60} under {name!r}; expected text")
+                numbered = enumerate(columns[name], start=earlier_rows + 1)
+                number, value = next((at, value) for at, value in numbered if not isinstance(value, str | None))
+                raise RequestError(f"row {number} has {value!r:.60} under {name!r}; expected text")
             raise _OtherColumnsError
         arrays = []
         for name, is_text in self._is_text.items():
