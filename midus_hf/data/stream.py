@@ -351,6 +351,7 @@ def _files(batch: dict[str, list[Any]], places: Iterable[int]) -> list[list[Any]
 
 
 def _name_files(entries: Sequence[Sequence[Any]] | None, word: str = " of") -> str:
-    """Return the end of a phrase on texts, which names their files where they are known."""
-    names = [repr(entry[0]) for entry in entries or () if entry[0] is not None]
+    """Return the end of a phrase on texts, which names their files where they are known, a single one with its folder."""
+    files = [entry[0] for entry in entries or () if entry[0] is not None]
+    names = [repr(file if len(files) == 1 else Path(file).name) for file in files]
     return f"{word} {first_few(names)}" if names else ""
