@@ -20,7 +20,7 @@ from midus_hf.cli.command_line import (
 )
 from midus_hf.cli.options import argument
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line, is_first_to, knows_other_processes, print_note
+from midus_hf.config.wording import first_line, is_first_to, print_note, shared_store
 from midus_hf.files.full_disk import not_written
 
 # For a command that passes its flags on to the parser of its keys.
@@ -84,7 +84,8 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
     The process that fails first says why, whichever it is; what this does to others is not printed.
     """
     ending = _train(words, arguments_class, run)  # which raises none, since an exception would keep the trainer alive
-    if knows_other_processes():
+    store = shared_store()  # others may still ask it who failed first
+    if store is not None:
         sys.modules["torch.distributed"].destroy_process_group()
         # Cycles of trainer and model keep the group, and so its threads, alive. gloo threads that still release tensors can deadlock
         # with the garbage collector, so the pause lets them finish.
@@ -119,7 +120,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
             return _ending(FAILED, str(error))
         if (told := not_written(error)) is not None:
             return _ending(FAILED, str(told))
-        if knows_other_processes() and not is_first_to("failure"):
+        if shared_store() is not None and not is_first_to("failure"):
             return _ending(FAILED, "another process of the run failed, and says why on its machine")
         if "/gloo/" in str(error):  # the process at the other end said nothing
             killed = "another process of the run ended without a word, perhaps killed for its memory"

@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _LONGEST_LINE = 400
 
@@ -65,15 +66,18 @@ def is_first_to(event: str) -> bool:
 
     Before processes know of each other, the first of a machine speaks for the others there.
     """
-    if not knows_other_processes():
+    store = shared_store()
+    if store is None:
         return int(os.environ.get("LOCAL_RANK", 0)) == 0
     try:
-        return sys.modules["torch.distributed"].distributed_c10d._get_default_store().add(f"midus_hf/{event}", 1) == 1
+        return store.add(f"midus_hf/{event}", 1) == 1
     except RuntimeError:  # the process that had the store has ended
         return False
 
 
-def knows_other_processes() -> bool:
-    """Return whether this process has joined the others of its run, if it has any."""
+def shared_store() -> Any:
+    """Return the store that the processes of a run share; None before this process has joined others."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()

@@ -163,7 +163,7 @@ def test_changed_file_of_the_same_size_is_refused_on_resumption(config_for, rows
         ({"accelerator_config": {"split_batches": True}}, "streaming is true, and accelerator_config is .*; expected neither split"),
         ({"shuffle_buffer": -1}, "shuffle_buffer is -1; expected at least 0"),
         ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
-        ({"text_column": "body"}, "corpus begins with 36 texts of '0.jsonl', .*, '3.jsonl' that are blank or missing under 'body'; set"),
+        ({"text_column": "body"}, "begins with 36 texts of '0.jsonl', .*, '3.jsonl' that are blank or missing under 'body'; set"),
         ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
     ],
     ids=str,
