@@ -24,7 +24,7 @@ _ENDS_SYLLABLE = r"[\p{lb=JV}\p{lb=JT}]"
 # First word of the Unicode names of letters of the script whose words have particles attached.
 _WITH_PARTICLES = "HANGUL"
 # Characters within names that are compared as a space.
-_SEPARATORS = ("-", "_")
+_NAME_SEPARATORS = ("-", "_")
 # Names with at least this many letters are also found with an s.
 _LETTERS_BEFORE_S = 4
 # Number of tokens after which text before a name is ignored, so that a window of tokens gives the same result as the whole text.
@@ -86,7 +86,7 @@ def is_within_word(before: Character, character: Character) -> bool:
     return before.is_word and character.is_word and not divides
 
 
-def _collapsed(text: str) -> list[Character]:
+def _read_characters(text: str) -> list[Character]:
     """Return the characters of a text: runs of white space are one space, and none at the ends."""
     read: list[Character] = []
     for character in (each for raw in text for each in characters_of(raw)):
@@ -99,16 +99,16 @@ def _collapsed(text: str) -> list[Character]:
 
 def spelled(text: str) -> tuple[str, str]:
     """Return a text as it is spelled, folded and as written: runs of white space are one space, and none at the ends."""
-    read = _collapsed(text)
+    read = _read_characters(text)
     return "".join(each.folded for each in read), "".join(each.written for each in read)
 
 
 def compared(text: str) -> tuple[str, str]:
     """Return a text as names are compared, folded and as written: a hyphen or "_" between letters or digits is a space."""
-    read = _collapsed(text)
+    read = _read_characters(text)
     for at in range(1, len(read) - 1):
         is_within = read[at - 1].is_alphanumeric and read[at + 1].is_alphanumeric
-        if is_within and read[at].folded in _SEPARATORS:
+        if is_within and read[at].folded in _NAME_SEPARATORS:
             read[at] = Character(" ", " ", False, False)
     return "".join(each.folded for each in read), "".join(each.written for each in read)
 
@@ -359,7 +359,7 @@ class NameScan:
         self.count += 1
         self._before = self._token, character
         ways = [(character.folded, False)]
-        if character.folded in _SEPARATORS and before is not None and before.is_alphanumeric:
+        if character.folded in _NAME_SEPARATORS and before is not None and before.is_alphanumeric:
             ways.append((" ", True))
         begun: list[_Begun] = []
         for each, (folded, is_separated) in itertools.product(self._begun, ways):
