@@ -188,6 +188,15 @@ def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tm
 
 
 def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():
-    row = {"values": 1, "right": 0, "without": 0, "front": 0, "lost": "", "not_found": "", "within": ""}
+    row = {
+        "values": 1,
+        "right": 0,
+        "without": 0,
+        "front": 0,
+        "lost": "",
+        "not_found": "",
+        "also_with": "",
+        "within": "",
+    }
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])
     assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title

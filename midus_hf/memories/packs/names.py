@@ -81,9 +81,10 @@ def characters_of(character: str) -> tuple[Character, ...]:
 
 def is_within_word(before: Character, character: Character) -> bool:
     """Return whether a character continues a word: words end at spaces and signs, and where the script changes or has no spaces."""
-    changes = "" not in (before.script, character.script) and before.script != character.script
-    divides = (changes or before.joins or character.joins) and not character.is_mark
-    return before.is_word and character.is_word and not divides
+    if not (before.is_word and character.is_word):
+        return False
+    changes = before.script != character.script and "" not in (before.script, character.script)
+    return character.is_mark or not (before.joins or character.joins or changes)
 
 
 def _read_characters(text: str) -> list[Character]:
@@ -158,7 +159,7 @@ def name_of(entry: int, name: str, exact: bool = False) -> Name:
 
 
 def _with_s(name: Name) -> Name | None:
-    """Return the plural or possessive form of a name, without an apostrophe; None for a name that is too short, or has no such form."""
+    """Return the plural or possessive form of a name, without an apostrophe; None for a name that is short, or has no such form."""
     is_long = sum(map(str.isalpha, name.folded)) >= _LETTERS_BEFORE_S and not name.folded.endswith("s")
     if name.is_exact or not is_long or not regex.search(r"\p{sc=Latin}\p{M}*\Z", name.folded):
         return None
@@ -211,7 +212,7 @@ class NameTable:
         """Return a table with some names added and some removed."""
         table = NameTable((), self._not_forms)
         table.by_folded, table._forms = dict(self.by_folded), dict(self._forms)
-        for names, name in (each for name in removed for each in table._readings(name)):
+        for names, name in itertools.chain.from_iterable(map(table._readings, removed)):
             left = tuple(other for other in names.pop(name.folded) if other != name)
             if left:
                 names[name.folded] = left
@@ -344,10 +345,10 @@ class NameScan:
         if character.folded == " " and before is not None and before.folded == " ":
             return
         is_within = before is not None and is_within_word(before, character)
-        if is_within and character.is_mark and before is not None:
+        if before is not None and is_within and character.is_mark:
             character = character._replace(script=before.script)
-        goes_on = is_within and (character.is_mark or character.script != _WITH_PARTICLES)
         if self._ended:
+            goes_on = is_within and (character.is_mark or character.script != _WITH_PARTICLES)
             for token, found in self._ended if goes_on else ():
                 if token == self._token:
                     opens.remove(found)
@@ -358,19 +359,22 @@ class NameScan:
             self._begun.append(_Begun(self.table.root, self._token, self.count, ""))
         self.count += 1
         self._before = self._token, character
-        ways = [(character.folded, False)]
-        if character.folded in _NAME_SEPARATORS and before is not None and before.is_alphanumeric:
-            ways.append((" ", True))
+        if not self._begun:
+            return
+        separates = character.folded in _NAME_SEPARATORS and before is not None and before.is_alphanumeric
         begun: list[_Begun] = []
-        for each, (folded, is_separated) in itertools.product(self._begun, ways):
-            node = self.table.step(each.node, folded)
-            if node is None or (each.is_separated and not character.is_alphanumeric):
+        for each in self._begun:
+            if each.is_separated and not character.is_alphanumeric:
                 continue
-            now = _Begun(node, each.token, each.first, each.written + character.written, is_separated)
-            begun.append(now)
+            written = each.written + character.written
+            if separates and (node := self.table.step(each.node, " ")) is not None:
+                begun.append(_Begun(node, each.token, each.first, written, True))
+            if (node := self.table.step(each.node, character.folded)) is None:
+                continue
+            begun.append(_Begun(node, each.token, each.first, written))
             for name in self.table.at(node):
-                if name.is_written(now.written):
-                    found = Found(name.entry, now.token, now.first, self.count, now.written)
+                if name.is_written(written):
+                    found = Found(name.entry, each.token, each.first, self.count, written)
                     opens.append(found)
                     if character.is_word:
                         self._ended.append((self._token, found))

@@ -12,7 +12,7 @@ from midus_hf.memories.packs.names import Spelling
 # Where a token stands: in a text that is no chat so far, in what a user asks, or in the answer to it.
 TEXT, QUESTION, ANSWER = range(3)
 # Contents of messages in chats that are rendered to see what stands between them, by role.
-_QUESTIONS, _ANSWERS, _PROMPTS = (b"quokka", b"numbat"), (b"wombat",), (b"bilby",)
+_QUESTIONS, _ANSWER, _PROMPT = (b"quokka", b"numbat"), b"wombat", b"bilby"
 # As `Spelling.written` gives it.
 _SPECIAL = rb"\0[^\0]*\0"
 # Special tokens, words and single characters.
@@ -85,11 +85,11 @@ def _render_chats(spelling: Spelling, in_parts: bool) -> list[_Rendering]:
         )
 
     first, last = (message("user", each) for each in _QUESTIONS)
-    earlier = [first, message("assistant", _ANSWERS[0]), last]
+    earlier = [first, message("assistant", _ANSWER), last]
     renderings = [render([first]), render(earlier), render([first], enable_thinking=False)]
     for chat in ([first], earlier):
         with contextlib.suppress(Exception):
-            renderings.append(render([message("system", _PROMPTS[0]), *chat]))
+            renderings.append(render([message("system", _PROMPT), *chat]))
     return renderings
 
 
@@ -113,7 +113,7 @@ def _learn_marks(spelling: Spelling, renderings: Sequence[_Rendering]) -> ChatMa
 def _read_rendering(spelling: Spelling, text: str) -> _Rendering:
     """Read a chat as text. System prompts are a part of what stands before a user's content."""
     ids = _tokenize(spelling, text)
-    *gaps, end = re.split(b"(%b)" % b"|".join([*_QUESTIONS, *_ANSWERS]), _spelled(spelling, ids))
+    *gaps, end = re.split(b"(%b)" % b"|".join([*_QUESTIONS, _ANSWER]), _spelled(spelling, ids))
     rendering = _Rendering(text, ids, [], [])
     is_after_user = False
     for gap, content in zip(gaps[::2], gaps[1::2], strict=True):
@@ -167,9 +167,8 @@ def _holds(marks: ChatMarks, spelling: Spelling, ids: Sequence[int]) -> bool:
         scan.read(piece)
         written += piece
         turns += [scan.turn] * len(piece)
-    expected = {**dict.fromkeys(_QUESTIONS, {QUESTION}), **dict.fromkeys(_ANSWERS, {ANSWER})}
-    # Some templates write it into the first question.
-    expected |= dict.fromkeys(_PROMPTS, {TEXT, QUESTION})
+    # Some templates write a system prompt into the first question.
+    expected = {**{each: {QUESTION} for each in _QUESTIONS}, _ANSWER: {ANSWER}, _PROMPT: {TEXT, QUESTION}}
     contents = re.finditer(b"|".join(expected), written)
     return scan.turn == ANSWER and all({*turns[each.start() : each.end()]} <= expected[each[0]] for each in contents)
 
