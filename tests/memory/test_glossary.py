@@ -329,7 +329,7 @@ def test_names_with_an_s_find_an_entry_unless_another_one_or_a_frequent_word_has
 
 def test_what_is_open_is_told_by_the_glossary_of_a_model_alone():
     with pytest.raises(
-        ValueError, match="this glossary is of no model, .*; expected model.glossary after from_pretrained"
+        ValueError, match=r"this glossary is of no model, .*; expected model.glossary after from_pretrained"
     ):
         Glossary(tiny_tokenizer(), [IRON]).open_at_end([1])
 

@@ -57,6 +57,8 @@ FOLDED = (
     + "{% if loop.first %}{{ '<<SYS>>\n' + system|default('Be helpful.') + '\n<</SYS>>\n\n' }}{% endif %}"
     + "{{ m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' </s>' }}{% endif %}{% endfor %}"
 )
+# A system prompt is written as an answer.
+INITIALS = each("(Q) {}\n", "(A) {}\n", "(A)", "(A) {}\n", "Talk.\n")
 # Contents are lists, as of models that read images.
 PARTS = (
     "{% for m in messages %}{{ m['role'].capitalize() + ': ' + m['content'][0]['text'] + '<end_of_utterance>\n' }}{% endfor %}"
@@ -90,6 +92,7 @@ TEMPLATES = {
     "words after the last question": LAST_WORDS,
     "numbers of turns": NUMBERS,
     "Llama 2, a default prompt": FOLDED,
+    "initials": INITIALS,
     "the recipe's": (Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja").read_text(),
 }
 SPECIAL = [

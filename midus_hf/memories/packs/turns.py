@@ -167,10 +167,9 @@ def _holds(marks: ChatMarks, spelling: Spelling, ids: Sequence[int]) -> bool:
         scan.read(piece)
         written += piece
         turns += [scan.turn] * len(piece)
-    # Some templates write a system prompt into the first question.
-    expected = {**{each: {QUESTION} for each in _QUESTIONS}, _ANSWER: {ANSWER}, _PROMPT: {TEXT, QUESTION}}
+    expected = {**dict.fromkeys(_QUESTIONS, QUESTION), _ANSWER: ANSWER}
     contents = re.finditer(b"|".join(expected), written)
-    return scan.turn == ANSWER and all({*turns[each.start() : each.end()]} <= expected[each[0]] for each in contents)
+    return scan.turn == ANSWER and all({*turns[each.start() : each.end()]} == {expected[each[0]]} for each in contents)
 
 
 def _read_before_user(spelling: Spelling, question: bytes, renderings: Sequence[_Rendering]) -> list[int]:
