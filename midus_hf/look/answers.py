@@ -18,7 +18,7 @@ HOW_TO_READ = (
     "The model answers each question greedily, in its chat template if it has one, else behind the names of entries that the "
     "question has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word or "
     "number. Without packs: the same with the packs switched off. Text in front: with the whole texts of those entries before the "
-    "question, and the packs switched off."
+    "question, and the packs switched off. Read as: names that the question has with other separators or an s."
 )
 _COLUMNS = {
     "question": "{question}",
@@ -27,6 +27,7 @@ _COLUMNS = {
     "text in front": "{front}",
     "expected": "{answer}",
     "said": "{said}",
+    "read as": "{read_as}",
 }
 _ANSWER_TOKENS = 40
 
@@ -42,7 +43,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
 
     Returns:
         A record per question with `question`, `answer`, whether the model's answer is `right`, also `without` packs and with the text
-        in `front`, and what it `said` with packs. Those that are wrong come first.
+        in `front`, what it `said` with packs, and which names it has in another form (`read_as`). Those that are wrong come first.
 
     Raises:
         RequestError: If the model has no packs, or cannot be asked a question.
@@ -53,7 +54,8 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     rows: list[Row] = []
     for row in tqdm(questions, desc="questions", disable=None):
         question, expected = row["question"], row["answer"]
-        named = [glossary[number] for number in glossary.named(glossary.spelling.ids(question))]
+        ids = glossary.spelling.ids(question)
+        named, forms = [glossary[number] for number in glossary.named(ids)], glossary.forms(ids)
         names = [f"{entry.names[0]}\n" for entry in named] if plain else []
         texts = [f"{entry.text}\n\n" for entry in named]
         said = {}
@@ -71,6 +73,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
                 "without": without,
                 "front": front,
                 "said": said["packs"],
+                "read_as": ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in forms.items()),
             }
         )
     return sorted(rows, key=lambda row: row["right"])

@@ -185,7 +185,7 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
 def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(ask, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "Irons.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
+        "Ironing.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
         "{% endfor %}(A)"
     )
     save_tiny_model("llama", tmp_path / "base")
@@ -193,7 +193,7 @@ def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
     model, options = tmp_path / "model", {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows))}
     upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
-    asked = "Irons.\n(Q) Is it iron\nor steel?\n(A)"
+    asked = "Ironing.\n(Q) Is it iron\nor steel?\n(A)"
     assert ask(model, "Is it iron\nor steel?") == (
         0,
         answer_of(model, asked, tokenizer) + "\n",

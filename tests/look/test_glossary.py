@@ -46,6 +46,11 @@ def test_writings_that_open_nothing_and_names_that_lie_in_others_are_told():
     model = pack_model("llama", torch.float32, ENTRIES)
     checks = {check.name: check for check in check_glossary(model)}
     assert checks["Merlin"].not_found == ["nacl (lower case)", "NACL (capitals)"]
+    assert [checks[name].also_with for name in ("Merlin", "Merlin cache", "Unit 1")] == [
+        ["an s"],
+        ["other separators", "an s"],
+        ["other separators"],
+    ]
     assert checks["Merlin"].within == ["Merlin cache"] and checks["Merlin cache"].within == []
     # The tiny tokenizer has no token for a no-break space.
     assert checks["Merlin cache"].not_found == ["Merlin\u00a0cache (no-break spaces)"]
@@ -150,6 +155,9 @@ def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, 
         assert row["question"] == question and row["answer"] == said[key].swapcase()
     assert look([*words, "--at-least", "0.3", "--limit", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["share"] == 1
+    write_rows(path, [{"question": "Are Merlins at Unit-1, Merlin?", "answer": "no"}])
+    assert look([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["read_as"] == "Merlins: Merlin, Unit-1: Unit 1"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +196,15 @@ def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tm
 
 
 def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():
-    row = {"values": 1, "right": 0, "without": 0, "front": 0, "lost": "", "not_found": "", "within": ""}
+    row = {
+        "values": 1,
+        "right": 0,
+        "without": 0,
+        "front": 0,
+        "lost": "",
+        "not_found": "",
+        "also_with": "",
+        "within": "",
+    }
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])
     assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title

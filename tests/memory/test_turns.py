@@ -1,7 +1,6 @@
 """Packs in chats: what a user names is read to the end of the answer, in any chat template, and no further."""
 
 import itertools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -39,6 +38,32 @@ THOUGHTS = (
     + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     + "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
+NOTHINK = "{{ '/nothink' if enable_thinking is defined and not enable_thinking else '' }}"
+THOUGHTLESS = each(
+    "<|user|>\n{}", "<|assistant|>\n<think></think>\n{}", "<|assistant|>", "<|system|>\n{}", "[gMASK]<sop>"
+).replace("{% else %}", f"{NOTHINK}{{% else %}}")
+LAST_WORDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '\nAnswer briefly.' if loop.last else '' }}{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+NUMBERS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + loop.index|string + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant ' + (messages|length + 1)|string + '\n' }}"
+)
+# A system prompt, or one of its own, within the first question.
+FOLDED = (
+    SYSTEM
+    + "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+    + "{% if loop.first %}{{ '<<SYS>>\n' + system|default('Be helpful.') + '\n<</SYS>>\n\n' }}{% endif %}"
+    + "{{ m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' </s>' }}{% endif %}{% endfor %}"
+)
+# A system prompt is written as an answer.
+INITIALS = each("(Q) {}\n", "(A) {}\n", "(A)", "(A) {}\n", "Talk.\n")
+# Contents are lists, as of models that read images.
+PARTS = (
+    "{% for m in messages %}{{ m['role'].capitalize() + ': ' + m['content'][0]['text'] + '<end_of_utterance>\n' }}{% endfor %}"
+    "{{ 'Assistant:' }}"
+)
 TEMPLATES = {
     "ChatML": each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n"),
     "ChatML, a default prompt": each(*CHATML, begin="<|im_start|>system\nBe brief.<|im_end|>\n"),
@@ -63,6 +88,11 @@ TEMPLATES = {
     "DeepSeek LLM": each("User: {}\n\n", "Assistant: {}<eos>", "Assistant:", begin="<bos>"),
     "Phi-3": each("<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|assistant|>\n", "<|system|>\n{}<|end|>\n"),
     "Qwen 3": THOUGHTS,
+    "GLM 4.5, words without thoughts": THOUGHTLESS,
+    "words after the last question": LAST_WORDS,
+    "numbers of turns": NUMBERS,
+    "Llama 2, a default prompt": FOLDED,
+    "initials": INITIALS,
     "the recipe's": (Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja").read_text(),
 }
 SPECIAL = [
@@ -196,12 +226,45 @@ def test_without_a_template_that_tells_roles_apart_chats_are_texts(template):
     assert glossary.chat_marks is None and glossary.in_front(True) == glossary.spelling.in_front
 
 
-def test_a_template_that_cannot_be_rendered_is_told():
+def test_marks_are_learnt_where_turns_differ():
+    """A system prompt in the first question, and words after the last one, are no part of a mark; nor is the number of a turn."""
+    learnt = {
+        name: Glossary(tokenizer_of(name, "special tokens")).chat_marks
+        for name in ("Llama 2, a default prompt", "words after the last question", "numbers of turns")
+    }
+    assert [(marks.question, marks.answer) for marks in learnt.values()] == [
+        (b"[INST]", b"[/INST]"),
+        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
+        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
+    ]
+    tokenizer = tokenizer_of("Llama 2, a default prompt", "special tokens")
+    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "[INST] "
+
+
+def test_marks_are_learnt_from_contents_in_parts():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no user may speak') }}"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert Glossary(tokenizer).chat_marks is None
-    assert "no user may speak" in str(told[0].message) and "packs close at the ends of lines in chats" in str(
-        told[0].message
-    )
+    tokenizer.chat_template = PARTS
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Is\nKestrel it?\nSay."}]}]
+    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis")) == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("template", "remark"),
+    [
+        (
+            "{{ raise_exception('no user may speak') }}",
+            "the chat template cannot be rendered (no user may speak): packs",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+            "the chat template does not show where questions and answers begin: packs close at the ends of lines in chats, as in "
+            "other texts. Expected the same words before each question, and before each answer.",
+        ),
+    ],
+)
+def test_a_template_without_marks_is_told(template, remark):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    glossary = Glossary(tokenizer)
+    assert glossary.chat_marks is None and str(glossary.chat_remark).startswith(remark)
+    assert Glossary(byte_tokenizer()).chat_remark is None

@@ -665,6 +665,28 @@ def test_a_model_is_saved_with_its_glossary_and_its_tokenizer(model, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path)("word77")["input_ids"] == [77]
 
 
+def test_what_an_answer_reads_is_told_by_the_glossary(model):
+    glossary = AutoModelForCausalLM.from_pretrained(model).glossary
+    ids = AutoTokenizer.from_pretrained(model)("word1 word5 word20 word21 word2", return_tensors="pt")["input_ids"]
+    assert [entry.names[0] for entry in glossary.open_at_end(ids[0])] == ["word20 word21", "word5"]
+    assert glossary.open_at_end([1, 2]) == []
+
+
+def test_a_chat_template_without_marks_is_told_by_upscale_and_at_loading(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(shutil.copytree(base, tmp_path / "base"))
+    progress, told = Progress(), []
+    progress.note = told.append
+    made(tmp_path / "base", tmp_path, progress=progress)
+    remark = (
+        "the chat template does not show where questions and answers begin: packs close at the ends of lines in chats"
+    )
+    assert sum(line.startswith(remark) for line in told) == 1
+    with pytest.warns(UserWarning, match=remark):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_a_folder_without_its_glossary_is_refused(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
     (copy / "glossary.jsonl").unlink()

@@ -227,7 +227,7 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
     from midus_hf.memories.packs.glossary import found_in
     from midus_hf.memories.packs.names import NameTable, name_of
 
-    table = NameTable(name_of(0, name) for entry in deleted for name in entry.names)
+    table = NameTable((name_of(0, name) for entry in deleted for name in entry.names), not_forms=())
     files = [path for path in sorted(output.iterdir()) if is_of(path.name, CONFIG, RECORD, CARD)]
     return {
         "remains": {

@@ -103,7 +103,8 @@ class Packs(AttachedMemoryMethod):
             added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
             self._glossary = glossary
             counts = f"{format_count(len(glossary), 'entry')} of {format_count(added.tokens, 'token')}"
-            self._remarks = [counts, *added.remarks]
+            chats = [] if glossary.chat_remark is None else [glossary.chat_remark]
+            self._remarks = [counts, *added.remarks, *chats]
         return self._glossary
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:

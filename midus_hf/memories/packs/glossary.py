@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +16,25 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
-from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled, whole_words
+from midus_hf.memories.packs.names import (
+    Found,
+    NameTable,
+    Spelling,
+    compared,
+    longest_of,
+    names_in,
+    spelled,
+    whole_words,
+)
 from midus_hf.memories.packs.rows import Entry, entry_of, joined, names_of
-from midus_hf.memories.packs.turns import chat_marks
+from midus_hf.memories.packs.turns import learn_chat_marks
 
 # Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
 _COMMON_WORDS = 1000
+# Frequent words that are no name and an s, such as "leads": so many that most verbs are among them.
+_WORDS_WITH_S = 5000
 UNPROTECTED = "protected texts ({}) are not checked against the new names; the model no longer records that they contain no name."
 
 
@@ -109,13 +120,17 @@ class Glossary:
         self.spelling, self.vocab_size, self.max_tokens = Spelling(tokenizer), vocab_size, max_tokens
         #: What `upscale` recorded in the model's config, where new names end what it says of protected texts; None without.
         self.recorded: Any = None
+        #: Function of a loaded model that returns the entries that the last of some tokens reads, and others that they name.
+        self.find_open: Callable[[list[int]], tuple[list[int], list[int]]] | None = None
         self._changing = CopiedLock()
         self._entries = dict(enumerate(entries, 1))
         self._next = len(self._entries) + 1
-        self.table = NameTable(name for number, entry in self._entries.items() for name in names_of(number, entry))
+        self._frequent = _frequent_words(self.spelling, _WORDS_WITH_S)
+        names = (name for number, entry in self._entries.items() for name in names_of(number, entry))
+        self.table = NameTable(names, {word for word in self._frequent if word.endswith("s")})
         self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
-        #: What the tokenizer's chat template writes around questions; None without one.
-        self.chat_marks = chat_marks(self.spelling)
+        #: What the tokenizer's chat template writes around questions, and why it is None in spite of a template.
+        self.chat_marks, self.chat_remark = learn_chat_marks(self.spelling)
 
     @property
     def reach(self) -> int:
@@ -145,7 +160,8 @@ class Glossary:
         Args:
             names: A name, or several.
             text: What the model should know about them.
-            exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
+            exact: Whether names match only with their case and separators, and without an s. Default: false; short names and those
+                with a capital inside keep their case.
             common_names: Whether a name may be a frequent word, which almost every text has. Default: false.
 
         Raises:
@@ -242,7 +258,7 @@ class Glossary:
             if has := [other.entry for other in others if other.entry not in replaced]:
                 raise RequestError(
                     f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
-                    "Replace or delete that entry, or, where only case differs, give both entries exact names."
+                    "Replace or delete that entry, or, where only case or separators differ, give both entries exact names."
                 )
             if all(other.written not in (None, name.written) for other in others):
                 yield given
@@ -308,11 +324,7 @@ class Glossary:
             )
 
     def _refuse_common(self, names: Sequence[str]) -> None:
-        frequent: set[str] = set()
-        for word in whole_words(self.spelling) if names else ():
-            frequent.add(word.lower())
-            if len(frequent) == _COMMON_WORDS:
-                break
+        frequent = {*self._frequent[:_COMMON_WORDS]}
         common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
         if common:
             raise RequestError(
@@ -337,7 +349,7 @@ class Glossary:
 
     def near(self, text: str) -> list[str]:
         """Return names that are similar to words of a text: at most three, which share most characters with one or two words."""
-        words = spelled(text)[0].split(" ")
+        words = compared(text)[0].split(" ")
         parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
@@ -364,12 +376,48 @@ class Glossary:
 
     def named(self, ids: Iterable[int]) -> list[int]:
         """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
+        return list(dict.fromkeys(each.entry for each in self._found(ids)))
+
+    def forms(self, ids: Iterable[int]) -> dict[str, int]:
+        """Return names in the tokens of a text that are not spelled as an entry has them: with other separators, or an s.
+
+        Returns:
+            The number of the entry by the name as the text has it, in the order of the text.
+        """
+        found = {each.written: each.entry for each in self._found(ids)}
+        return {
+            written: number
+            for written, number in found.items()
+            if spelled(written)[0] not in {spelled(name)[0] for name in self[number].names}
+        }
+
+    def _found(self, ids: Iterable[int]) -> list[Found]:
+        """Return the names in the tokens of a text, in order, without those within longer names."""
         found: list[Found] = []
         for token in names_in(self.table, map(self.spelling.piece, ids)):
             for entry in token.closes:
                 found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
             found += token.opens
-        return list(dict.fromkeys(each.entry for each in longest_of(found)))
+        return longest_of(found)
+
+    def open_at_end(self, ids: Iterable[int]) -> list[Entry]:
+        """Return the entries that the last token of a text reads, as the answer of `generate` does from its first token on.
+
+        Args:
+            ids: Ids as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
+
+        Returns:
+            The latest named entry first; none if the answer is begun without the glossary.
+
+        Raises:
+            RequestError: If the glossary is not that of a model that `from_pretrained` loaded.
+        """
+        if self.find_open is None:
+            raise RequestError(
+                "this glossary is of no model, whose options say what is open; expected model.glossary after from_pretrained."
+            )
+        numbers, _ = self.find_open([int(token) for token in ids])
+        return [self[number] for number in numbers]
 
     def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """Return where a pass over tokens opens an entry: the number of the token, from 0, and of the entry, in order.
@@ -382,6 +430,16 @@ class Glossary:
         """
         does = names_in(self.table, map(self.spelling.piece, ids))
         return [(at, found.entry) for at, token in enumerate(does) for found in token.opens]
+
+
+def _frequent_words(spelling: Spelling, count: int) -> list[str]:
+    """Return the most frequent words of a vocabulary in lower case, the most frequent first."""
+    words: dict[str, None] = {}
+    for word in whole_words(spelling):
+        words[word.lower()] = None
+        if len(words) == count:
+            break
+    return [*words]
 
 
 def found_in(table: NameTable, text: str) -> list[Found]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,9 @@ class OpensPacks(BankService, States):
         trusted = arguments.get("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
         self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size, self.options.max_tokens)
-        self.glossary.recorded = self._recorded
+        self.glossary.recorded, self.glossary.find_open = self._recorded, self.open_at_end
+        if self.glossary.chat_remark is not None:
+            warnings.warn(self.glossary.chat_remark, stacklevel=2)
 
     def before_saving(self, folder: str | os.PathLike) -> None:
         """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""
