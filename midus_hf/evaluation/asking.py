@@ -1,6 +1,6 @@
 """Questions as a model reads them, and its greedy answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ def question_inputs(
     question: str,
     *,
     name: str,
+    chat: Sequence[Mapping[str, str]] = (),
     in_front: Sequence[str] = (),
     plain: bool = False,
 ) -> "BatchEncoding":
@@ -41,6 +42,7 @@ def question_inputs(
         tokenizer: Its tokenizer.
         question: The question.
         name: Name of the model, for messages.
+        chat: Messages before the question, in the chat template. Default: none.
         in_front: Texts to put before the question, within the user's message. Default: none.
         plain: Whether the question is read as text, without the chat template. Default: False.
 
@@ -51,10 +53,14 @@ def question_inputs(
     if plain:
         inputs = tokenizer(text, return_tensors="pt")
     else:
-        refusal = f"model is {name!r}, whose chat template refuses a single question; pass --plain to skip it"
+        refused = "a conversation" if chat else "a single question; pass --plain to skip it"
+        refusal = f"model is {name!r}, whose chat template refuses {refused}"
         with as_request_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+                [*chat, {"role": "user", "content": text}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
     if not inputs["input_ids"].numel():
         raise RequestError(f"question is {question!r}, which has no token for this model; expected a text.")

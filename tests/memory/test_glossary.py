@@ -127,10 +127,10 @@ def test_a_file_is_read_as_it_was_written_and_can_be_read_by_people(tmp_path):
         ),
         (
             '{"name": "a", "text": "x"}\n{',
-            r"row 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
+            r"line 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
         ),
-        ("[1]\n", r"row 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
-        ('{"name": "a", "text": ""}\n', r"row 1 of .*glossary.jsonl has the text ''"),
+        ("[1]\n", r"line 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
+        ('{"name": "a", "text": ""}\n', r"line 1 of .*glossary.jsonl has the text ''"),
     ],
 )
 def test_files_that_are_no_glossary(content, message, tmp_path):

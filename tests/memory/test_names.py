@@ -50,7 +50,8 @@ def open_at_end(names, pieces, **options):
     row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
     for token in range(len(pieces)):
         row.read(token, token)
-    return [entry for (entry, _), _ in row.packs()]
+    pack = row.pack()
+    return [] if pack is None else [*reversed(pack[0].entries)]
 
 
 # Names, the pieces of a text, and the entries that are open behind it, the latest named first.
@@ -145,7 +146,7 @@ def test_no_splitting_into_tokens_changes_what_is_open(case):
 def test_a_name_is_open_from_its_last_token_and_closed_at_the_one_that_goes_on_with_its_word():
     does = [*names_in(table_of(["gold", "Unit 1"]), bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
     assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
-    assert [token.closes for token in does] == [(), (), (1,), (), (), (), ()]
+    assert [[found.entry for found in token.closes] for token in does] == [[], [], [1], [], [], [], []]
 
 
 # Few characters, so that names stand in one another, and edges of all kinds.
@@ -202,7 +203,7 @@ def chunks_of(glossary, options, tokens, chunks):
         row = OpenNames(glossary, options, before)
         row.read_before(tokens[max(0, done - glossary.reach) : done], done)
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
-        readings += [(token + done, each.packs) for each in read for token in range(each.start, each.stop)]
+        readings += [(token + done, each.pack, each.place) for each in read for token in range(each.start, each.stop)]
         behind += opened
         done += len(part)
     return readings, behind
@@ -218,18 +219,25 @@ def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
     assert chunks_of(glossary, options, tokens, [1] * len(tokens)) == whole
 
 
-def test_at_most_so_many_are_open_and_linked_ones_behind_them():
+@pytest.mark.parametrize(
+    ("linked", "options", "expected"),
+    [
+        ({}, {}, ((2, 3), 2)),
+        ({}, {"open": 3}, ((1, 2, 3), 2)),
+        ({3: (1,)}, {"open": 3}, ((1, 2, 3), 2)),
+        ({3: (4,), 2: (5,)}, {"open": 4}, ((1, 2, 3, 4), 2)),
+        ({3: (4,), 2: (5,)}, {"open": 5}, ((1, 2, 5, 3, 4), 2)),
+        ({3: (4,)}, {"open": 4, "links": False}, ((1, 2, 3), 2)),
+    ],
+)
+def test_open_entries_are_one_text_in_the_order_they_were_named(linked, options, expected):
+    """Linked ones stand after the entry that links to them, and are left out before those that are named."""
     pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
-
-    def packs(named=None, pieces=pieces, **options):
-        row = OpenNames(Pieces(["gold", "tin", "zinc"], pieces, named), PacksOptions(**options))
-        for token in range(len(pieces)):
-            row.read(token, token)
-        return tuple((entry, place) for (entry, _), place in row.packs())
-
-    assert packs() == ((3, 2), (2, 1)) and packs(open=3) == ((3, 2), (2, 1), (1, 0))
-    assert packs({3: (1,)}, open=3) == ((3, 2), (2, 1), (1, 2))[:2] + ((1, 0),)
-    assert packs({3: (1,)}, pieces[2:]) == ((3, 0), (1, 0)) and packs({3: (1,)}, pieces[2:], links=False) == ((3, 0),)
+    row = OpenNames(Pieces(["gold", "tin", "zinc", "lead", "iron"], pieces, linked), PacksOptions(**options))
+    for token in range(len(pieces)):
+        row.read(token, token)
+    key, place = row.pack()
+    assert (key.entries, place) == expected and not key.in_chat and not key.words
 
 
 WRITTEN = st.text(LETTERS, min_size=1, max_size=6).filter(lambda text: spelled(text)[0])
@@ -262,7 +270,7 @@ def test_a_pack_stays_at_a_name_that_soon_stands_again():
     places = []
     for token in range(len(pieces)):
         row.read(token, token)
-        places.append(row.packs()[0][1])
+        places.append(row.pack()[1])
     assert sorted({*places}) == [0, 72] and places.index(72) == 72
 
 

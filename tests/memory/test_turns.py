@@ -1,4 +1,4 @@
-"""Packs in chats: what a user names is read to the end of the answer, in any chat template, and no further."""
+"""Packs in chats: what a user names stays open through the conversation, in any chat template."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
+from midus_hf.memories.packs.opening import OpenNames, PackKey, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.rows import Entry
 
@@ -145,12 +145,12 @@ def open_behind(tokenizer, ids, sizes=None):
     )
     state, done = RowState(), 0
     for size in [*(sizes or []), len(ids)]:
-        row, part = OpenNames(glossary, options, state), ids[done : done + size]
+        row, part = OpenNames(glossary, options, state, lambda first, end: ids[first:end]), ids[done : done + size]
         row.read_before(ids[max(0, done - glossary.reach) : done], done)
         _, states = readings_of(row, part, range(done, done + len(part)), None)
         state, done = states[-1] if states else state, done + len(part)
-    row = OpenNames(glossary, options, state)
-    return [key for key, _ in row.packs()]
+    pack = OpenNames(glossary, options, state, lambda first, end: ids[first:end]).pack()
+    return None if pack is None else pack[0]
 
 
 def chat_of(*texts, system=None):
@@ -161,35 +161,83 @@ def chat_of(*texts, system=None):
 
 @pytest.mark.parametrize("kind", ["special tokens", "text", "metaspaces"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_question_names_is_open_to_the_end_of_its_answer_in_every_template(name, kind):
+def test_open_entries_stay_open_through_a_conversation(name, kind):
+    """Through answers, later questions, tool results, which templates write as a user's message, and system prompts."""
     tokenizer = tokenizer_of(name, kind)
     asked = chat_of("Which port does the\nKestrel listen on?\n\nReply with digits.")
-    earlier = chat_of("Is it Merlin?", "It is\nMerlin.", "Why?", "So.", asked[-1]["content"])
-    chats = [asked, earlier]
+    told = {"role": "user", "content": "<tool_response>\n{'port':\n 8443}\n</tool_response>"}
+    chats = [(asked, (1,)), ([*asked, told], (1,)), ([*asked, *chat_of("", "It is\n8443.", "And\nwhy?")[1:]], (1,))]
+    chats.append((chat_of("Is it Merlin?", "It is\nMerlin.", "Why?", "So.", asked[0]["content"]), (2, 1)))
     if "system" in TEMPLATES[name]:
-        chats.append(chat_of(asked[-1]["content"], system="Be brief.\nSay Merlin."))
-    for chat in chats:
+        chats.append((chat_of(asked[0]["content"], system="Be brief.\nSay Merlin."), (1,)))
+    for chat, entries in chats:
         for said in ("", "It is\n\nport 8", "<think>\nWell:\n\nit is so.\n</think>\n\nThe answer\nis"):
-            assert open_behind(tokenizer, ids_of(tokenizer, chat, said))[0] == (1, True), (chat, said)
+            key = open_behind(tokenizer, ids_of(tokenizer, chat, said))
+            assert key.entries[-len(entries) :] == entries and key.in_chat, (chat, said)
+            words = tokenizer.decode(key.words, clean_up_tokenization_spaces=False)
+            assert words.strip().endswith("Which port does the"), (chat, said)
     ids = ids_of(tokenizer, asked, enable_thinking=False)
-    assert open_behind(tokenizer, ids) == [(1, True)]
-    follow_up = chat_of(asked[0]["content"], "It is\n8443.", "And\nwhy?")
-    assert not open_behind(tokenizer, ids_of(tokenizer, follow_up, "Since\nit is"))
+    assert open_behind(tokenizer, ids).entries == (1,)
 
 
-def test_names_that_an_answer_writes_are_read_to_the_end_of_their_line_and_then_what_was_asked():
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Not\nKestrel", (2, 1)),
+        ("Not\nKestrel, but\nthat", (2,)),
+        ("Merlin is\nthis", (2,)),
+        ("Kestrel and Merlin", (2, 1)),
+    ],
+)
+def test_entries_an_answer_names_close_with_their_line(said, expected):
     tokenizer = tokenizer_of("Zephyr", "text")
     chat = chat_of("What is Merlin\nfor?")
-    for said, expected in (("Not\nKestrel", [1, 2]), ("Not\nKestrel, but\nthat", [2]), ("Merlin is\nthis", [2])):
-        assert [
-            entry for (entry, _), _ in [(key, 0) for key in open_behind(tokenizer, ids_of(tokenizer, chat, said))]
-        ] == expected
+    key = open_behind(tokenizer, ids_of(tokenizer, chat, said))
+    assert key.entries == expected
+    assert bool(key.words) is (expected == (2,))  # what the answer names is read without words of the question
+
+
+def test_an_open_entry_does_not_move_when_an_answer_names_it():
+    tokenizer = tokenizer_of("ChatML", "special tokens")
+    glossary = Glossary(
+        tokenizer, [Entry(("Kestrel",), "a bird on Merlin"), Entry(("Merlin",), "a cache"), Entry(("Mer",), "a sea")]
+    )
+    ids = ids_of(tokenizer, chat_of("What is Kestrel?"))
+    for said in (" The Kestrel", " Merlin is", " Merlin", " Mer", " Kestrel Merlins"):
+        row = OpenNames(glossary, PacksOptions())
+        readings_of(row, ids, range(len(ids)), None)
+        before = row.pack()
+        assert before[0].entries == (1, 2)
+        for at, token in enumerate(tokenizer(said, add_special_tokens=False)["input_ids"], len(ids)):
+            row.read(token, at)
+        assert (row.pack() == before) is (said != " Mer"), said
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("Kestrel?", ""),
+        ('"Kestrel"?', ""),
+        ("Who owns Kestrel? What is Kestrel?", "Who owns"),
+        (" \nWho owns Merlin and Kestrel?", "Who owns Merlin and"),
+        ("x" * 100 + " Kestrel?", "x" * 63 + " "),
+    ],
+)
+def test_words_before_a_name_are_read_with_its_text(asked, words):
+    """They are those of the user's turn alone, the last 64 tokens, each a character here."""
+    tokenizer = tokenizer_of("ChatML", "special tokens")
+    for chat in (chat_of(asked), chat_of("Is it big?", "No.", asked)):
+        ids = ids_of(tokenizer, chat)
+        key = open_behind(tokenizer, ids)
+        assert tokenizer.decode(key.words).strip() == words.strip()
+        assert open_behind(tokenizer, ids, [1] * len(ids)) == key
 
 
 def test_a_text_that_is_no_chat_is_read_by_lines_as_without_a_template():
     tokenizer = tokenizer_of("Vicuna", "text")
-    for text, expected in (("Kestrel is\n", []), ("A superUSER: Kestrel is", [(1, False)]), ("Kestrel", [(1, False)])):
-        assert open_behind(tokenizer, tokenizer(text)["input_ids"]) == expected
+    for text, is_open in (("Kestrel is\n", False), ("A superUSER: Kestrel is", True), ("Kestrel", True)):
+        key = open_behind(tokenizer, tokenizer(text)["input_ids"])
+        assert key == (PackKey((1,)) if is_open else None)
 
 
 @settings(max_examples=60)
@@ -245,7 +293,7 @@ def test_marks_are_learnt_from_contents_in_parts():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PARTS
     chat = [{"role": "user", "content": [{"type": "text", "text": "Is\nKestrel it?\nSay."}]}]
-    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis")) == [(1, True)]
+    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis")) [:2] == ((1,), True)
 
 
 @pytest.mark.parametrize(

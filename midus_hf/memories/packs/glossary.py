@@ -98,7 +98,7 @@ class GlossaryChange(NamedTuple):
 class Glossary:
     """Entries that a model knows, each with a unique number from 1. Changes take effect in the next pass.
 
-    Passes may run while entries change: a running generation keeps its open entries.
+    Passes may run while entries change: a running generation keeps the pack that it reads until another name is found.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -358,7 +358,7 @@ class Glossary:
         """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
         return self.chat_marks.in_front if in_chat and self.chat_marks else self.spelling.in_front
 
-    def texts_of(self, entries: Iterable[Entry], max_tokens: int, in_chat: bool) -> list[list[int]]:
+    def texts_of(self, entries: Iterable[Entry], max_tokens: int) -> list[list[int]]:
         """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""
         ids = self.spelling.ids_of([entry.text for entry in entries], special_tokens=False)
         return [each[:max_tokens] for each in ids]
@@ -395,8 +395,8 @@ class Glossary:
         """Return the names in the tokens of a text, in order, without those within longer names."""
         found: list[Found] = []
         for token in names_in(self.table, map(self.spelling.piece, ids)):
-            for entry in token.closes:
-                found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
+            for each in token.closes:
+                found.remove(each)
             found += token.opens
         return longest_of(found)
 

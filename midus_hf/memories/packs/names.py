@@ -274,10 +274,10 @@ class Found(NamedTuple):
 
 
 class TokenNames(NamedTuple):
-    """Result of a token: names that end in it, in order, and entries whose name ended before it but continues as another word."""
+    """Result of a token: names that end in it, in order, and names that ended before it but continue as another word."""
 
     opens: tuple[Found, ...] = ()
-    closes: tuple[int, ...] = ()
+    closes: tuple[Found, ...] = ()
 
 
 _NO_NAMES = TokenNames()
@@ -333,14 +333,14 @@ class NameScan:
             self._before = None
         self._begun = [each for each in self._begun if each.token > self._token - self.table.reach + _REACH]
         opens: list[Found] = []
-        closes: list[int] = []
+        closes: list[Found] = []
         for character in (each for raw in self._decoder.decode(piece) for each in characters_of(raw)):
             self._advance(character, opens, closes)
         if not (opens or closes):
             return _NO_NAMES
         return TokenNames(tuple(opens), tuple(closes))
 
-    def _advance(self, character: Character, opens: list[Found], closes: list[int]) -> None:
+    def _advance(self, character: Character, opens: list[Found], closes: list[Found]) -> None:
         before = self._before[1] if self._before is not None else None
         if character.folded == " " and before is not None and before.folded == " ":
             return
@@ -353,7 +353,7 @@ class NameScan:
                 if token == self._token:
                     opens.remove(found)
                 else:
-                    closes.append(found.entry)
+                    closes.append(found)
             self._ended = []
         if not is_within and character.folded != " ":
             self._begun.append(_Begun(self.table.root, self._token, self.count, ""))

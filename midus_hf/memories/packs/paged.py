@@ -186,7 +186,13 @@ class PagedOpens(OpensPacks):
         behind = []
         for at, request in enumerate(requests):
             span = slice(starts[request], starts[request + 1])
-            names = OpenNames(glossary, self.options, state_of(open_before[at]))
+
+            def earlier(first: int, end: int, number: torch.Tensor = number[at, None, None]) -> list[int]:
+                there = slots.at(number, torch.arange(first, end, device=ids.device)[None])
+                found: list[int] = (tokens_kept[there[0]] - 1).tolist()
+                return found
+
+            names = OpenNames(glossary, self.options, state_of(open_before[at]), earlier)
             names.read_before(ids_before[at], positions[span.start])
             rows[request], states = readings_of(names, tokens[span], positions[span], None)
             behind += states
