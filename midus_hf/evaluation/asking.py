@@ -1,6 +1,6 @@
 """Questions as a model reads them, and its greedy answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ def question_inputs(
     question: str,
     *,
     name: str,
-    chat: Sequence[Mapping[str, str]] = (),
+    chat: Sequence[dict[str, str]] = (),
     in_front: Sequence[str] = (),
     plain: bool = False,
 ) -> "BatchEncoding":

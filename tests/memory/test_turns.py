@@ -293,7 +293,7 @@ def test_marks_are_learnt_from_contents_in_parts():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = PARTS
     chat = [{"role": "user", "content": [{"type": "text", "text": "Is\nKestrel it?\nSay."}]}]
-    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis")) [:2] == ((1,), True)
+    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis"))[:2] == ((1,), True)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
             outputs[row].append(each)
     torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
     stack.services["packs"]._kept.clear()
-    again = run_pass(engine, stack, tokens, [(0, blocks[0], count - 2, count)])  # packs are made anew from ids in slots
+    again = run_pass(
+        engine, stack, tokens, [(0, blocks[0], count - 2, count)]
+    )  # packs are made anew from ids in slots
     torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
 
 

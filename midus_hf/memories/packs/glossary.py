@@ -407,7 +407,7 @@ class Glossary:
             ids: Ids as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
 
         Returns:
-            The latest named entry first; none if the answer is begun without the glossary.
+            The entries in the order in which they are read, the latest named last; none if the answer begins without the glossary.
 
         Raises:
             RequestError: If the glossary is not that of a model that `from_pretrained` loaded.
