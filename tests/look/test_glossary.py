@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
     tiny_tokenizer().save_pretrained(room / "base")
     rows = [{"name": list(entry.names), "text": entry.text} for entry in ENTRIES]
     (room / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    options = {"corpus": str(room / "rows.jsonl")}
+    options = {"corpus": str(room / "rows.jsonl"), "score_bias": 2.0}
     upscale(base=room / "base", method="packs", output=room / "model", options=options)
     return room
 
