@@ -134,8 +134,14 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
             {"model": 3},
             "model is 3; expected a string. Put text that YAML reads as another value, such as no or 12, in quotes.",
         ),
-        ({"name": False}, "name is False; expected a string or null. Put text that YAML reads as another value, such as no"),
-        ({"pace": False}, "pace is False; expected one of: no, steps. Put text that YAML reads as another value, such as no"),
+        (
+            {"name": False},
+            "name is False; expected a string or null. Put text that YAML reads as another value, such as no",
+        ),
+        (
+            {"pace": False},
+            "pace is False; expected one of: no, steps. Put text that YAML reads as another value, such as no",
+        ),
         ({"rate": "1e-4"}, "rate is '1e-4'; expected a number."),
         ({"steps": "1:30"}, "steps is '1:30'; expected a whole number or null."),
         ({"rate": "fast"}, "rate is 'fast'; expected a number."),

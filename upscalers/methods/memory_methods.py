@@ -107,7 +107,11 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             places.append(("span", int, span))
         places += cls.own_options
         cls.options_class = make_dataclass(
-            f"Attached{memory.__name__}", places, bases=(memory,), namespace={"__module__": cls.__module__}, kw_only=True
+            f"Attached{memory.__name__}",
+            places,
+            bases=(memory,),
+            namespace={"__module__": cls.__module__},
+            kw_only=True,
         )
 
     def check(self, base: BaseCheckpoint) -> None:
