@@ -55,7 +55,10 @@ def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_els
         ("\x80", "is not YAML"),
         ("bsae: x", "has no option 'bsae'. Expected one of: base, method, "),
         ("options: [n]", "options is ['n']; expected a mapping"),
-        ("placement: no", "placement is False; expected a whole number or a string or a list, each item of it a whole"),
+        (
+            "placement: no",
+            "placement is False; expected a whole number or a string or a list, each item of it a whole",
+        ),
         ("max_shard_size: .5", "max_shard_size is 0.5; expected a whole number or a string or null"),
         ("options: {n: 1:30}", "n is '1:30'; expected a whole number"),
     ):
