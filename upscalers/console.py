@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.box
-import yaml
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
 from midus_hf.config.wording import format_count
+from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
 from upscalers.edits.chapters import written
@@ -176,7 +176,7 @@ def _starts_as(method: dict[str, Any]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).removesuffix("\n").removesuffix("\n...")
+    return write_yaml(value, flow=True).removesuffix("\n").removesuffix("\n...")
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:

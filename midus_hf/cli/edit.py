@@ -145,7 +145,12 @@ def _left(result: dict[str, Any]) -> list[str]:
             "also trained on its texts, and kept: other weights, which the run trained; there is no proof that they forgot"
         )
     else:
-        said = "no run is recorded there" if taught["weights"] is None else "its run trained only blocks"
+        is_known = taught["weights"] is not None
+        said = (
+            "its last run trained only blocks"
+            if is_known
+            else "not known, as no run or no upscaling is recorded there"
+        )
         lines.append(f"other weights: {said}; upscale strip proves whether they are the base's, byte for byte")
     return [*lines, f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"]
 

@@ -29,16 +29,16 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 @dataclasses.dataclass
 class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults. `placement` may be a list there."""
+    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults; `placement` may be one index too."""
 
     base: str | None = None
     method: str | None = None
     output: str | None = None
     num_new_layers: int | None = None
-    placement: Any = None
+    placement: int | str | list[int] | None = None
     seed: int | None = None
     dtype: str | None = None
-    max_shard_size: Any = None
+    max_shard_size: int | str | None = None
     dry_run: bool | None = None
     verify: bool | None = None
     overwrite: bool | None = None

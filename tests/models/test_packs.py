@@ -1,15 +1,17 @@
 """Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
 
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from models.hosting import host_of, in_steps, logits
 from models.pack_models import chat_tokenizer, pack_model, tiny_tokenizer
 from models.upscaled import upscaled_model
 from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
@@ -411,6 +413,35 @@ def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.memories.hosting.bank_folder.folder_of_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="the glossary of this model is not at hand, without which no name would be"):
         model.model.services["packs"].after_loading("org/model", {})
+
+
+def test_model_made_without_a_folder_warns_once(tmp_path, recwarn):
+    _, model = both("llama")
+    model.save_pretrained(tmp_path)
+    recwarn.clear()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16", device_map="cpu")
+    copies = [copy.deepcopy(loaded), pickle.loads(pickle.dumps(again))]
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(model.config)
+    with init_empty_weights():
+        AutoModelForCausalLM.from_config(model.config)
+    assert all(len(each.glossary) == 2 for each in copies)
+    assert not [each for each in recwarn if "glossary" in str(each.message)]
+    state, message = (
+        model.state_dict(),
+        "this model has packs and is made without a folder, so that it has no glossary and",
+    )
+    for make in (
+        lambda: AutoModelForCausalLM.from_config(model.config),
+        lambda: AutoModel.from_config(model.config),
+        lambda: type(model)(model.config),
+        lambda: type(model).from_pretrained(None, config=model.config, state_dict=state),
+    ):
+        with pytest.warns(UserWarning, match=message) as caught:
+            made = make()
+            made.eval()(ids("gold"))
+        assert len([each for each in caught if "glossary" in str(each.message)]) == 1
 
 
 def test_parameters_that_processes_share_are_refused():

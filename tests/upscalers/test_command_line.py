@@ -47,13 +47,20 @@ def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_con
 
 def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_else(command, base, tmp_path, refused):
     path, usual = tmp_path / "request.yaml", f"base: {base}\nmethod: midus-hml\ndry_run: true\n"
-    for placement, indices in (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])):
+    cases = (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("[1, 4]", [1, 4]), ("3", [3]), ("3.0", [3]))
+    for placement, indices in cases:
         path.write_text(f"{usual}placement: {placement}\n")
         assert command("--config", path, "--json").json()["new_layer_indices"] == indices
     for text, message in (
         ("\x80", "is not YAML"),
         ("bsae: x", "has no option 'bsae'. Expected one of: base, method, "),
         ("options: [n]", "options is ['n']; expected a mapping"),
+        (
+            "placement: no",
+            "placement is False; expected a whole number or a string or a list, each item of it a whole",
+        ),
+        ("max_shard_size: .5", "max_shard_size is 0.5; expected a whole number or a string or null"),
+        ("options: {n: 1:30}", "n is '1:30'; expected a whole number"),
     ):
         path.write_bytes(text.encode("latin-1"))
         words = ("--base", base, "--method", "midus-hml", "--dry-run", "--config", path)

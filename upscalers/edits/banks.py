@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.cards import without_results
@@ -27,12 +28,11 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
 from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
-from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
 from upscalers.checkpoint.banks import bytes_of_banks
-from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.record.provenance import read_record
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
         below, and `kept`, because they lead texts to other blocks; None if the model has no tree. `also_taught` has the written
         blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
-        `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` lists folders and
+        `weights`, whether the recorded run trained other weights than blocks, None if that is not known. `copies` lists folders and
         files that still contain what was learned from the topics, or their texts.
 
     Raises:
@@ -144,15 +144,24 @@ def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequ
 
 
 def _trained_weights(folder: Path) -> bool | None:
-    """Return whether the recorded run trained other weights than blocks, including merged adapters."""
-    record, upscaling = folder / RUN_CONFIG, read_record(folder) or {}
-    if not record.is_file():
+    """Return whether the recorded run trained other weights than blocks, including merged adapters; None if no record says so."""
+    if not (folder / RUN_CONFIG).is_file():
         return None
-    run = read_mapping(record)
+    run, record = read_mapping(folder / RUN_CONFIG), record_of(read_config(folder))
     trainable = run.get("trainable", "auto")
-    trainable = upscaling.get("trainable") if trainable == "auto" else trainable
-    new = {*upscaling.get("new_memories", ()), *map(str, upscaling.get("new_layers", ()))}
-    return bool(run.get("adapters")) or trainable != "new" or not new <= find_layouts(folder).keys()
+    if run.get("adapters") or trainable not in ("auto", "new"):
+        return True
+    if record is None:
+        return None
+    memories = open_base(folder, needs_weights=False).layout.memories
+    added = [memories.attached[name] for name in record.new_memories]
+    only_blocks = bool(added) and all(
+        isinstance(entry.options, HierarchicalOptions)
+        and not entry.options.tensors(memories.sizes)
+        and not entry.options.tables(memories.sizes, entry.layers)
+        for entry in added
+    )
+    return bool(record.new_layers) or not only_blocks or (trainable == "auto" and record.trainable != "new")
 
 
 def copies_of(folder: Path, model: str) -> list[str]:

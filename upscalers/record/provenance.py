@@ -74,7 +74,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None if it is missing, as after further training, or not an object. Invalid JSON is refused."""
+    """Read `upscale.json`; None if it is missing, as where only a model was saved, or not an object. Invalid JSON is refused."""
     path = folder / RECORD_FILE
     if not path.is_file():
         return None

@@ -94,6 +94,9 @@ class OpensPacks(BankService, States):
         self._vocab_size, self._recorded = model.config.vocab_size, getattr(model.config, "upscale", None)
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
+        parameter = next(model.parameters())
+        if parameter.device.type != "meta" and not hasattr(parameter, "ds_id"):  # as in from_pretrained
+            _warn_without_folder()
 
     def digest(self) -> str | None:
         """Return a digest of the entries; None without a glossary."""
@@ -242,6 +245,12 @@ class OpensPacks(BankService, States):
         """Add a mask of padding, since static caches get a mask of another form."""
         self.tokens.prepare_inputs(inputs, attention_mask)
 
+    def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
+        """Open the glossary that lies beside the checkpoint; warn about a model that was made of a state."""
+        if name is None:
+            _warn_without_folder()
+        super().after_loading(name, arguments)
+
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
         """Read the glossary and the tokenizer, or raise `RequestError` if either is absent, or a row is not an entry."""
         if folder is None:
@@ -268,6 +277,14 @@ class OpensPacks(BankService, States):
 
     def check_upload(self) -> None:
         """Allow an upload, which includes files that were written before."""
+
+
+def _warn_without_folder() -> None:
+    warnings.warn(
+        "this model has packs and is made without a folder, so that it has no glossary and computes as if no text had a name; "
+        "expected from_pretrained(FOLDER), which reads the glossary beside the weights.",
+        stacklevel=2,
+    )
 
 
 def _open_names(
