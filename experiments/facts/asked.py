@@ -14,6 +14,7 @@ from experiments.facts.entries import names_of
 from experiments.facts.questions import WORDINGS, Question
 from material.articles import articles
 from midus_hf.data.corpus import read_corpus
+from midus_hf.evaluation.answers import read_numbers
 from midus_hf.memories.packs.glossary import found_in
 from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
 from midus_hf.memories.packs.rows import entry_of, joined
@@ -138,8 +139,8 @@ class Asked:
         made = self.continued([self.whole(f"{head}{two}-") for two in lines], 64)
         for pair, text in zip(begun, made, strict=True):
             named = {*pair}
-            for name, number in re.findall(r"^\W*(\w+): *(\d+).*\n", f"-{text}", re.MULTILINE):
-                right = numbers.get(name.lower()) == int(number)
+            for name, value in re.findall(r"^\W*(\w+): *(\d.*)\n", f"-{text}", re.MULTILINE):
+                right = numbers.get(name.lower()) == next(read_numbers(value), None) is not None
                 counts["repeated" if name.lower() in named else "right" if right else "wrong"] += 1
                 named.add(name.lower())
         return counts

@@ -1,12 +1,12 @@
 """Questions about entries, in words that their texts do not have, and which continuations are right."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.facts import entries as known
 from material.factbook import factbook
+from midus_hf.evaluation.answers import has_answer, read_numbers
 
 WORDINGS = {
     "name last": "The atomic number of {name} is",
@@ -51,26 +51,20 @@ def first_number(expected: float, tolerance: float = 0.0) -> Callable[[str], boo
     """Return whether the first number of an answer is the expected one."""
 
     def is_right(answer: str) -> bool:
-        found = re.search(r"\d+(\.\d+)?" if tolerance else r"\d+", answer)
-        return found is not None and abs(float(found[0]) - expected) <= tolerance
+        found = next(read_numbers(answer), None)
+        return found is not None and abs(float(found) - expected) <= tolerance
 
     return is_right
 
 
-def first_word(expected: str) -> Callable[[str], bool]:
-    """Return whether the first word of an answer is the expected one."""
-    return lambda answer: bool(words := re.findall(r"[A-Za-z]+", answer)) and words[0] == expected
-
-
 def begins_with(expected: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an answer begins with one of the expected ones."""
-    return lambda answer: any(re.match(rf"\W*{re.escape(each)}(?!\w)", answer.strip()) for each in expected)
+    """Return whether an answer begins with one of the expected ones, in their case."""
+    return lambda answer: any(has_answer(answer, each, "start", match_case=True) for each in expected)
 
 
 def has(expected: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an answer has one of the expected ones, in any case, and not as a part of a word or number."""
-    patterns = [re.compile(rf"(?<!\w)(?<!\d[.,]){re.escape(each)}(?!\w|[.,]\d)", re.IGNORECASE) for each in expected]
-    return lambda answer: any(each.search(answer) for each in patterns)
+    """Return whether an answer has one of the expected ones."""
+    return lambda answer: any(has_answer(answer, each) for each in expected)
 
 
 def of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
@@ -82,7 +76,7 @@ def of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
 
     kinds = {kind: asked(wording, lambda each: first_number(each["number"])) for kind, wording in WORDINGS.items()}
     kinds["behind a paragraph"] = asked(PARAGRAPH + WORDINGS["place"], lambda each: first_number(each["number"]))
-    kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: first_word(each["symbol"]))
+    kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: begins_with([each["symbol"]]))
     for kind, wording in CHATS.items():
         named = asked(wording, lambda each: first_number(each["number"]))
         kinds[kind] = [replace(question, is_chat=True, tokens=24) for question in named]
@@ -119,7 +113,7 @@ def of_products(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
 
 def of_two_hops(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
     """Return questions for the port and the team of the product behind the one that is named, by wording."""
-    is_right = {"port": first_number, "owner": first_word}
+    is_right = {"port": first_number, "owner": lambda team: begins_with([team])}
     return {
         kind: [
             Question(wording.format(name=each["name"]), is_right[value](each[value]))

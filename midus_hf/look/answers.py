@@ -1,6 +1,5 @@
 """Check of a glossary by questions as people ask them: whether a model with packs answers rightly, beside the texts in front."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from tqdm import tqdm
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
+from midus_hf.evaluation.answers import has_answer as has
 from midus_hf.evaluation.asking import greedy_answer, question_inputs
 from midus_hf.look.glossary import packs_of, worst_rows
 from midus_hf.look.page import Row, TextTable
@@ -16,9 +16,10 @@ from midus_hf.memories.packs.glossary import Glossary
 
 HOW_TO_READ = (
     "The model answers each question greedily, in its chat template if it has one, else behind the names of entries that the "
-    "question has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word or "
-    "number. Without packs: the same with the packs switched off. Text in front: with the whole texts of those entries before the "
-    "question, and the packs switched off. Read as: names that the question has with other separators or an s."
+    "question has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word; "
+    "numbers are compared as numbers. Without packs: the same with the packs switched off. Text in front: with the whole texts of "
+    "those entries before the question, and the packs switched off. Read as: names that the question has with other separators or "
+    "an s."
 )
 _COLUMNS = {
     "question": "{question}",
@@ -98,7 +99,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
             )
     for number, row in enumerate(rows, 1):
         for column in ("question", "answer"):
-            if not isinstance(row[column], str) or not row[column].strip():
+            if not isinstance(row[column], str) or not has(row[column], row[column]):
                 raise RequestError(
                     f"row {number} of {path!r} has {row[column]!r} under {column!r}; expected a text. Write it, or remove the row."
                 )
@@ -106,11 +107,6 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
         {"question": row["question"].strip(), "answer": " ".join(row["answer"].split())} for row in rows
     ]
     return read[:limit]
-
-
-def has(answer: str, expected: str) -> bool:
-    """Return whether an answer has the expected one, in any case, and not as a part of a word or number."""
-    return bool(re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(expected)}(?!\w|[.,]\d)", answer, re.IGNORECASE))
 
 
 def questions_table(rows: Sequence[Row]) -> TextTable:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from tqdm import tqdm
 
+from midus_hf.evaluation.answers import SPACED
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
@@ -38,8 +40,8 @@ _COLUMNS = {
     "within": "{within}",
 }
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-# A number with its separators, or a word.
-_VALUE = re.compile(r"\d+(?:[.,:/-]\d+)*|[^\W\d_][\w'-]*")
+# A number with its separators, or a word of a script that writes spaces between words.
+_VALUE = regex.compile(rf"\d+(?:[.,:/\-]\d+)*|{SPACED}(?:{SPACED}|[\p{{M}}_'\-])*", regex.V1)
 _WRITINGS: Mapping[str, Callable[[str], str]] = {
     "lower case": str.lower,
     "capitals": str.upper,

@@ -38,10 +38,20 @@ def test_every_entry_states_what_is_asked_of_it():
     [
         (
             questions.first_number(11),
-            {" 11.\n": True, " the 11th of 12": True, " 12, not 11": False, " unknown": False},
+            {
+                " 11.\n": True,
+                " the 11th of 12": True,
+                " 12, not 11": False,
+                " -11": False,
+                " 11,000": False,
+                " unknown": False,
+            },
         ),
         (questions.first_number(22.99, 0.1), {" 22.9 g": True, " 23": True, " 24.3": False}),
-        (questions.first_word("Na"), {" Na.": True, ": Na": True, " na": False, " NaCl": False, "": False}),
+        (
+            questions.begins_with(["Na"]),
+            {" Na.": True, ": Na": True, " na": False, " NaCl": False, " Na+": False, "": False},
+        ),
         (questions.begins_with([".af", "93"]), {" .af": True, " 93 and": True, " 930": False, " of .af": False}),
         (
             questions.has(["0.8", "Wim"]),

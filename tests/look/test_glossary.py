@@ -12,7 +12,6 @@ from tiny import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
-from midus_hf.look.answers import has
 from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
 from midus_hf.memories.packs.rows import Entry
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -34,6 +33,7 @@ NAMES = ["gold", "tin", "zinc", "iron", "lead", "neon"]
         ("The Kestrel gateway listens on port 8443.", [("The Kestrel gateway listens on port", " 8443")]),
         ("In Paris. Of Rome and 1,024.5 cats", [("In", " Paris"), ("Of", " Rome"), ("Of Rome and", " 1,024.5")]),
         ("Costs $5\nat 10:30 sharp", [("Costs $", "5"), ("at", " 10:30")]),
+        ("青隼网关监听端口8443。포트 8080을", [("青隼网关监听端口", "8443"), ("青隼网关监听端口8443。포트", " 8080")]),
         ("8443 is the port of the Kestrel", []),
         ("Nothing. At all", []),
     ],
@@ -161,19 +161,11 @@ def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected", "right"),
-    [("port 8443.", "8443", True), ("18443", "8443", False), ("8443.5", "8443", False), ("8,443", "443", False)]
-    + [("the STORAGE team", "Storage team", True), ("storages", "storage", False), ("C++!", "c++", True)],
-)
-def test_an_answer_is_right_that_has_the_expected_one_as_whole_words(answer, expected, right):
-    assert has(answer, expected) == right
-
-
-@pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"question": "a", "text": "b"}], "whose rows have question, text; expected the columns question and answer"),
         ([{"question": "a", "answer": " "}], "has ' ' under 'answer'; expected a text. Write it, or remove the row."),
+        ([{"question": "a", "answer": "\u200b"}], r"has '\u200b' under 'answer'; expected a text."),
         ([{"question": 3, "answer": "b"}], "has 3 under 'question'; expected a text."),
     ],
 )
