@@ -91,7 +91,8 @@ def tiny_base(tmp_path):
         (ops.main, "--shapes gpt-2", "'gpt-2' is unknown; expected some of smollm2-135m"),
         (models.main, "--phases sleep", "'sleep' is unknown; expected some of train, generate, prefill"),
         (models.main, "--base gpt-2",
-         "base is 'gpt-2'; expected one of gemma-3-270m, llama-3.1-8b, llama-3.2-1b, smollm2-135m, or the path"),
+         "base is 'gpt-2'; expected one of gemma-3-270m, llama-3.1-8b, llama-3.2-1b, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, "
+         "smollm2-135m, or the path"),
         (models.main, "--base BASE --batches 3 --device cpu", "batch is 3; expected a multiple of accumulation = 2"),
     ],
 )  # fmt: skip
