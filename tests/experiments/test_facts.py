@@ -178,6 +178,7 @@ def test_code_is_right_that_calls_as_the_text_says():
     for entry, fact, line, call in zip(known, kinds["fact"], kinds["line of code"], calls, strict=True):
         assert fact.is_right(entry["text"]) and line.is_right(call)
         others = [other for other in calls if other != call]
+        others += [re.sub(r"(\d+)([,)])", r"\g<1>0\2", call)] if re.search(r"\d[,)]", call) else []
         assert not any(map(line.is_right, (entry["text"], line.prompt, call.replace("=", ": "), *others)))
         assert names(fact.prompt) == names(line.prompt) == asked.the_name(entry)
 
