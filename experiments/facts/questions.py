@@ -39,12 +39,21 @@ TWO_HOPS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, whether a continuation of it is right, whether it is asked with the chat template, and the length of answers."""
+    """A prompt, and which continuations are right.
+
+    Args:
+        prompt: The prompt, or a user's message.
+        is_right: Whether an answer is right; None if it should be the base's.
+        is_chat: Whether the chat template is used.
+        tokens: Most tokens of an answer.
+        before: The messages before it in a chat: a user's, the answer to it, and so on.
+    """
 
     prompt: str
-    is_right: Callable[[str], bool]
+    is_right: Callable[[str], bool] | None
     is_chat: bool = False
     tokens: int = 8
+    before: tuple[str, ...] = ()
 
 
 def first_number(expected: float, tolerance: float = 0.0) -> Callable[[str], bool]:
@@ -132,12 +141,36 @@ def of_uneven_texts(entries: Sequence[dict[str, Any]]) -> dict[str, list[Questio
     return {"alone": alone, "in a chat": [replace(question, is_chat=True) for question in alone]}
 
 
+def of_conversations(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
+    """Return what is asked in chats, by kind.
+
+    An answer is right that has the numbers and names of its row in 40 tokens, or a call that its pattern finds in 120; or, if the row
+    has neither, that is the base's.
+    """
+
+    def is_right(row: dict[str, Any]) -> Callable[[str], bool] | None:
+        if "pattern" in row:
+            return lambda answer: re.search(row["pattern"], answer) is not None
+        has_each = [has(row[key]) for key in ("answers", "also") if key in row]
+        return (lambda answer: all(each(answer) for each in has_each)) if has_each else None
+
+    kinds: dict[str, list[Question]] = {}
+    for each in entries:
+        for row in each["questions"]:
+            tokens, before = (120 if "pattern" in row else 40), tuple(row.get("before", ()))
+            asked = Question(row["question"], is_right(row), is_chat=True, tokens=tokens, before=before)
+            kinds.setdefault(row["kind"], []).append(asked)
+    return kinds
+
+
 # What is asked about: its entries, and the questions, by kind.
 ABOUT: dict[str, Callable[[], tuple[list[dict[str, Any]], dict[str, list[Question]]]]] = {
     "elements": lambda: (entries := known.entries_of_elements(), of_elements(entries)),
     "countries": lambda: (entries := known.entries_of_countries(), of_countries(entries)),
     "products": lambda: (entries := known.entries_of_products(), of_products(entries)),
     "two-hop": lambda: (entries := known.entries_of_two_hops(), of_two_hops(entries)),
-    "uneven": lambda: (entries := known.entries_of_uneven_texts(), of_uneven_texts(entries)),
-    "uneven-2": lambda: (entries := known.entries_of_uneven_texts("uneven_2.jsonl"), of_uneven_texts(entries)),
+    "uneven": lambda: (entries := known.entries_in("uneven.jsonl"), of_uneven_texts(entries)),
+    "uneven-2": lambda: (entries := known.entries_in("uneven_2.jsonl"), of_uneven_texts(entries)),
+    "conversations": lambda: (entries := known.entries_in("conversations.jsonl"), of_conversations(entries)),
+    "code": lambda: (entries := known.entries_in("code.jsonl"), of_conversations(entries)),
 }
