@@ -1,5 +1,6 @@
 """Questions about entries, in words that their texts do not have, and which continuations are right."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
