@@ -1,7 +1,7 @@
 """The `midus ask` command."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,8 +38,7 @@ def midus_ask(
     line of a file is a question of its own. The model is loaded once.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
-    glossary that are read. Without a chat template, names of entries in the question are also put before it, so that their packs
-    are open when it is read.
+    glossary that are read. Names of entries in a question are also put before it, so that all its words read them.
     """
     check_model_name("model", model)
     check_dtype(dtype)
@@ -70,9 +69,7 @@ def midus_ask(
     for each in asked:
         if questions is not None:
             print(f"> {each}", flush=True)
-        answer = _ask(loaded, tokenizer, model, each, chat, plain, max_new_tokens, fetched)
-        if converses:
-            chat += [{"role": "user", "content": each}, {"role": "assistant", "content": answer}]
+        _ask(loaded, tokenizer, model, each, chat if converses else [], plain, max_new_tokens, fetched)
 
 
 def _turns() -> Iterator[str]:
@@ -124,26 +121,26 @@ def _ask(
     tokenizer: Any,
     name: str,
     question: str,
-    chat: Sequence[dict[str, str]],
+    chat: list[dict[str, str]],
     plain: bool,
     max_new_tokens: int,
     fetched: Any,
-) -> str:
-    """Print the answer to one question after a chat as it is written, and on standard error what it reads; return the answer."""
+) -> None:
+    """Print the answer to a question after a chat as it is written, and on standard error what it reads; add both to the chat."""
     from transformers import TextStreamer
 
     from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
 
     glossary = glossary_of(loaded)
-    numbers = glossary.named(glossary.spelling.ids(question)) if plain and glossary is not None else []
-    named = [glossary[number].names[0] for number in numbers] if glossary is not None else []
-    in_front = [f"{each}\n" for each in named]
-    inputs = question_inputs(loaded, tokenizer, question, name=name, chat=chat, in_front=in_front, plain=plain)
+    in_front = "" if glossary is None else glossary.names_in_front(question)
+    message = in_front + question
+    inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
     if glossary is not None:
-        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), named)
+        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     written = greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
-    return str(tokenizer.decode(written, skip_special_tokens=True))
+    answer = tokenizer.decode(written, skip_special_tokens=True)
+    chat += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
 def _say_what_is_open(

@@ -32,7 +32,6 @@ def question_inputs(
     *,
     name: str,
     chat: Sequence[dict[str, str]] = (),
-    in_front: Sequence[str] = (),
     plain: bool = False,
 ) -> "BatchEncoding":
     """Return the token ids of a question and their mask, `[1, T]`, in the chat template, or as text.
@@ -43,21 +42,19 @@ def question_inputs(
         question: The question.
         name: Name of the model, for messages.
         chat: Messages before the question, in the chat template. Default: none.
-        in_front: Texts to put before the question, within the user's message. Default: none.
         plain: Whether the question is read as text, without the chat template. Default: False.
 
     Raises:
         RequestError: If the chat template refuses a single question, or the question has no token for this model.
     """
-    text = "".join([*in_front, question])
     if plain:
-        inputs = tokenizer(text, return_tensors="pt")
+        inputs = tokenizer(question, return_tensors="pt")
     else:
         refused = "a conversation" if chat else "a single question; pass --plain to skip it"
         refusal = f"model is {name!r}, whose chat template refuses {refused}"
         with as_request_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
-                [*chat, {"role": "user", "content": text}],
+                [*chat, {"role": "user", "content": question}],
                 add_generation_prompt=True,
                 return_tensors="pt",
                 return_dict=True,

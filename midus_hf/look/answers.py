@@ -15,8 +15,8 @@ from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.packs.glossary import Glossary
 
 HOW_TO_READ = (
-    "The model answers each question greedily, in its chat template if it has one, else behind the names of entries that the "
-    "question has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word; "
+    "The model answers each question greedily, in its chat template if it has one, after the names of entries that the question "
+    "has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word; "
     "numbers are compared as numbers. Without packs: the same with the packs switched off. Text in front: with the whole texts of "
     "those entries before the question, and the packs switched off. Read as: names that the question has with other separators or "
     "an s."
@@ -57,12 +57,12 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
         question, expected = row["question"], row["answer"]
         ids = glossary.spelling.ids(question)
         named, forms = [glossary[number] for number in glossary.named(ids)], glossary.forms(ids)
-        names = [f"{entry.names[0]}\n" for entry in named] if plain else []
-        texts = [f"{entry.text}\n\n" for entry in named]
+        names = glossary.names_in_front(question)
+        texts = "".join(f"{entry.text}\n\n" for entry in named)
         said = {}
         for key, in_front in (("packs", names), ("without", names), ("front", texts)):
             with without_memories(stack.layers, [] if key == "packs" else [service.name]):
-                inputs = question_inputs(model, tokenizer, question, name=name, in_front=in_front, plain=plain)
+                inputs = question_inputs(model, tokenizer, in_front + question, name=name, plain=plain)
                 answer = tokenizer.decode(greedy_answer(model, inputs, _ANSWER_TOKENS), skip_special_tokens=True)
             said[key] = " ".join(answer.split())
         right, without, front = (has(answer, expected) for answer in said.values())

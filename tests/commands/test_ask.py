@@ -201,9 +201,9 @@ def of_chats(tmp_path_factory):
 def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeypatch):
     tokenizer, folder = of_chats
     monkeypatch.setattr("sys.stdin", io.StringIO("Is it iron?\n\n  And why?\n"))
-    first = answer_of(folder, "Ironing.\n(Q) Is it iron?\n(A)", tokenizer)
-    second = answer_of(folder, f"Ironing.\n(Q) Is it iron?\n(A) {first}\n(Q) And why?\n(A)", tokenizer)
-    told = "entries read: Iron\n" * 2
+    first = answer_of(folder, "Ironing.\n(Q) Iron\nIs it iron?\n(A)", tokenizer)
+    second = answer_of(folder, f"Ironing.\n(Q) Iron\nIs it iron?\n(A) {first}\n(Q) And why?\n(A)", tokenizer)
+    told = "entries read: Iron; names put before the question: Iron\nentries read: Iron\n"
     assert ask(folder) == (0, f"> Is it iron?\n{first}\n> And why?\n{second}\n", told)
     for text, message in (("her\udc80on\n", "with half a character"), ("", "")):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -213,19 +213,20 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
     assert (status, out) == (2, "") and "which has no chat template for a conversation; expected QUESTION." in err
 
 
-def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(of_chats, ask):
+def test_names_stand_before_a_question_in_a_chat(of_chats, ask):
     tokenizer, model = of_chats
-    asked = "Ironing.\n(Q) Is it iron\nor steel?\n(A)"
+    asked = "Ironing.\n(Q) Iron\nSteel\nIs it iron\nor steel?\n(A)"
+    put = "; names put before the question: "
     assert ask(model, "Is it iron\nor steel?") == (
         0,
         answer_of(model, asked, tokenizer) + "\n",
-        "entries read: Iron, Steel\n",
+        f"entries read: Iron, Steel{put}Iron, Steel\n",
     )
     unnamed = "no entry is read: the question contains no name of an entry"
     assert ask(model, "Is it so?")[2] == unnamed + "\n", "what the template says is not asked"
     assert ask(model, "Is it steell?")[2] == unnamed + "; did you mean 'Steel'?\n"
     three = ask(model, "Tin, iron, steel?")[2]
-    assert three == "entries read: Iron, Steel; named, but not read: Tin\n"
+    assert three == f"entries read: Iron, Steel{put}Tin, Iron, Steel; named, but not read: Tin\n"
 
 
 def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(ask, tmp_path):
