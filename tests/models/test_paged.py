@@ -108,6 +108,18 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
     torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_prefix_that_another_request_computes_in_the_same_pass_is_read(order, make, engine):
+    model, tokens = make("llama"), prompt()[:1]
+    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()[0]
+    stack = served(engine, model)
+    parts = [(0, FIRST, 0, 8), (0, [*FIRST[:2], *SECOND[2:]], 8, 20)]
+    output = run_pass(engine, stack, tokens, [parts[number] for number in order])
+    whole = [output.split([8, 12][:: 1 if order == (0, 1) else -1])[order.index(number)] for number in (0, 1)]
+    torch.testing.assert_close(torch.cat(whole), expected[:20], rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_tokens_without_an_open_pack_keep_the_bits_of_the_engine(engine):
     tokens = torch.tensor([tiny_tokenizer()("it is so; |")["input_ids"], tiny_tokenizer()("it # is so;")["input_ids"]])
