@@ -38,7 +38,7 @@ def midus_ask(
     line of a file is a question of its own. The model is loaded once.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
-    glossary that are read. Names of entries in a question are also put before it, so that all its words read them.
+    glossary that are read. The name of an entry in a question is also put before it, so that all its words read the entry.
     """
     check_model_name("model", model)
     check_dtype(dtype)
@@ -132,7 +132,7 @@ def _ask(
     from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
 
     glossary = glossary_of(loaded)
-    in_front = "" if glossary is None else glossary.names_in_front(question)
+    in_front = "" if glossary is None else glossary.names_in_front(question, in_chat=not plain)
     message = in_front + question
     inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
     if glossary is not None:

@@ -213,20 +213,19 @@ def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeyp
     assert (status, out) == (2, "") and "which has no chat template for a conversation; expected QUESTION." in err
 
 
-def test_names_stand_before_a_question_in_a_chat(of_chats, ask):
+def test_name_of_one_entry_stands_before_a_question_in_a_chat(of_chats, ask):
     tokenizer, model = of_chats
-    asked = "Ironing.\n(Q) Iron\nSteel\nIs it iron\nor steel?\n(A)"
-    put = "; names put before the question: "
-    assert ask(model, "Is it iron\nor steel?") == (
-        0,
-        answer_of(model, asked, tokenizer) + "\n",
-        f"entries read: Iron, Steel{put}Iron, Steel\n",
-    )
+    for question, in_front, said in (
+        ("Is it iron?", "Iron\n", "entries read: Iron; names put before the question: Iron\n"),
+        ("Is it iron\nor steel?", "", "entries read: Iron, Steel\n"),
+    ):
+        asked = f"Ironing.\n(Q) {in_front}{question}\n(A)"
+        assert ask(model, question) == (0, answer_of(model, asked, tokenizer) + "\n", said)
     unnamed = "no entry is read: the question contains no name of an entry"
     assert ask(model, "Is it so?")[2] == unnamed + "\n", "what the template says is not asked"
     assert ask(model, "Is it steell?")[2] == unnamed + "; did you mean 'Steel'?\n"
     three = ask(model, "Tin, iron, steel?")[2]
-    assert three == f"entries read: Iron, Steel{put}Tin, Iron, Steel; named, but not read: Tin\n"
+    assert three == "entries read: Iron, Steel; named, but not read: Tin\n"
 
 
 def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(ask, tmp_path):

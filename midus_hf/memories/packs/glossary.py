@@ -419,12 +419,18 @@ class Glossary:
         numbers, _ = self.find_open([int(token) for token in ids])
         return [self[number] for number in numbers]
 
-    def names_in_front(self, text: str) -> str:
-        """Return the first names of the entries that a text names, each on a line, to put before the text as `midus ask` does.
+    def names_in_front(self, text: str, in_chat: bool = True) -> str:
+        """Return the first name of the entry that a text names, on a line, to put before the text as `midus ask` does.
 
-        All words of a question read an entry whose name stands before it, which models of 0.5B parameters answer more often.
+        All words of a question then read the entry, and not only those after its name.
+
+        Args:
+            text: What a user asks.
+            in_chat: Whether it is asked in a chat, where several entries are read best where the question names them, and none is
+                put before it; in other text all are. Default: True.
         """
-        return "".join(f"{self[number].names[0]}\n" for number in self.named(self.spelling.ids(text)))
+        numbers = self.named(self.spelling.ids(text))
+        return "".join(f"{self[number].names[0]}\n" for number in numbers if not in_chat or len(numbers) == 1)
 
     def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """Return where a pass over tokens opens an entry: the number of the token, from 0, and of the entry, in order.
