@@ -142,9 +142,8 @@ def assign(
 
     A corpus that the tree was built from is not embedded again.
     """
-    from tqdm import tqdm
-
     from midus_hf.files.outputs import atomic_write
+    from midus_hf.library_bars import show_progress
     from midus_hf.model_names import check_sources, usable_device
 
     check_file("output", output, [".jsonl"])
@@ -184,7 +183,7 @@ def assign(
                 f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}"
             )
         with atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
-            for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
+            for row in show_progress(rows, desc="assigning", total=len(documents), unit=" documents"):
                 file.write(json.dumps(row, default=_as_text) + "\n")
     print(f"{output}: paths of {len(documents):,} documents")
 
@@ -255,9 +254,9 @@ def nodes_with_words(
 @contextlib.contextmanager
 def _results_alone() -> Iterator[None]:
     """Keep standard output for results within the context, and progress bars of libraries for terminals."""
-    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.library_bars import limit_bars
 
-    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+    with contextlib.redirect_stdout(sys.stderr), limit_bars():
         yield
 
 

@@ -18,7 +18,7 @@ from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
-from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
+from midus_hf.library_bars import limit_bars, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
@@ -96,7 +96,7 @@ def run_training(
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
     with open_output(arguments) as checkpoint:
-        with data_bars_on_terminals(), library_bars_on_terminals():
+        with limit_bars():
             with arguments.main_process_first(desc="reading texts"):
                 texts = read(arguments, config, tokenizer)
             set_seed(arguments.seed)
@@ -166,7 +166,7 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
     """
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
-    with open_output(arguments), data_bars_on_terminals(), without_library_bars():
+    with open_output(arguments), limit_bars(), without_library_bars():
         texts = read_texts(arguments, config, tokenizer)
         set_seed(arguments.seed)
         model, _ = load_for_training(arguments, config)
