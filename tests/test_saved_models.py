@@ -305,9 +305,7 @@ def test_bars_are_drawn_on_terminals_only(is_terminal, monkeypatch, capsys):
     assert is_terminal or printed == "a line\n"
 
 
-@pytest.mark.parametrize(
-    ("make_bar", "context"), [(show_progress, limit_bars), (tqdm, limit_bars), (tqdm, only_bars)]
-)
+@pytest.mark.parametrize(("make_bar", "context"), [(show_progress, limit_bars), (tqdm, limit_bars), (tqdm, only_bars)])
 def test_bars_print_a_line_when_a_minute_has_passed(make_bar, context, monkeypatch, capsys):
     monkeypatch.setattr(bars, "_SECONDS_PER_LINE", 0)
     with context():

@@ -22,7 +22,7 @@ from midus_hf.library_bars import limit_bars, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
+from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, ProgressLines, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.keys import ENOUGH_STEPS
@@ -35,6 +35,12 @@ from midus_hf.training.protection import Protection
 from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
 from midus_hf.training.texts import RunTexts, read_texts, use_tree
 from midus_hf.training.trainer import MemoryTrainer
+
+# What a run says without the key `bf16`, by what its device computes.
+_CHOSEN_DTYPE = {
+    True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
+    False: "this device does not compute bfloat16: the run computes in float32; set bf16 to choose",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +114,8 @@ def run_training(
             dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
                 print(report)
-                if arguments.lacks_bf16:
-                    print("this device does not compute bfloat16: the run computes in float32; set bf16 to choose")
+                if arguments.chooses_bf16:
+                    print(_CHOSEN_DTYPE[arguments.bf16])
                 if checkpoint is not None:
                     print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
@@ -132,6 +138,8 @@ def run_training(
             trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
+        trainer.add_callback(ProgressLines())
+        trainer.add_callback(BusyCoresNote())
         trainer.add_callback(StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             _train(trainer, checkpoint, output)
