@@ -111,7 +111,9 @@ class Phases:
         """
         line = list(map(str, words))
         command = shlex.join(line) + ("" if output is None else f" > {shlex.quote(str(output))}")
-        phase = self._record["phases"].setdefault(name, {"command": command, "about": about, "seconds": 0.0, "ended": False})
+        phase = self._record["phases"].setdefault(
+            name, {"command": command, "about": about, "seconds": 0.0, "ended": False}
+        )
         if phase["ended"]:
             self._number += 1
             print(f"\n[{self._number}/{self._count}] {what}: done, in {duration(phase['seconds'])}", flush=True)

@@ -34,8 +34,9 @@ def midus_ask(
 ) -> None:
     """Ask a model, and print its answer as it is written.
 
-    Each token is the likeliest. Without QUESTION, each line of standard input is the next turn of a conversation, to its end (Ctrl-D). With --questions, each
-    line of a file is a question of its own. The model is loaded once.
+    Each token is the likeliest. Without QUESTION, each line of standard input is the next turn of a conversation, to its end
+    (Ctrl-D). With --questions, each line of a file is a question of its own. The model is loaded once.
+
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
     glossary that are read. Without a chat template, names of entries in the question are also put before it, so that their packs
     are open when it is read.

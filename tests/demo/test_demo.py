@@ -142,7 +142,9 @@ def test_a_slow_machine_is_expected_to_stay_slow(tmp_path, capsys):
     (tmp_path / "phases.json").write_text(json.dumps(record))
     assert Phases(tmp_path, tmp_path, 3, {}).announce("doing b", 10) == 40
     assert "doing b, about 40 s" in capsys.readouterr().out
-    assert str(TrainingProgress(2, about=40)).endswith("step 0 of 2, reading texts and model, about 40 s expected in all")
+    assert str(TrainingProgress(2, about=40)).endswith(
+        "step 0 of 2, reading texts and model, about 40 s expected in all"
+    )
 
 
 @pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1}])
