@@ -86,8 +86,9 @@ class ProgressLines(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.disable_tqdm and not sys.stderr.isatty():
-            steps = {"total": state.max_steps, "initial": state.global_step}
-            self._training = show_progress(desc="training", unit=" steps", leave=False, **steps)
+            self._training = show_progress(
+                desc="training", unit=" steps", total=state.max_steps, initial=state.global_step, leave=False
+            )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._training is not None:
