@@ -30,12 +30,14 @@ IN_BOTH = tests/models tests/memory $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo checkpoint test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-peer test-real test-deepspeed test-vllm test-gguf release-check clean
 
-demo: $(VENV)/installed
-	$(VENV)/bin/python -m demo
+# An environment of its own, half the size, unless there is the one of the tests.
+DEMO = $(if $(wildcard $(VENV)/installed),$(VENV),$(VENV)-demo)
+demo: $(DEMO)/installed
+	$(DEMO)/bin/python -m demo
 
 # A small trained model with its card, ready to be pushed; BASE=FOLDER for a base that is not fetched from the Hub.
-checkpoint: $(VENV)/installed
-	$(VENV)/bin/python -m demo.checkpoint $(if $(BASE),--base $(BASE))
+checkpoint: $(DEMO)/installed
+	$(DEMO)/bin/python -m demo.checkpoint $(if $(BASE),--base $(BASE))
 
 # Every part runs, also after one that failed. At the end the parts and the tests that failed are named.
 each_of = @folder=$$(mktemp -d); failed=; for part in $(1); do \
@@ -224,6 +226,21 @@ $(VENV)/installed: pyproject.toml constraints.txt constraints-hashed.txt
 	$(call with_minutes,$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]')
 	touch $@
 
+# Of constraints-hashed.txt the packages that pip would install.
+DEMO_EXTRAS = '.[train,look,material]'
+NEEDED = import json, re, sys; \
+	needed = {re.sub("[-_.]+", "-", one["metadata"]["name"]).lower() for one in json.load(open(sys.argv[1]))["install"]}; \
+	print(*[each for each in re.split(r"\n(?=\S)", open("constraints-hashed.txt").read()) if each.partition("==")[0] in needed], sep="\n")
+$(VENV)-demo/installed: pyproject.toml constraints.txt constraints-hashed.txt
+	@echo "Setting up $(VENV)-demo: packages of 1.7 GB on the disk, once."
+	$(PYTHON) -m venv $(VENV)-demo
+	$(call with_minutes,$(VENV)-demo/bin/python -m pip install -c constraints.txt torch)
+	$(VENV)-demo/bin/python -m pip install -q --dry-run --report $(VENV)-demo/needed.json -c constraints.txt -e $(DEMO_EXTRAS)
+	$(VENV)-demo/bin/python -c '$(NEEDED)' $(VENV)-demo/needed.json > $(VENV)-demo/needed.txt
+	$(call with_minutes,$(VENV)-demo/bin/python -m pip install --require-hashes --no-deps -r $(VENV)-demo/needed.txt)
+	$(call with_minutes,$(VENV)-demo/bin/python -m pip install -c constraints.txt -e $(DEMO_EXTRAS))
+	touch $@
+
 $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	@echo "Setting up $(OLDEST), with the oldest supported versions: packages of 5 GB on the disk, once."
 	$(OLDEST_PYTHON) -m venv $(OLDEST)
@@ -231,4 +248,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf outputs build *.egg-info
+	rm -rf $(VENV) $(VENV)-demo $(OLDEST) $(RELEASE) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf outputs build *.egg-info

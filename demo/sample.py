@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import midus_hf  # noqa: F401 - registers the classes
-from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 from midus_hf.saved_models import open_ended
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--new-tokens", type=int, default=48)
     arguments = parser.parse_args()
-    with library_bars_on_terminals():
+    with limit_bars():
         samples = [sample(model, arguments.prompt, arguments.new_tokens) for model in arguments.models]
     print(json.dumps(samples, indent=2))
 

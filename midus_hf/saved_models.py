@@ -21,7 +21,7 @@ from transformers import (
 
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import ADAPTERS, CONFIG, TOKENIZER, WEIGHTS, refuse_lfs_pointers
-from midus_hf.library_bars import library_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 from midus_hf.memories.bank import bank_patterns
 from midus_hf.model_names import check_dtype, usable_device
 
@@ -150,7 +150,7 @@ def load_for_reading(
     check_dtype(dtype)
     usable = usable_device(device)
     unloaded = f"model is {name!r}, which cannot be loaded on {usable}"
-    with as_request_error(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
+    with as_request_error(unloaded, OSError, RuntimeError, ValueError), limit_bars():
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code)
         model.to(torch.device(usable))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import math
 import os
 import signal
 import tempfile
@@ -43,6 +44,8 @@ from hypothesis import settings
 from pairs import Extent, keep_each_value, keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
+
+from midus_hf import library_bars as bars
 
 # A busy machine takes longer than any deadline of an example.
 settings.register_profile("without deadline", deadline=None)
@@ -119,6 +122,13 @@ def few_threads():
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_minute_passes():
+    """A test that takes a minute on a busy machine prints what it prints in a second."""
+    with patch.object(bars, "_SECONDS_PER_LINE", math.inf):
+        yield
 
 
 @pytest.fixture

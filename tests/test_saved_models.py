@@ -10,10 +10,12 @@ import torch
 from evaluation.byte_models import byte_tokenizer, save_byte_model
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
+from tqdm import tqdm
 from transformers.utils import logging
 
+from midus_hf import library_bars as bars
 from midus_hf.config.wording import first_line
-from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
+from midus_hf.library_bars import limit_bars, only_bars, show_progress, without_library_bars
 from midus_hf.model_names import check_model_name, check_sources, usable_device
 from midus_hf.saved_models import load_for_reading, load_model, load_tokenizer, open_ended
 from midus_hf.short_names import short_names
@@ -292,15 +294,33 @@ def test_bars_come_back_and_stay_away_where_they_were_hidden_before(library_bars
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_bars_are_for_terminals_and_those_of_data_stay_hidden_where_they_were(is_terminal, library_bars, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+def test_bars_are_drawn_on_terminals_only(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    datasets.enable_progress_bars()
-    with library_bars_on_terminals(), data_bars_on_terminals():
-        assert logging.is_progress_bar_enabled() == is_terminal != datasets.are_progress_bars_disabled()
-    assert logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    with data_bars_on_terminals():
-        pass
-    assert datasets.are_progress_bars_disabled()
-    datasets.enable_progress_bars()
+    assert [*show_progress("ab", desc="reading")] == ["a", "b"]
+    with limit_bars():
+        tqdm(total=2, desc="of a library").close()
+        print("a line", file=sys.stderr)
+    printed = capsys.readouterr().err
+    assert ("\rreading: " in printed) == ("\rof a library: " in printed) == is_terminal
+    assert is_terminal or printed == "a line\n"
+
+
+@pytest.mark.parametrize(("make_bar", "context"), [(show_progress, limit_bars), (tqdm, limit_bars), (tqdm, only_bars)])
+def test_bars_print_a_line_when_a_minute_has_passed(make_bar, context, monkeypatch, capsys):
+    monkeypatch.setattr(bars, "_SECONDS_PER_LINE", 0)
+    with context():
+        bar = make_bar(total=2, desc="reading", unit=" texts", mininterval=0)
+        bar.update(2)
+        bar.close()
+        print("a line", file=sys.stderr)
+    lines = [line.partition("[")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == "reading:   0%|          | 0/2 "
+    assert "reading: 100%|##########| 2/2 " in lines
+    assert (lines[-1] == "a line") == (context is limit_bars)
+
+
+def test_bars_are_of_the_first_process(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(bars, "_SECONDS_PER_LINE", 0)
+    assert [*show_progress("ab")] == ["a", "b"]
+    assert not capsys.readouterr().err

@@ -9,10 +9,12 @@ from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 from midus_hf.config.wording import format_count
 from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
+from midus_hf.library_bars import show_progress
 from midus_hf.version import __version__
 from upscalers.edits.chapters import written
 from upscalers.edits.checkpoint_edit import described
@@ -22,15 +24,19 @@ from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):
-    """A progress bar of the current stage on standard error, if that is a terminal; warnings begin with `command`."""
+    """A bar of the current stage on standard error, if not a terminal a line each minute; warnings begin with `command`."""
 
     def __init__(self, command: str = "upscale") -> None:
         self._command = command
         self._console = RichConsole(stderr=True)
         self._bar: rich_progress.Progress | None = None
         self._task: rich_progress.TaskID | None = None
+        self._lines: tqdm | None = None
 
     def start(self) -> None:
+        if not self._console.is_terminal:
+            self._lines = show_progress(total=1, leave=False)
+            return
         self._bar = rich_progress.Progress(
             rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
@@ -38,7 +44,6 @@ class Console(Progress):
             rich_progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[unit]}"),
             rich_progress.TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
             transient=True,
         )
         self._bar.start()
@@ -48,10 +53,16 @@ class Console(Progress):
             if self._task is None:
                 self._task = self._bar.add_task(name, total=num_steps, unit=unit)
             self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
+        elif self._lines:
+            self._lines.unit, self._lines.unit_scale = f" {unit}", unit == "bytes"
+            self._lines.reset(num_steps)
+            self._lines.set_description(name)
 
     def advance(self, num_steps: int = 1) -> None:
         if self._bar and self._task is not None:
             self._bar.advance(self._task, num_steps)
+        elif self._lines:
+            self._lines.update(num_steps)
 
     def warn(self, message: str) -> None:
         self._console.print(
@@ -64,6 +75,8 @@ class Console(Progress):
     def finish(self) -> None:
         if self._bar:
             self._bar.stop()
+        elif self._lines:
+            self._lines.close()
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[bool] = ()) -> None:

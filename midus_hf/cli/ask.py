@@ -32,10 +32,10 @@ def midus_ask(
     dtype: Annotated[str, cli_option("auto, float32, bfloat16 or float16.", "NAME")] = "auto",
     device: Device = None,
 ) -> None:
-    """Ask a model, and print its answer as it is written: the likeliest token each time.
+    """Ask a model, and print its answer as it is written.
 
-    Without QUESTION, each line of standard input is the next turn of a conversation, to its end (Ctrl-D). With --questions, each
-    line of a file is a question of its own. The model is loaded once.
+    Each token is the likeliest. Without QUESTION, each line of standard input is the next turn of a conversation, to its end
+    (Ctrl-D). With --questions, each line of a file is a question of its own. The model is loaded once.
 
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
     glossary that are read. The name of an entry in a question is also put before it, so that all its words read the entry.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from midus_hf.topics.tree import ClusterTree
 
 app = command_line(
-    "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
+    "Cluster a corpus into a tree of topics. Find the paths of documents in it, and report what its nodes hold."
 )
 
 CorpusPath = Annotated[str, cli_option("A file, folder or dataset id.", "PATH", "--corpus")]
@@ -43,7 +43,7 @@ def build(
     levels: Annotated[int, cli_option("Levels of the tree.", "N")] = 4,
     steps: Annotated[int, cli_option("Steps of EM for each node.", "N")] = 20,
     samples: Annotated[int, cli_option("Windows drawn for each step.", "N")] = 6400,
-    seed: Annotated[int, cli_option("Seed of everything random.", "N")] = 0,
+    seed: Annotated[int, cli_option("Seed of all random numbers.", "N")] = 0,
     column: Column = "text",
     window_tokens: Annotated[int, cli_option("Tokens per window.", "N", min=1)] = 2048,
     max_tokens: Annotated[
@@ -109,7 +109,7 @@ def grow(
     batch_size: BatchSize = 64,
     device: Device = None,
 ) -> None:
-    """Add nodes to a tree for texts that are not close to any of its topics. Old nodes keep their numbers, and banks their blocks."""
+    """Add nodes to a tree for texts that are far from its topics. Old nodes keep their numbers, and banks their blocks."""
     from midus_hf.model_names import check_sources, usable_device
 
     check_sources([("tree", str(tree)), ("corpus", corpus)])
@@ -138,13 +138,14 @@ def assign(
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
 ) -> None:
-    """Find the path of each document; in a tree of named topics, by the document's topics if it has them.
+    """Find the path of each document.
+
+    In a tree of named topics, a document's topics give its path if it has them.
 
     A corpus that the tree was built from is not embedded again.
     """
-    from tqdm import tqdm
-
     from midus_hf.files.outputs import atomic_write
+    from midus_hf.library_bars import show_progress
     from midus_hf.model_names import check_sources, usable_device
 
     check_file("output", output, [".jsonl"])
@@ -184,7 +185,7 @@ def assign(
                 f"columns with dates are written as dates are read, in UTC if they had a zone: {', '.join(dates)}"
             )
         with atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
-            for row in tqdm(rows, desc="assigning", total=len(documents), unit=" documents", disable=None):
+            for row in show_progress(rows, desc="assigning", total=len(documents), unit=" documents"):
                 file.write(json.dumps(row, default=_as_text) + "\n")
     print(f"{output}: paths of {len(documents):,} documents")
 
@@ -198,7 +199,7 @@ def report(
         str | None, cli_option("The corpus, if it was moved.  [default: where build read it]", "PATH")
     ] = None,
 ) -> None:
-    """Report how many windows the nodes of a level have, and their most distinctive words."""
+    """Report how many windows nodes have, and their distinctive words. The nodes are those of a level."""
     from midus_hf.look.page import TextTable
     from midus_hf.model_names import check_sources
 
@@ -255,9 +256,9 @@ def nodes_with_words(
 @contextlib.contextmanager
 def _results_alone() -> Iterator[None]:
     """Keep standard output for results within the context, and progress bars of libraries for terminals."""
-    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.library_bars import limit_bars
 
-    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+    with contextlib.redirect_stdout(sys.stderr), limit_bars():
         yield
 
 

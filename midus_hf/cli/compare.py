@@ -37,8 +37,9 @@ def midus_compare(
     report_only: Annotated[bool, flag("--report", "Run nothing; write the report of the finished runs.")] = False,
     json_: Json = False,
 ) -> None:
-    """Train methods and baselines on the same text from the same base, and report what each learned and what it forgot.
+    """Train several methods on one text, and compare the results.
 
+    The report says what each method and baseline learned, from the same base, and what it forgot.
     Each rate is tried with the first seed, and the rate with the lowest final validation loss gets the other seeds. Every run is a
     separate process. Runs whose results are in the output are not repeated, so the same command continues after an interruption,
     and variants, rates and seeds can be added later. An interrupted run is restarted.

@@ -39,12 +39,12 @@ Protect = Annotated[
 ]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")]
 
-app = command_line("Change the contents of a checkpoint's memories: chapters, blocks of a bank, or a glossary.")
+app = command_line("Change a memory's chapters, blocks of a bank, or a glossary.")
 
 
 @app.command("list")
 def list_(model: Source, memory: Memory = None, json_: Json = False) -> None:
-    """Show the entries of a glossary; chapters, and the routers' biases."""
+    """Show entries of a glossary, or chapters with routers' biases."""
     from upscalers.console import Console
     from upscalers.edits.listing import list_memories, print_memories
 
@@ -53,7 +53,7 @@ def list_(model: Source, memory: Memory = None, json_: Json = False) -> None:
 
 @app.command()
 def blocks(model: Source, memory: Memory = None, json_: Json = False) -> None:
-    """Show the levels of banks, how large their blocks are, and how many were written."""
+    """Show the levels of banks, and their blocks' size and number."""
     from upscalers.edits.banks import list_banks
 
     show(list_banks(model, memory), json_, _print_blocks)
@@ -92,9 +92,10 @@ def delete(
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
     json_: Json = False,
 ) -> None:
-    """Delete blocks, in every bank, with what they have learned, or entries of a glossary by their names.
+    """Delete blocks of banks with what they learned, or entries.
 
-    Deleted blocks add zero, like blocks that were never written. A text with a deleted name is computed as without the entry.
+    Blocks are deleted in every bank, entries of a glossary by their names. Deleted blocks add zero, like blocks that were never
+    written. A text with a deleted name is computed as without the entry.
 
     The tree of topics loses the centroids of nodes without a block at or below them, so that no text is assigned to these.
     """
@@ -172,9 +173,14 @@ def of_entries(
     _show_entries(edit(_request(model, output, None, overwrite), corpus, common_names, protect), json_)
 
 
-_ADD = "Add entries to a glossary: rows of a name, or a list of names, and a text. In Python: model.glossary.add(names, text)."
+_ADD = (
+    "Add entries to a glossary. A row has a name, or a list of names, and a text. In Python: "
+    "model.glossary.add(names, text)."
+)
 app.command("add", help=_ADD)(of_entries)
-_REPLACE = "Replace the texts of entries of a glossary: rows of one of their names, perhaps with new ones, and a text."
+_REPLACE = (
+    "Replace the texts of entries of a glossary. A row has one of an entry's names, perhaps new ones, and a text."
+)
 app.command("replace", help=_REPLACE)(of_entries)
 
 

@@ -42,8 +42,9 @@ def midus_eval(
     write_card: Annotated[bool, flag("--write-card", "Write results into the cards of the folders.")] = False,
     json_: Json = False,
 ) -> None:
-    """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
+    """Measure perplexity on a text, and accuracy on tasks.
 
+    Tasks are those of lm-evaluation-harness.
     With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
     openbookqa and piqa take their questions from that folder. Others are lm-eval's.
     """

@@ -17,7 +17,7 @@ def midus_flops(
     batch: Annotated[int, cli_option("Sequences in the batch.", "N")] = 1,
     json_: Json = False,
 ) -> None:
-    """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
+    """Count a model's floating-point operations (FLOPs) for a batch. Only its config is read."""
     from upscalers.architecture.flops import count_flops, count_parameters
 
     config = _read_config(model)

@@ -29,8 +29,7 @@ from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 # Keys that also have a short name.
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}
 
-# Keys for a run without a recipe.
-_SHORT_RUN = {"per_device_train_batch_size": 4, "logging_steps": 0.05}
+# Rates of a run without a recipe.
 _RATES = {"new": short_run_rates(1e-3), "all": {"learning_rate": 1e-4}}
 
 _NOT_GIVEN = object()
@@ -105,8 +104,7 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys for a short run, and print those that are used because the command line does not set them."""
     recorded = (record_of(saved_config(str(keys.get("model_name_or_path")))) or UpscaleRecord()).trainable
     rates = _RATES["new" if trains_new_parts(keys, recorded) else "all"]
-    epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
-    chosen = {arguments_class.length_key: 256, "num_train_epochs": epochs, **_SHORT_RUN, **rates}
+    chosen = {**_short_run_keys(arguments_class), **rates}
     if keys.get("max_steps") not in (None, -1):  # which the Trainer prefers to epochs
         del chosen["num_train_epochs"]
     later = f"3 (more for fewer than {ENOUGH_STEPS} steps)"
@@ -114,6 +112,13 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
     if short_run and is_main_process():
         print(f"for a short run: {', '.join(f'{key}={value}' for key, value in short_run.items())}", file=sys.stderr)
     return chosen
+
+
+def _short_run_keys(arguments_class: Any) -> dict[str, Any]:
+    """Return the keys of a run without a recipe, except for its rates."""
+    epochs = 3 if arguments_class.command == "sft" else None  # which the run chooses by the number of its sequences
+    sizes = {arguments_class.length_key: 256, "num_train_epochs": epochs}
+    return {**sizes, "per_device_train_batch_size": 4, "logging_steps": 0.05}
 
 
 class RunParser(HfArgumentParser):
@@ -132,6 +137,12 @@ class RunParser(HfArgumentParser):
             exit_on_error=False,
         )
         described = _descriptions(arguments_class)
+        short_run = {
+            key: "null" if value is None else value for key, value in _short_run_keys(arguments_class).items()
+        }
+        short_run |= {key: f"{rate:g} if only new parameters or adapters train" for key, rate in _RATES["new"].items()}
+        for key in described.keys() & short_run.keys():
+            described[key] += f" Without a recipe: {short_run[key]}."
         for action in self._actions:
             is_negation = action.const is False
             action.help = f"Same as --{action.dest} false." if is_negation else described.get(action.dest, action.help)

@@ -34,10 +34,11 @@ app = command_line()
 def midus_train(
     words: Annotated[list[str], argument("Texts or a recipe (.yaml), then keys.", "TEXTS|RECIPE [--KEY VALUE ...]")],
 ) -> None:
-    """Train a model on text: an upscaled model, any other model, or a new one from random weights.
+    """Train a model on text: upscaled, any other, or new.
 
-    An upscaled model trains the parameters that its method names, unless trainable says otherwise. Recipes are in
-    configs/train; a flag replaces the key of a recipe. midus train --help explains the keys.
+    A new model starts from random weights (config_name). An upscaled model trains the parameters that its method names, unless
+    trainable says otherwise. Recipes are in configs/train; a flag replaces the key of a recipe. midus train --help explains the
+    keys.
 
     \b
     midus train TEXTS --model UPSCALED --output TRAINED

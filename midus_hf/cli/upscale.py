@@ -47,7 +47,12 @@ class RunRequest:
     options: dict | None = None
 
 
-@app.callback(invoke_without_command=True)
+_RARER = (
+    "Rarer commands: extract, which saves the language model of a composite model, and shuffle, for a null control."
+)
+
+
+@app.callback(invoke_without_command=True, epilog=_RARER)
 def run(
     context: typer.Context,
     base: Annotated[
@@ -58,9 +63,11 @@ def run(
     corpus: Annotated[
         str | None, cli_option("Texts that the method reads (packs, engram), as --set corpus=CORPUS.", "CORPUS")
     ] = None,
-    num_new_layers: Annotated[int | None, cli_option("New layers.  [default: half the base's or so]", "K")] = None,
+    num_new_layers: Annotated[
+        int | None, cli_option("New layers.  [default: half the base's, or nearly]", "K")
+    ] = None,
     placement: Annotated[str | None, cli_option(_PLACEMENTS, "POLICY|I,J,K")] = None,
-    seed: Annotated[int | None, cli_option("Seed of everything random.  [default: 0]", "N")] = None,
+    seed: Annotated[int | None, cli_option("Seed of all random numbers.  [default: 0]", "N")] = None,
     dtype: Annotated[str | None, cli_option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None,
     max_shard_size: Annotated[
         str | None, cli_option("Largest size of an output file.  [default: 5GB]", "SIZE")
@@ -190,14 +197,14 @@ def strip(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Remove the new parts again, and check whether the result is the base, byte for byte."""
+    """Take the new parts out, and compare what is left with the base. They are compared byte for byte."""
     from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import strip as strip_checkpoint
 
     show(strip_checkpoint(model, output, overwrite, progress=Console()), json_, print_stripped)
 
 
-@app.command()
+@app.command(hidden=True)
 def extract(
     model: Annotated[
         str, argument("A checkpoint that contains a language model, such as one that reads images.", "DIR")
@@ -213,7 +220,7 @@ def extract(
     show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
 
 
-@app.command()
+@app.command(hidden=True)
 def shuffle(
     model: Annotated[str, argument("An upscaled checkpoint with memory, trained or not.", "DIR")],
     output: Output,

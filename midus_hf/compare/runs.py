@@ -308,7 +308,7 @@ def _check_base(comparison: Comparison) -> None:
 
     from midus_hf.data.corpus import read_corpus
     from midus_hf.data.packing import packed_sequences
-    from midus_hf.library_bars import data_bars_on_terminals
+    from midus_hf.library_bars import limit_bars
     from midus_hf.saved_models import load_tokenizer
     from midus_hf.training.loading import check_sequence_length
 
@@ -324,5 +324,5 @@ def _check_base(comparison: Comparison) -> None:
     options: dict[str, Any] = {"documents_apart": apart, "vocab_size": config.get_text_config().vocab_size}
     for name, path in comparison.texts.items():
         named = {"key": comparison.label(name), "text_column": column}
-        with data_bars_on_terminals():
+        with limit_bars():
             packed_sequences(read_corpus(path, **named), tokenizer, length, **named, **options)

@@ -17,7 +17,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
-from midus_hf.library_bars import data_bars_on_terminals
+from midus_hf.library_bars import limit_bars
 from midus_hf.model_names import check_hub_id
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def read_corpus(
         )
     whole = len(rows)
     try:
-        with data_bars_on_terminals():
+        with limit_bars():
             rows = rows.filter(
                 lambda texts: [bool(text and text.strip()) for text in texts],
                 batched=True,
@@ -168,7 +168,7 @@ def _read_sources(
         )
     import datasets
 
-    with data_bars_on_terminals():
+    with limit_bars():
         alone = len(names) == 1
         parts = [_read_source(key, each, split, name, text_column, columns, is_alone=alone) for each in names]
     try:

@@ -46,10 +46,10 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
         return None
     if not fetches_blocks(model):
         raise RequestError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
-    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.library_bars import limit_bars
     from midus_hf.topics.memory_retriever import MemoryRetriever
 
-    with library_bars_on_terminals():
+    with limit_bars():
         retriever = MemoryRetriever.load(tree, device=str(model.device))
     check_tree_of(model, retriever.tree)
     return retriever

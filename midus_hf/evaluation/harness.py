@@ -1,10 +1,8 @@
 """lm-evaluation-harness on models of this package, whose questions may fetch blocks."""
 
-import contextlib
 import functools
 import math
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
-from midus_hf.library_bars import without_bars
+from midus_hf.library_bars import only_bars
 from midus_hf.saved_models import check_ids
 
 
@@ -117,8 +115,7 @@ class Tasks:
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
-        hidden = contextlib.nullcontext if sys.stderr.isatty() else without_bars
-        with hidden():
+        with only_bars():
             loaded = self.load()
         for task in loaded["tasks"].values():
             task_number = task.get_config("num_fewshot")
@@ -132,7 +129,7 @@ class Tasks:
             tokenizer=tokenizer,
             batch_size=batch_size,
         )
-        with hidden():
+        with only_bars():
             results = evaluate(language_model, loaded, limit=limit, log_samples=False)
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():

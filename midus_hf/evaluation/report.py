@@ -31,7 +31,10 @@ def comparison_table(report: dict[str, Any]) -> Table:
             )
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
         lengths = [result["sequence_length"] for result in results]
-        if len({*lengths}) > 1:
+        whole = report["settings"]["max_tokens"] is None and all(
+            each["tokens"] == each["sequence_length"] for each in results
+        )
+        if len({*lengths}) > 1 and not whole:  # a text in one window has as many tokens as its tokenizer makes
             told = ", ".join(f"{label}: {length:,}" for label, length in zip(labels, lengths, strict=True))
             notes.append(
                 f"Windows have other numbers of tokens ({told}), so results cannot be compared: pass --sequence-length "

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
+from midus_hf.library_bars import show_progress
 from midus_hf.saved_models import beginning_of, check_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
@@ -155,12 +155,8 @@ def text_rows(
             size = None if ends is None else ends[first + len(targets) - 1] - (ends[first - 1] if first else 0)
             rows.append((torch.cat([before, targets]), number, size))
     predicted = sum(len(row[0]) - lead for row in rows)
-    least = sequence_length if joined else 1
-    if predicted < least:
-        raise RequestError(
-            f"text {name!r} has {predicted} tokens to predict; expected at least {least}. Give more text"
-            f"{', or a smaller sequence_length' * joined}."
-        )
+    if predicted < 1:
+        raise RequestError(f"text {name!r} has {predicted} tokens to predict; expected at least 1. Give more text.")
     kept = len(rows) if max_tokens is None else max(1, max_tokens * len(rows) // predicted)
     while max_tokens is not None and kept > 1 and sum(len(row[0]) - lead for row in _spread(rows, kept)) > max_tokens:
         kept -= 1
@@ -225,7 +221,7 @@ def row_losses(model: PreTrainedModel, text: TextRows, *, batch_size: int = 4) -
     check_ids(int(max(row.max() for row in text.rows)), model.config.get_text_config().vocab_size)
     sums: list[torch.Tensor] = []
     with evaluating(model):
-        for batch in tqdm(batches, desc=f"reading {text.name}", unit=" batches", leave=False, disable=None):
+        for batch in show_progress(batches, desc=f"reading {text.name}", unit=" batches", leave=False):
             sums.append(row_sums(model(**batch.inputs(model)).logits, batch.targets()).cpu())
     losses = RowLosses(torch.cat(sums), text.lengths)
     if not losses.sums.isfinite().all():

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
+from midus_hf.library_bars import show_progress
 from midus_hf.look.page import TextTable
 from midus_hf.look.pictures import Panel, bars
 from midus_hf.models.added_parts import switched_off
@@ -112,7 +112,7 @@ def ablate(model: PreTrainedModel, texts: Sequence[TextRows], *, batch_size: int
     usual = losses_of_texts()
     effects = []
     without = [*((part, [part]) for part in parts), (Part(_ALL, "all", ()), parts)]
-    for part, off in tqdm(without, desc="ablation", unit=" parts", disable=None):
+    for part, off in show_progress(without, desc="ablation", unit=" parts"):
         with switched_off(model, off):
             changed = losses_of_texts()
         for text, losses in changed.items():

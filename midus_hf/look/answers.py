@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.answers import has_answer as has
 from midus_hf.evaluation.asking import greedy_answer, question_inputs
+from midus_hf.library_bars import show_progress
 from midus_hf.look.glossary import packs_of, worst_rows
 from midus_hf.look.page import Row, TextTable
 from midus_hf.memories.hosting.layer import without_memories
@@ -53,7 +52,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     glossary: Glossary = model.glossary
     plain = tokenizer.chat_template is None
     rows: list[Row] = []
-    for row in tqdm(questions, desc="questions", disable=None):
+    for row in show_progress(questions, desc="questions"):
         question, expected = row["question"], row["answer"]
         ids = glossary.spelling.ids(question)
         named, forms = [glossary[number] for number in glossary.named(ids)], glossary.forms(ids)

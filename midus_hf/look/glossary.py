@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import regex
 import torch
-from tqdm import tqdm
 
 from midus_hf.evaluation.answers import SPACED
+from midus_hf.library_bars import show_progress
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
@@ -144,7 +144,7 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
             for value in check.values
         ]
         with without_memories(stack.layers, skipped):
-            bar = tqdm(total=len(asked), desc=key, unit=" values", disable=None)
+            bar = show_progress(total=len(asked), desc=key, unit=" values")
             answers = iter([*_likeliest(model, glossary.spelling.tokenizer, asked, batch_size, bar)])
         for check in checks:
             check.right[key] = [next(answers) for _ in check.values]

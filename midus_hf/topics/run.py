@@ -78,7 +78,7 @@ def build(
         RequestError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
             called refuses the request, such as `store_windows` or `build_tree`.
     """
-    from tqdm import tqdm
+    from midus_hf.library_bars import show_progress
 
     output, options = _checked_output(output, overwrite), options or TreeOptions()
     cutter = load_fast_tokenizer(tokenizer)
@@ -103,7 +103,7 @@ def build(
             paths = topics.paths(documents)[stored.documents]
             built = topic_tree(stored.embeddings, paths, options.branching, origin, held_out)
         else:
-            with tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar:
+            with show_progress(desc="clustering", unit=" rows", total=rows * options.levels) as bar:
                 built = build_tree(stored.embeddings, options, origin, bar.update, held_out)
         windows = cut_windows(documents[column], cutter, window_tokens)
         return _finished(output, built, windows, embedder, held_out, options.seed, topics)

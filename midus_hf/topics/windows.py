@@ -98,7 +98,7 @@ def store_windows(
     window_tokens: int = 2048,
 ) -> StoredWindows:
     """Embed the windows of a corpus into a folder, and return them. Windows that are already in the folder are not embedded again."""
-    from tqdm import tqdm
+    from midus_hf.library_bars import show_progress
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens)
     with only_run(folder):
@@ -126,7 +126,7 @@ def store_windows(
             windows = cut_windows(rows[column], tokenizer, window_tokens)
             remaining = itertools.islice(windows, record["embedded"], None)
             progress: Any = {"unit": " windows", "total": len(embeddings), "initial": record["embedded"]}
-            with tqdm(desc="embedding", disable=None, **progress) as bar:
+            with show_progress(desc="embedding", **progress) as bar:
                 while stretch := [window.text for window in itertools.islice(remaining, _STRETCH)]:
                     begin = record["embedded"]
                     record["embedded"] += len(stretch)

@@ -53,12 +53,10 @@ class MemoryArguments(ModelKeys):
         if getattr(self, "disable_tqdm", None) is None:
             self.disable_tqdm = not sys.stderr.isatty()
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
-        # Whether float32 was not requested, which the run reports when it starts.
-        self.lacks_bf16 = False
+        # Whether the device chooses between bfloat16 and float32, which the run reports when it starts.
+        self.chooses_bf16 = self.bf16 is None and not getattr(self, "fp16", False)
         if self.bf16 is None:
-            has_fp16 = getattr(self, "fp16", False)
-            self.bf16 = not has_fp16 and computes_bfloat16(self.use_cpu)
-            self.lacks_bf16 = not self.bf16 and not has_fp16
+            self.bf16 = self.chooses_bf16 and computes_bfloat16(self.use_cpu)
         if not hasattr(TrainingArguments, "activation_checkpointing") and self.activation_checkpointing is not None:
             # The name before Transformers 5.24.
             self.gradient_checkpointing = self.activation_checkpointing
@@ -151,7 +149,7 @@ class MemoryArguments(ModelKeys):
         """
         values: dict[str, Any] = {}
         # Without the key, another device would compute in bfloat16.
-        asked = () if self.lacks_bf16 or getattr(self, "fp16", False) else ("bf16",)
+        asked = () if self.chooses_bf16 or getattr(self, "fp16", False) else ("bf16",)
         for field in dataclasses.fields(self):
             default = field.default_factory() if callable(field.default_factory) else field.default
             value = getattr(self, field.name)

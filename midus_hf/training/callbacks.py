@@ -1,18 +1,22 @@
-"""Callbacks of a run: one reports how much it reads; the other handles interruptions, and logs as an uninterrupted run."""
+"""Callbacks of a run: what it reads, how far it is, whether other programs slow it down, and interruptions."""
 
 import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import has_length
 
 from midus_hf.config.wording import print_note
+from midus_hf.library_bars import show_progress
 from midus_hf.training.keys import ENOUGH_STEPS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -20,6 +24,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_OF_ONE_REQUEST = 1.0
 # With fewer steps there is a warning, which recommends `ENOUGH_STEPS`.
 _FEW_STEPS = 30
+# Steps of as many seconds are compared with their processor time; a quiet machine gives a run of several threads more than one core.
+_SECONDS_COMPARED, _SECONDS_PER_PROCESSOR_SECOND = 10.0, 1.5
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -69,6 +75,68 @@ class StepSummary(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.num_sequences is None:  # the Trainer counts from where it began to read
             state.epoch = state.global_step / state.max_steps
+
+
+class ProgressLines(TrainerCallback):
+    """Prints a line each minute on steps and evaluations where standard error is no terminal, and the Trainer shows no bars."""
+
+    def __init__(self) -> None:
+        self._training: Any = None
+        self._evaluation: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.disable_tqdm and not sys.stderr.isatty():
+            self._training = show_progress(
+                desc="training", unit=" steps", total=state.max_steps, initial=state.global_step, leave=False
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._training is not None:
+            self._training.update()
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        if self._training is None:
+            return
+        if self._evaluation is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self._evaluation = show_progress(desc="evaluating", unit=" batches", leave=False, total=total)
+        self._evaluation.update()
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._evaluation = None
+
+
+class BusyCoresNote(TrainerCallback):
+    """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
+
+    A process that waits for a GPU or for other processes, or has one thread, is not compared with its processor time.
+    """
+
+    def __init__(self) -> None:
+        self._is_noted = False
+        self._began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
+        self._seconds = self._processor_seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = time.monotonic(), time.process_time()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        threads = torch.get_num_threads()
+        if self._is_noted or threads == 1 or args.world_size > 1 or args.device.type != "cpu":
+            return
+        self._seconds += time.monotonic() - self._began[0]
+        self._processor_seconds += time.process_time() - self._began[1]
+        if self._seconds < _SECONDS_COMPARED:
+            return
+        if self._seconds > _SECONDS_PER_PROCESSOR_SECOND * self._processor_seconds:
+            self._is_noted = True
+            print_note(
+                f"steps took {self._seconds:.0f} s, and {threads} threads got {self._processor_seconds:.0f} s of processor time: "
+                "other programs use the cores, and threads wait for each other. With OMP_NUM_THREADS=1 none waits"
+            )
+        self._seconds = self._processor_seconds = 0.0
 
 
 class GracefulStop(TrainerCallback):

@@ -29,8 +29,8 @@ class ModelKeys(Rates):
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
         frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen regardless
             of `trainable`. Default: none.
-        num_train_epochs: Passes over the data, if `max_steps` does not say how many steps. Null for a short run: 3, or as many as
-            give 100 steps. Default: 1.
+        num_train_epochs: Passes over the data, if `max_steps` does not say how many steps. Null: 3, or as many as give 100 steps.
+            Default: 1.
         adapters: LoRA by PEFT, merged into the weights at the end: keys of `LoraConfig` (by default `r` 16, `lora_alpha` 32,
             and `target_modules` all linear layers), and `layers`. With `layers: base` (default) the base gets adapters and
             new parts are trained in full; with `all`, all layers get adapters and nothing else trains. Default: none.
@@ -48,7 +48,7 @@ class ModelKeys(Rates):
         eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
             packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
         bf16: Compute in bfloat16, with trained parameters in float32; otherwise in float32. Default: true if the device
-            computes bfloat16; if not, a message is printed.
+            computes bfloat16; a line says which.
         activation_checkpointing: Recompute activations in the backward pass instead of storing them. Default: false.
         activation_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`. Default: Transformers' choice.
         resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that

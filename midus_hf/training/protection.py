@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from safetensors import safe_open
-from tqdm import tqdm
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
+from midus_hf.library_bars import show_progress
 from midus_hf.memories.engram.certificate import digests_of, texts_digest
 from midus_hf.memories.engram.known import TAKEN_OUT, known_ngrams
 from midus_hf.memories.engram.options import MOST_TOKENS
@@ -176,7 +176,7 @@ def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
     total, differing, tokenizer = 0, [], open_ended(tokenizer)
     with evaluating(model):
-        for number, document in enumerate(tqdm(documents, desc="comparing texts", unit=" texts", disable=None)):
+        for number, document in enumerate(show_progress(documents, desc="comparing texts", unit=" texts")):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)
             total += len(ids)
             for part in ids.unsqueeze(0).split(min(_TOKENS_PER_PASS, positions), 1) if len(ids) else ():

@@ -18,11 +18,11 @@ from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
-from midus_hf.library_bars import data_bars_on_terminals, library_bars_on_terminals, without_library_bars
+from midus_hf.library_bars import limit_bars, without_library_bars
 from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, StepSummary
+from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, ProgressLines, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on
 from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.keys import ENOUGH_STEPS
@@ -35,6 +35,12 @@ from midus_hf.training.protection import Protection
 from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
 from midus_hf.training.texts import RunTexts, read_texts, use_tree
 from midus_hf.training.trainer import MemoryTrainer
+
+# What a run says without the key `bf16`, by what its device computes.
+_CHOSEN_DTYPE = {
+    True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
+    False: "this device does not compute bfloat16: the run computes in float32; set bf16 to choose",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +102,7 @@ def run_training(
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
     with open_output(arguments) as checkpoint:
-        with data_bars_on_terminals(), library_bars_on_terminals():
+        with limit_bars():
             with arguments.main_process_first(desc="reading texts"):
                 texts = read(arguments, config, tokenizer)
             set_seed(arguments.seed)
@@ -108,8 +114,8 @@ def run_training(
             dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
                 print(report)
-                if arguments.lacks_bf16:
-                    print("this device does not compute bfloat16: the run computes in float32; set bf16 to choose")
+                if arguments.chooses_bf16:
+                    print(_CHOSEN_DTYPE[arguments.bf16])
                 if checkpoint is not None:
                     print(f"resuming from {checkpoint}")
             protection = _protect(model, tokenizer, arguments, checkpoint)
@@ -132,6 +138,8 @@ def run_training(
             trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
+        trainer.add_callback(ProgressLines())
+        trainer.add_callback(BusyCoresNote())
         trainer.add_callback(StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             _train(trainer, checkpoint, output)
@@ -166,7 +174,7 @@ def measure_texts(arguments: TrainArguments) -> dict[str, float]:
     """
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
-    with open_output(arguments), data_bars_on_terminals(), without_library_bars():
+    with open_output(arguments), limit_bars(), without_library_bars():
         texts = read_texts(arguments, config, tokenizer)
         set_seed(arguments.seed)
         model, _ = load_for_training(arguments, config)

@@ -133,6 +133,7 @@ def test_each_help_fits_one_screen(command, as_command):
         lines = out.splitlines()
         assert status == 0 and lines[0].startswith(f"Usage: {command} ")
         assert len(lines) <= 50 and max(map(len, lines)) <= 80
+        assert not [line for line in lines if line.startswith("  ") and line.endswith("...")], "summaries are whole"
     assert run("--version")[:2] == (0, f"{__version__}\n")
 
 

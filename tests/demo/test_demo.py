@@ -129,9 +129,22 @@ def test_a_call_goes_on_from_the_phases_that_ended_and_counts_the_time_of_all_ca
     second = Phases(tmp_path, tmp_path, 2, {"steps": 1})
     second.run("a", "doing a", 30, *FAILS)  # not run again
     second.run("b", "doing b", 100, *PRINTS)
-    assert "[1/2] doing a: done, in 0 s" in capsys.readouterr().out
+    assert "[1/2] doing a: done, in " in capsys.readouterr().out
     assert second.seconds["a"] == spent["a"] and second.seconds["b"] > spent["b"]
     assert second.commands == first.commands
+
+
+def test_a_slow_machine_is_expected_to_stay_slow(tmp_path, capsys):
+    phases = Phases(tmp_path, tmp_path, 3, {})
+    phases.run("a", "doing a", 30, *PRINTS)
+    record = json.loads((tmp_path / "phases.json").read_text())
+    record["phases"]["a"]["seconds"] = 120.0
+    (tmp_path / "phases.json").write_text(json.dumps(record))
+    assert Phases(tmp_path, tmp_path, 3, {}).announce("doing b", 10) == 40
+    assert "doing b, about 40 s" in capsys.readouterr().out
+    assert str(TrainingProgress(2, about=40)).endswith(
+        "step 0 of 2, reading texts and model, about 40 s expected in all"
+    )
 
 
 @pytest.mark.parametrize("settings", [{"steps": 2}, {"steps": 1}])

@@ -136,6 +136,7 @@ SESSIONS = {
             "--save_steps 100": "--save_steps 1",
             "CHATS.jsonl": "instructions.jsonl --max_steps 2 --max_length 64 --per_device_train_batch_size 2",
             'gateway?"': 'gateway?" --max-new-tokens 2',
+            'listen on?"\n': 'listen on?" --max-new-tokens 2\n',
             "--base BASE": "--base base",
         },
         models={"pretrained": "midus-hml"},
@@ -172,6 +173,7 @@ SESSIONS = {
             "FILE_OR_FOLDER": "held_out",
             "--tasks facts": "--tasks facts --limit 2",
         },
+        files=("tasks/ports.yaml",),
     ),
     "docs/trust.md": Session(replace={"FOLDER": "model"}, models={"model": "hier-ffn"}),
     "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
@@ -385,6 +387,7 @@ def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: di
     for block, name in zip(recipes, session.files, strict=True):
         text = replaced(block.text, session)
         if name:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
         elif "method" in read_yaml(text, name):
             upscale(**read_yaml(text, name), output=folder / "upscaled-by-recipe")

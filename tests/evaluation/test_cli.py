@@ -146,6 +146,18 @@ def test_windows_of_different_lengths_are_told(room, tmp_path, ask):
     assert "Windows" not in ask(*asked, "--sequence-length", 16)
 
 
+def test_short_text_is_measured_whole_in_one_window(room, tmp_path, ask):
+    save_byte_model("qwen2", tmp_path / "words", vocab_size=280)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens("short")
+    tokenizer.save_pretrained(tmp_path / "words")
+    (tmp_path / "short.txt").write_text("A short text.")
+    asked = [room / "base", tmp_path / "words", "--text", tmp_path / "short.txt"]
+    results = [model["perplexity"] for model in ask(*asked, "--json")["models"]]
+    assert [(result["tokens"], result["sequence_length"]) for result in results] == [(12, 12), (8, 8)]
+    assert "Windows have other" not in " ".join(ask(*asked).split())
+
+
 def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
     for name in ("b.doc", "c.doc", "d.pdf"):

@@ -61,7 +61,6 @@ def test_rows_begin_as_packed_sequences_do_and_every_token_behind_that_is_predic
 )
 def test_rows_know_how_many_bytes_of_the_text_they_predict(documents, sequence_length, joined):
     """Also where tokens cut a character: here each is a byte, and a row that ends within one does not count it again."""
-    sequence_length = 1 if joined else sequence_length
     options = {"sequence_length": sequence_length, "joined": joined}
     text = text_rows("text", documents, byte_tokenizer(writes_bos=True), CONFIG, **options)
     whole = "\n\n".join(documents) if joined else "".join(documents)
@@ -74,7 +73,6 @@ def test_rows_know_how_many_bytes_of_the_text_they_predict(documents, sequence_l
 
 @given(length=st.integers(1, 60), sequence_length=st.integers(1, 20), data=st.data())
 def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_the_text(length, sequence_length, data):
-    sequence_length = min(sequence_length, length)
     max_tokens = data.draw(st.integers(1, length))
     text = [chr(97 + number % 26) for number in range(length + 1)]
     options = {"sequence_length": sequence_length, "joined": True}
@@ -113,7 +111,6 @@ def test_losses_are_those_of_each_row_alone(batch_size):
             ({"documents": documents}, r"text 'text' has 0 tokens to predict; expected at least 1\. Give more text\.")
             for documents in ([], [words(3)])
         ),
-        ({"sequence_length": 9, "joined": True}, r"text 'text' has 1 tokens to predict; expected at least 9\. Give more"),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(options, message):

@@ -196,7 +196,8 @@ def test_every_key_is_described_in_the_help_that_lists_all(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("usage: midus train TEXTS|RECIPE [--KEY VALUE ...] Train a model on text")
     assert all(f" --{field.name}" in shown for field in dataclasses.fields(TrainArguments) if field.init)
-    assert "--sequence_length VALUE T, tokens per sequence. Default: 2048. --" in shown
+    assert "--sequence_length VALUE T, tokens per sequence. Default: 2048. Without a recipe: 256. --" in shown
+    assert "Default: 1e-4. Without a recipe: 0.001 if only new parameters or adapters train. --" in shown
     assert "--no_average_tokens_across_devices Same as --average_tokens_across_devices false. --" in shown
     assert all(action.help for action in RunParser(SftArguments)._actions)
 
@@ -205,15 +206,19 @@ def test_every_key_is_described_in_the_help_that_lists_all(capsys):
 def test_bfloat16_is_the_default_where_the_device_computes_it(able, config_for, monkeypatch, capsys):
     monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: able)
     read = from_mapping(TrainArguments, {**NEEDED, "bf16": None})
-    assert (read.bf16, read.lacks_bf16, read.recorded().get("bf16")) == (able, not able, True if able else None)
+    assert (read.bf16, read.chooses_bf16, read.recorded().get("bf16")) == (able, True, True if able else None)
     for options in ({"bf16": True}, {"bf16": False}, {"bf16": None, "fp16": True}):
         read = from_mapping(TrainArguments, {**NEEDED, **options})
-        assert (read.bf16, read.lacks_bf16) == (bool(options["bf16"]), False)
+        assert (read.bf16, read.chooses_bf16) == (bool(options["bf16"]), False)
         assert read.recorded().get("bf16") == options["bf16"], "what was asked for is recorded"
     assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
     PreparedRun(config_for(bf16=None))
-    line = "this device does not compute bfloat16: the run computes in float32; set bf16 to choose"
-    assert capsys.readouterr().out.splitlines().count(line) == (not able)
+    lines = {
+        True: "this device computes bfloat16: the run computes in it, with trained parameters in float32; set bf16 to choose",
+        False: "this device does not compute bfloat16: the run computes in float32; set bf16 to choose",
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert [printed.count(lines[computes]) for computes in (able, not able)] == [1, 0]
 
 
 @pytest.mark.parametrize(

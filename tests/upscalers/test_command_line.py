@@ -13,13 +13,16 @@ import pytest
 import yaml
 from tiny import NATIVE_FAMILIES
 
+from midus_hf import library_bars
 from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, file_digests, save_base
 from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.architecture import layout
+from upscalers.console import Console
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.request.errors import MethodError
+from upscalers.request.progress import shown
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -334,3 +337,12 @@ def test_the_python_call_refuses_what_the_command_line_would(base):
     ):
         with pytest.raises(ValueError, match=message):
             upscale(base=base, method="midus-hml", dry_run=True, **changes)
+
+
+def test_stages_are_printed_in_lines_each_minute_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(library_bars, "_SECONDS_PER_LINE", 0)
+    progress = Console()
+    with shown(progress):
+        progress.stage("writing tensors", 4, "bytes")
+        progress.advance(4)
+    assert any(line.startswith("writing tensors:   0%|") for line in capsys.readouterr().err.splitlines())

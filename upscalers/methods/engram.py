@@ -205,15 +205,15 @@ class Engram(AttachedMemoryMethod):
     def _ends_of_names(self, names: Iterable[str], tokenizer: Any, numbers: "torch.Tensor") -> "torch.Tensor":
         """Return the keys of the n-grams with which names end, `[N]`, int64, ascending, and record the name of each."""
         import torch
-        from tqdm import tqdm
 
+        from midus_hf.library_bars import show_progress
         from midus_hf.memories.packs.names import Spelling
         from midus_hf.ops.engram.addresses import NO_TOKEN, ngram_keys, numbered
 
         spelling = Spelling(tokenizer)
         most, fronts = self.options.max_order, merged_fronts(spelling)
         names_of: dict[tuple[int, ...], list[str]] = {}
-        for name in tqdm(dict.fromkeys(names), desc="reading names", unit="names", disable=None, leave=False):
+        for name in show_progress(dict.fromkeys(names), desc="reading names", unit="names", leave=False):
             alone, ends = ends_of_name(name, spelling, fronts)
             if not ends:
                 self._unspelled[name] = None

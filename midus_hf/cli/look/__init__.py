@@ -125,7 +125,7 @@ def glossary(
     batch_size: Annotated[int, cli_option("Values per forward pass.", "N", min=1)] = 4,
     dtype: Dtype = "auto", device: Device = None, output: Output = None, json_: Json = False,
 ) -> None:  # fmt: skip
-    """Show whether the model continues a glossary's sentences, and which names are found, or what it answers (packs)."""
+    """Check names of a glossary, and what the model continues (packs). With --questions: what it answers."""
     asked = Model(model, dtype, device)
     if questions_file is None:
         _answer(lambda: questions.glossary(asked, limit, at_least, batch_size), output, json_)

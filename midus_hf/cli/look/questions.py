@@ -158,8 +158,7 @@ def answers_about(asked: Model, questions: str, limit: int | None, at_least: flo
 
 def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | None) -> Answer:
     """Answer how important each attention head is for right answers, and how much this differs between the heads of a layer."""
-    from tqdm import tqdm
-
+    from midus_hf.library_bars import show_progress
     from midus_hf.look import heads as important_heads
     from midus_hf.short_names import short_names
 
@@ -174,7 +173,7 @@ def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | 
             for model, label in zip(models, short_names(names), strict=True):
                 loaded, tokenizer = model.load()
                 answers = list(important_heads.task_answers(loaded, tokenizer, questions, limit))
-                bar = tqdm(answers, desc=model.name, unit=" answers", disable=None)
+                bar = show_progress(answers, desc=model.name, unit=" answers")
                 importance = important_heads.head_importance(loaded, bar)
                 rows[label] = important_heads.heads_rows(label, importance)
                 title = f"{label}: {importance.answers:,} answers, {importance.loss:.3f} nats each"

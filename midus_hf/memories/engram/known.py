@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
+from midus_hf.library_bars import show_progress
 from midus_hf.memories.engram.options import LONGEST, MOST_TOKENS, NgramOptions
 from midus_hf.ops.engram.addresses import known_rows, ngram_keys, numbered, windows
 from midus_hf.saved_models import open_ended
@@ -36,7 +36,7 @@ def keys_of_texts(
     `token_numbers`, `[V]`, int64, are the same for tokens of similar text, by default the ids.
     """
     starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), open_ended(tokenizer)
-    for first in tqdm(starts, desc="reading n-grams", unit="k texts", disable=None, leave=False):
+    for first in show_progress(starts, desc="reading n-grams", unit="k texts", leave=False):
         part = list(texts[first : first + _TEXTS_AT_ONCE])
         ids = tokenizer(part, verbose=False)["input_ids"]
         lengths = torch.tensor([len(each) for each in ids])

@@ -88,8 +88,8 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
         types = {entry.name: entry.options.type for entry in entries}
         if not record.new_layers and {types.get(name) for name in record.new_memories} == {"packs"}:
             raise RequestError(
-                "nothing is trained: only added parameters would be, and packs add none, only texts. Set trainable: all, or "
-                "adapters, such as adapters: {r: 16}."
+                f"trainable is {trainable!r} (what upscale added), and packs add texts, no parameters; expected some to train. "
+                "Set trainable: all, or adapters, such as adapters: {r: 16}."
             )
     elif resolved != "all":
         raise RequestError(

@@ -4,9 +4,9 @@ import re
 
 import pytest
 from training.tiny_run import NEW_LAYERS, refused
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.freezing import resolve_trainable, set_trainable
 
 EVERY = [0, 1, 2, 3, 4, 5]
 
@@ -128,3 +128,15 @@ def test_what_cannot_train_is_refused(kind, options, message, load):
         set_trainable(model, *(options[key] for key in ("trainable", "frozen") if key in options))
     if kind == "native":
         assert what_trains(model) == {name for name, _ in model.named_parameters()}, "nothing was frozen"
+
+
+def test_packs_alone_have_nothing_to_train():
+    memory = [{"type": "packs", "layers": [0]}]
+    upscale = {"trainable": "new", "new_layers": [], "new_memories": ["packs"]}
+    config = AutoConfig.for_model("midus_llama", num_hidden_layers=2, memory=memory, upscale=upscale)
+    message = (
+        "trainable is 'auto' (what upscale added), and packs add texts, no parameters; expected some to train. Set trainable: "
+        "all, or adapters, such as adapters: {r: 16}."
+    )
+    with refused(re.escape(message)):
+        resolve_trainable(config, "auto")
