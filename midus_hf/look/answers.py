@@ -14,11 +14,11 @@ from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.packs.glossary import Glossary
 
 HOW_TO_READ = (
-    "The model answers each question greedily, in its chat template if it has one, after the name of an entry that the question has, "
-    "on a line; without a template after those of all entries that it has. An answer is right if it contains the expected one, in any "
-    "case, and not as a part of a word; numbers are compared as numbers. Without packs: the same with the packs switched off. Text in "
-    "front: with the whole texts of those entries before the question, and the packs switched off. Read as: names that the question "
-    "has with other separators or an s."
+    "The model answers each question greedily, in its chat template if it has one, after the name of an entry that the question "
+    "has, on a line; without a template after those of all entries that it has. An answer is right if it contains the expected one, "
+    "in any case, and not as a part of a word; numbers are compared as numbers. Without packs: the same with the packs switched off. "
+    "Text in front: with the whole texts of those entries before the question, and the packs switched off. Read as: names that the "
+    "question has with other separators or an s."
 )
 _COLUMNS = {
     "question": "{question}",
