@@ -17,6 +17,7 @@ class ModelSizes:
         intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
         num_layers: L, the number of layers, memory blocks included. Default: 0, unknown.
         activation: Name that transformers has for the activation of the gated feed-forward network. Default: `"silu"`.
+        layers: Sizes at each layer, if some layers have other sizes (Gemma 4). Default: none, all layers have these.
     """
 
     hidden_size: int
@@ -26,6 +27,7 @@ class ModelSizes:
     intermediate_size: int = 0
     num_layers: int = 0
     activation: str = "silu"
+    layers: tuple["ModelSizes", ...] = ()
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -35,15 +37,16 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelSizes":
-        """Return the sizes in a config of transformers. A size that layers do not share (Gemma 4) is unknown."""
+        """Return the sizes in a config of transformers, those of the layers that have no sizes of their own (Gemma 4)."""
 
         def size(name: str) -> int:
             try:
                 value = getattr(config, name, None)
             except RuntimeError:  # transformers refuses to read an attribute that differs between layers
-                value = None
+                value = vars(config).get(name)
             return value if isinstance(value, int) else 0
 
+        is_heterogeneous = getattr(config, "is_heterogeneous", False)
         return cls(
             hidden_size=config.hidden_size,
             num_heads=size("num_attention_heads") or 1,
@@ -52,7 +55,12 @@ class ModelSizes:
             intermediate_size=size("intermediate_size"),
             num_layers=config.num_hidden_layers,
             activation=activation_of(vars(config)),
+            layers=tuple(map(cls.from_config, config.per_layer_config)) if is_heterogeneous else (),
         )
+
+    def at(self, layer: int) -> "ModelSizes":
+        """Return the sizes at a layer."""
+        return self.layers[layer] if self.layers else self
 
 
 def activation_of(config: Mapping[str, Any]) -> str:

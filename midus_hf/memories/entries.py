@@ -48,7 +48,7 @@ class MemoryEntry:
 
     def tensors_at(self, layer: int, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors by name that the memory has in one of its layers."""
-        return self.options.tensors_at(sizes, self.layers.index(layer), len(self.layers))
+        return self.options.tensors_at(sizes.at(layer), self.layers.index(layer), len(self.layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry in the form of a config, with every option written out."""

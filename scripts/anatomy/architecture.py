@@ -4,7 +4,8 @@ Nothing is written down per type but the sizes of its tiny model (`tiny.py`): pa
 model, and what the parts do with the residual stream is read from a recorded forward pass.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -17,17 +18,46 @@ from midus_hf.anatomy.types import LayerParts, UnknownType
 from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS
 from scripts.anatomy.tiny import tiny_config, tiny_model
 
-#: Names of the projections of attention and of gated feed-forward networks, by role. Proofs read this table, and host layers
-#: another, so that an error in one of them shows.
-PROJECTIONS = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output_projection": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
+#: Names of the separate projections of attention and of gated feed-forward networks, by role. Proofs read this table, and host
+#: layers another, so that an error in one of them shows.
+_PROJECTIONS = {
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "output_projection": ("o_proj", "out_proj", "dense", "Wo"),
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "w3"),
+    "down": ("down_proj", "w2", "fc2", "output_linear", "Wo"),
 }
+
+
+class Projection(NamedTuple):
+    """A projection: the name of a module in a part of a layer, and the rows of its output, all or from one number to another."""
+
+    module: str
+    rows: slice = slice(None)
+
+
+def projection_of(part: nn.Module, role: str, stacked: Mapping[str, Sequence[str]]) -> Projection | None:
+    """Return the projection of an attention or a feed-forward network in a role; None if the part has none.
+
+    Args:
+        part: The attention or the network.
+        role: Role of the projection.
+        stacked: Roles of the projections that linear modules stack, as in a type's row.
+    """
+    for name, module in part.named_children():
+        roles = stacked.get(f"{type(part).__name__}.{name}", ())
+        if role in roles and isinstance(module, nn.Linear):
+            shares = [1] * len(roles)
+            if "query" in roles:  # of heads
+                config: Any = part.config
+                shares = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+            ends = [0, *(module.out_features * count // sum(shares) for count in itertools.accumulate(shares))]
+            place = roles.index(role)
+            return Projection(name, slice(ends[place], ends[place + 1]))
+    name = part_name(part, _PROJECTIONS[role])
+    return None if name is None else Projection(name)
 
 
 @dataclass(frozen=True)

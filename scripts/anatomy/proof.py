@@ -22,7 +22,7 @@ from midus_hf.memories.hosting.parts import CACHE, MissingPart, has_heads
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
 from midus_hf.models.families.template import host_type
-from scripts.anatomy.architecture import PROJECTIONS, feed_forward_of, mixer_of
+from scripts.anatomy.architecture import feed_forward_of, mixer_of, projection_of
 from scripts.anatomy.reading import read_type
 from scripts.anatomy.statement import SUMS_IN_ANOTHER_ORDER, state
 from scripts.anatomy.tiny import tiny_config, tiny_model
@@ -137,14 +137,15 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
         if not donors:
             raise MissingPart(f"every layer of {base.config.model_type!r}", site)
         entry["layers"] = [donors[-1]]
-        fields, weights = _with_copy(fields, weights, donors[-1])
+        sources = [*range(donors[-1] + 1), *range(donors[-1], len(base.model.layers))]  # the last donor twice
+        fields = _with_copy(fields, sources)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hosting = causal_lm(causal_lm.config_class(**fields, memory=[entry])).eval()
     _cast(hosting, dtype)
     wanted = hosting.state_dict()
     if site == "inserted":  # a block drops parts of the layer that it copies
-        block = f"model.layers.{donors[-1]}."
+        block, weights = f"model.layers.{donors[-1]}.", _copied_weights(weights, sources, wanted)
         weights = {name: tensor for name, tensor in weights.items() if name in wanted or not name.startswith(block)}
     others = [name for name in wanted if name not in weights and not _is_of_memory(name)]
     others += [name for name in weights if name not in wanted]
@@ -167,38 +168,58 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     """Return the layers of a base whose projections fit a memory inside a part."""
     options = MEMORY_TYPES[entry["type"]]()
     part_of = mixer_of if entry["site"] == "inside-attention" else feed_forward_of
-    layers = []
+    layers, stacked = [], read_type(base.config.model_type).stacked
     for index, part in enumerate(map(part_of, base.model.layers)):
         widths = options.layer_projections(ModelSizes.from_config(base.config))
-        projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
-        if all(
-            isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]
-            for role, projection in projections.items()
-        ):
+        if part is not None and all(_widths(part, role, stacked) == width for role, width in widths.items()):
             layers.append(index)
     if len(layers) < (2 if options.attends else 1):
         raise MissingPart(f"every layer of {base.config.model_type!r}", entry["site"])
     return layers
 
 
-def _with_copy(
-    fields: dict[str, Any], weights: Mapping[str, torch.Tensor], layer: int
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the values of a config, and weights by name, with a copy of a layer in front of the layer."""
-    num_layers, prefix = fields["num_hidden_layers"], "model.layers."
-    sources = [*range(layer + 1), *range(layer, num_layers)]
+def _widths(part: nn.Module, role: str, stacked: Mapping[str, tuple[str, ...]]) -> tuple[int, int] | None:
+    """Return the input and output width of the projection in a role; None if the part has no linear one."""
+    projection = projection_of(part, role, stacked)
+    module = None if projection is None else getattr(part, projection.module)
+    if projection is None or not isinstance(module, nn.Linear):
+        return None
+    return module.in_features, len(range(module.out_features)[projection.rows])
+
+
+def _with_copy(fields: dict[str, Any], sources: list[int]) -> dict[str, Any]:
+    """Return the values of a config for layers that are copies of its layers."""
+    num_layers = fields["num_hidden_layers"]
     repeated = {
         key: [value[source] for source in sources]
         for key, value in fields.items()
         if isinstance(value, list) and len(value) == num_layers
     }
+    own = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}
+    if own:
+        repeated["per_layer_config"] = {
+            str(index): own[source] for index, source in enumerate(sources) if source in own
+        }
+    return {**fields, **repeated, "num_hidden_layers": len(sources)}
+
+
+def _copied_weights(
+    weights: Mapping[str, torch.Tensor], sources: list[int], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return weights by name for layers that are copies of layers, with tables of a block per layer in the wanted shapes."""
+    num_layers, prefix = 1 + max(sources), "model.layers."
     copied = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
     for index, source in enumerate(sources):
         own = f"{prefix}{source}."
         copied |= {
             f"{prefix}{index}.{name.removeprefix(own)}": weights[name] for name in weights if name.startswith(own)
         }
-    return {**fields, **repeated, "num_hidden_layers": num_layers + 1}, copied
+    for name in copied.keys() & wanted.keys():
+        for dim, (size, needed) in enumerate(zip(copied[name].shape, wanted[name].shape, strict=True)):
+            if size * len(sources) == needed * num_layers and size != needed:
+                blocks = copied[name].unflatten(dim, (num_layers, -1))
+                copied[name] = blocks.index_select(dim, torch.tensor(sources)).flatten(dim, dim + 1)
+    return copied
 
 
 def _is_of_memory(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Read the row of a type from its tiny model: everything but what is proven."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -10,13 +11,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from midus_hf.anatomy.types import CompositeType, ModelType, UnknownType
 from midus_hf.memories.hosting.heads import rotates
-from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS, has_heads
-from scripts.anatomy.architecture import PROJECTIONS, architecture_of, feed_forward_of, mixer_of, part_name, passes_on
+from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS, PROJECTIONS, STACKED, has_heads
+from scripts.anatomy.architecture import (
+    architecture_of,
+    feed_forward_of,
+    mixer_of,
+    part_name,
+    passes_on,
+    projection_of,
+)
 from scripts.anatomy.tiny import small_composite_sizes, small_sizes, tiny_composite_model, tiny_model
 from scripts.anatomy.token_tables import tables_read
-from upscalers.architecture.layer_roles import DOWNS, GATES, OUTPUTS, STACKED, UPS
 
 _SEED, _LENGTH = 0, 7
+_OUTPUTS = PROJECTIONS["output_projection"]
 
 
 @cache
@@ -29,7 +37,8 @@ def read_type(model_type: str) -> ModelType:
     architecture, model = architecture_of(model_type), tiny_model(model_type)
     layers: Any = model.model.layers
     attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
-    networks = [network for network in map(feed_forward_of, layers) if _has_gate(network)]
+    stacked = _stacked(model_type)
+    networks = [network for network in map(feed_forward_of, layers) if _has_gate(network, stacked)]
     return ModelType(
         model_type=model_type,
         class_name=architecture.class_name,
@@ -41,7 +50,7 @@ def read_type(model_type: str) -> ModelType:
         some_do_not_rotate=not all(map(_rotates, attentions)),
         norms_all_heads=architecture.norms_all_heads,
         tables=tables_read(model_type),
-        stacked=_stacked(model_type),
+        stacked=stacked,
         wirings=(),
         refused={},
         config=small_sizes(model_type),
@@ -87,9 +96,10 @@ def _only_class(modules: list[Any]) -> str | None:
     return classes.pop() if len(classes) == 1 else None
 
 
-def _has_gate(network: Any) -> bool:
-    """Return whether a feed-forward network has the three projections of a gated one."""
-    return all(isinstance(getattr(network, PROJECTIONS[role], None), nn.Linear) for role in ("gate", "up", "down"))
+def _has_gate(network: Any, stacked: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether a feed-forward network has the three projections of a gated one, separate or stacked in a known order."""
+    found = [network and projection_of(network, role, stacked) for role in ("gate", "up", "down")]
+    return all(each and isinstance(getattr(network, each.module), nn.Linear) for each in found)
 
 
 def _rotates(attention: nn.Module) -> bool:
@@ -104,16 +114,16 @@ def _stacked(model_type: str) -> dict[str, tuple[str, ...]]:
     found = {}
     for layer in tiny_model(model_type).model.layers:  # type: ignore[attr-defined]
         for network in (getattr(layer, name, None) for name in FEED_FORWARDS):
-            down: Any = next((child for name, child in _children(network) if name in DOWNS), None)
+            down: Any = next((child for name, child in _children(network) if name in PROJECTIONS["down"]), None)
             for name, child in _children(network):
                 if (
-                    name in (*GATES, *UPS)
+                    name in (*PROJECTIONS["gate"], *PROJECTIONS["up"])
                     and isinstance(down, nn.Linear)
                     and child.out_features == 2 * down.in_features
                 ):
                     found[f"{type(network).__name__}.{name}"] = gate_and_up(network, child, down)
         for mixer in (getattr(layer, name, None) for name in MIXERS):
-            behind: Any = next((child for name, child in _children(mixer) if name in OUTPUTS), None)
+            behind: Any = next((child for name, child in _children(mixer) if name in _OUTPUTS), None)
             for name, _ in _children(mixer):
                 if name in STACKED and behind is not None and values_are_last(model_type, type(mixer).__name__, name):
                     found[f"{type(mixer).__name__}.{name}"] = ("query", "key", "value")
@@ -159,7 +169,7 @@ def values_are_last(model_type: str, kind: str, name: str) -> bool:
     model: Any = tiny_model(model_type)
     attention: Any = next(module for module in model.modules() if type(module).__name__ == kind)
     stacked = getattr(attention, name)
-    behind = next(child for child_name, child in _children(attention) if child_name in OUTPUTS)
+    behind = next(child for child_name, child in _children(attention) if child_name in _OUTPUTS)
     queries, rest = behind.in_features, stacked.out_features - behind.in_features
     if rest <= 0 or rest % 2:
         return False

@@ -22,12 +22,14 @@ from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch, FetchedLay
 from midus_hf.memories.hosting.layer import first_of, with_first
 from midus_hf.memories.hosting.parts import CACHE
 from scripts.anatomy.architecture import (
-    PROJECTIONS,
     LayerParts,
+    Projection,
     architecture_of,
     feed_forward_of,
     mixer_of,
+    projection_of,
 )
+from scripts.anatomy.reading import read_type
 
 #: Types of memory whose statement adds in another order, so that sums may be rounded otherwise.
 SUMS_IN_ANOTHER_ORDER = ("hier-kv", "moda")
@@ -118,8 +120,9 @@ def state(
         elif entry.site.startswith("inside-"):
             part = (mixer_of if entry.site == "inside-attention" else feed_forward_of)(layer)
             for role in entry.options.layer_projections(hosting.config.memories().sizes):
-                projection = getattr(part, PROJECTIONS[role])
-                _change(projection, partial(_adapted, partial(memory, **arguments), role, calls, projection))
+                projection = _projection(part, role, base.config)
+                module, adapt = getattr(part, projection.module), partial(memory, **{**arguments, "projection": role})
+                _change(module, partial(_adapted, adapt, projection.rows, calls, module))
         else:
             into = base.model.layers[entry.into[position]] if entry.into else layer
             norm = names[type(layer)].attention_output_norm
@@ -150,25 +153,60 @@ def _state_beside(
     _change(changed, lambda output: output + added(output))
 
 
+def _projection(part: Any, role: str, config: Any) -> Projection:
+    """Return the projection of a part in a role, which the part of a proven wiring has."""
+    found = projection_of(part, role, read_type(config.model_type).stacked)
+    assert found is not None, "a proof chooses layers that have the projections"
+    return found
+
+
 def _adapted(
-    adapt: Callable[..., torch.Tensor], role: str, calls: _Calls, projection: nn.Module, output: torch.Tensor
+    adapt: Callable[..., torch.Tensor], rows: slice, calls: _Calls, module: nn.Module, output: torch.Tensor
 ) -> torch.Tensor:
-    return adapt(calls[projection].read, output, projection=role)
+    return _with_rows(output, rows, adapt(calls[module].read, output[..., rows]))
+
+
+def _with_rows(output: torch.Tensor, rows: slice, changed: torch.Tensor) -> torch.Tensor:
+    """Return the output of a module with other values in some rows."""
+    output = output.clone()
+    output[..., rows] = changed
+    return output
 
 
 def _run_block(memory: nn.Module, names: LayerParts, layer: Any, args: Any, kwargs: Any) -> Any:
     """Run the memory of a block in front of a layer, on heads of the layer's own attention."""
     hidden_states, *others = args
     normalised = getattr(layer, names.attention_norm)(hidden_states) if names.attention_norm else hidden_states
-    heads = first_of(_twin(mixer_of(layer), output_projection=nn.Identity())(hidden_states=normalised, **kwargs))
+    heads = first_of(_twin(mixer_of(layer), output_projection=_Unprojected())(hidden_states=normalised, **kwargs))
     return (memory(heads, hidden_states), *others), kwargs
 
 
 def _twin(attention: Any, **projections: nn.Module) -> Any:
     """Return a module with the parameters of an attention, and with other projections in some roles."""
     twin = copy.copy(attention)
-    twin._modules = {**attention._modules, **{PROJECTIONS[role]: other for role, other in projections.items()}}
+    twin._modules = dict(attention._modules)
+    for role, other in projections.items():
+        name, rows = _projection(attention, role, attention.config)
+        twin._modules[name] = other if rows == slice(None) else _WithRows(twin._modules[name], rows, other)
     return twin
+
+
+class _Unprojected(nn.Module):
+    """A projection that returns its input. Some families' projections take the index of the layer as well."""
+
+    def forward(self, read: torch.Tensor, *_: object) -> torch.Tensor:
+        return read
+
+
+class _WithRows(nn.Module):
+    """A module that stacks projections, with another projection in some rows."""
+
+    def __init__(self, module: nn.Module, rows: slice, other: nn.Module):
+        super().__init__()
+        self.module, self.rows, self.other = module, rows, other
+
+    def forward(self, read: torch.Tensor) -> torch.Tensor:
+        return _with_rows(self.module(read), self.rows, self.other(read))
 
 
 def _show_heads(attention: Any, use: Callable[[Heads], torch.Tensor]) -> None:

@@ -250,7 +250,7 @@ def without_the_last_projection(hook_projections):
     def fewer(self, part):
         hook_projections(self, part)
         *_, last = self.layer.classes[next(iter(self.layer.sites))].projections
-        del self._hooks[f"{part}.{PROJECTIONS[last]}"]
+        del self._hooks[f"{part}.{self.layer.projection(part, last)[0]}"]
 
     return fewer
 
@@ -276,9 +276,9 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-vo", ChangesProjections, "hook_projections", without_the_last_projection),
     ("qwen3", "hier-lora-ffn", ChangesProjections, "hook_projections", without_the_last_projection),
-    ("qwen3", "hier-lora-qk", PROJECTIONS, "key", lambda _: "v_proj"),
-    ("qwen3", "hier-lora-vo", PROJECTIONS, "value", lambda _: "k_proj"),
-    ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: "gate_proj"),
+    ("qwen3", "hier-lora-qk", PROJECTIONS, "key", lambda _: ("v_proj",)),
+    ("qwen3", "hier-lora-vo", PROJECTIONS, "value", lambda _: ("k_proj",)),
+    ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: ("gate_proj",)),
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),

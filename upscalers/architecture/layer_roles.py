@@ -12,24 +12,26 @@ import torch
 from torch import nn
 
 from midus_hf.anatomy.types import ModelType
-from midus_hf.memories.hosting.parts import FEED_FORWARDS, MIXERS, PROJECTIONS, has_heads
+from midus_hf.memories.hosting.parts import (
+    FEED_FORWARDS,
+    KEY_NORMS,
+    MIXERS,
+    PROJECTIONS,
+    STACKED,
+    has_heads,
+    stacked_rows,
+)
 
-_PROJECTIONS = {PROJECTIONS[role]: role for role in ("query", "key", "value")}
+_PROJECTIONS = {name: role for role in ("query", "key", "value") for name in PROJECTIONS[role]}
 _HEAD_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "query_norm"),
-    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "key_norm"),
+    **dict.fromkeys(KEY_NORMS, "key_norm"),
 }
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-# Names of the projections by which mixers and feed-forward networks write to the residual stream.
-OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo")
-DOWNS = frozenset({"down_proj", "down_proj_bias", "c_proj", "fc2", "w2", "output_linear", "dense_4h_to_h", "Wo"})
-# Names of the other projections of a dense feed-forward network; a stacked projection is identified by its shape.
-GATES = ("gate_proj", "w1")
-UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi")
+# Names of the projections, and of a bias, by which feed-forward networks write to the residual stream.
+_DOWNS = frozenset({*PROJECTIONS["down"], "down_proj_bias"})
 # Names of feed-forward networks in stored checkpoints.
 _NETWORKS = frozenset(FEED_FORWARDS)
-# Names of projections that hold rows of queries, keys and values.
-STACKED = ("qkv_proj", "query_key_value")
 # Roles by name: the modules that write per-layer embeddings to the residual stream, and the number that a layer's output is
 # multiplied by.
 _OF_LAYERS = {
@@ -63,7 +65,7 @@ class LayerRoles:
     def role(self, name: str) -> str:
         """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""
         parts = name.split(".")
-        if parts[0] in _NETWORKS and not DOWNS.isdisjoint(parts):
+        if parts[0] in _NETWORKS and not _DOWNS.isdisjoint(parts):
             return "down"
         prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), "base")
@@ -107,31 +109,30 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
     """Add the roles within a module that mixes tokens: its output projection, and the projections and norms of heads."""
-    outputs = [child for child in OUTPUTS if isinstance(getattr(mixer, child, None), nn.Module)]
+    outputs = [child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)]
     roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
     for child in STACKED:
         stacked, behind = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
         if isinstance(stacked, nn.Linear) and isinstance(behind, nn.Linear):
-            queries, rest = behind.in_features, stacked.out_features - behind.in_features
-            known = rest > 0 and not rest % 2 and row.stacked.get(f"{type(mixer).__name__}.{child}")
-            row_counts = (("query", queries), ("key", rest // 2), ("value", rest // 2))
-            roles.parts[f"{name}.{child}"] = row_counts if known else ()
+            order = row.stacked.get(f"{type(mixer).__name__}.{child}")
+            roles.parts[f"{name}.{child}"] = stacked_rows(stacked, behind, order) if order else ()
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
-    if has_heads(mixer):
+    # Layers that read keys and values of earlier layers (Gemma 4) have the class of the others, and not their projections.
+    if has_heads(mixer) or type(mixer).__name__ == row.attention_class:
         roles.modules[name] = "attention"
     elif not outputs or not all(isinstance(module, nn.Linear) for module in linear.values()):
         return
     elif any(isinstance(module, nn.Conv1d) for module in mixer.modules()):
         return  # linear attention, which looks up no keys
     roles.modules |= {f"{name}.{child}": role for child, role in (_PROJECTIONS | _HEAD_NORMS).items()}
-    width, keys = (getattr(getattr(mixer, child), "out_features", None) for child in ("q_proj", "k_proj"))
+    width, keys = (getattr(getattr(mixer, child, None), "out_features", None) for child in ("q_proj", "k_proj"))
     groups = getattr(mixer, "num_key_value_groups", None)
     widths = (
         [keys * groups]
         if keys and groups
         else [getattr(getattr(mixer, child), "in_features", None) for child in outputs]
     )
-    if width not in widths:  # such as a gate beside the query of each head
+    if width is not None and width not in widths:  # such as a gate beside the query of each head
         roles.parts[f"{name}.q_proj"] = ()
 
 
@@ -142,16 +143,17 @@ def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Modu
     ):
         roles.has_experts = True
         return
-    down = next((child for child, _ in network.named_children() if child in DOWNS), "")
-    width = getattr(getattr(network, down, None), "in_features", None)
-    for role, names in (("gate", GATES), ("up", UPS)):
-        for child in names:
+    down = next((child for child, _ in network.named_children() if child in _DOWNS), "")
+    following = getattr(network, down, None)
+    width = getattr(following, "in_features", None)
+    for role in ("gate", "up"):
+        for child in PROJECTIONS[role]:
             module = getattr(network, child, None)
             if not isinstance(module, nn.Linear):
                 continue
             roles.modules[f"{name}.{child}"] = role
             if width is not None and module.out_features == 2 * width:
-                halves = row.stacked.get(f"{type(network).__name__}.{child}", ())
-                roles.parts[f"{name}.{child}"] = tuple((half, width) for half in halves)
+                order = row.stacked.get(f"{type(network).__name__}.{child}")
+                roles.parts[f"{name}.{child}"] = stacked_rows(module, following, order) if order else ()
             elif module.out_features != width:
                 roles.parts[f"{name}.{child}"] = ()

@@ -85,6 +85,11 @@ def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
     return [projection for projection in projections if projection.role in MATRIX_ROLES]
 
 
+def roles_of(tensors: Mapping[str, LayerTensor]) -> frozenset[str]:
+    """Return the roles of a layer's tensors, and of the projections that they stack."""
+    return frozenset({each.role for each in (*tensors.values(), *projections_of(tensors))})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Layers, tensors and memories of a model, as transformers builds it from its config. Must not be modified.

@@ -11,7 +11,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
-from upscalers.architecture.layer_tensors import Config, kept_roles
+from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.layer_config import follow_plan
@@ -188,8 +188,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         """Return the layers that can have the memory: for a memory inside a part, those whose projections have the needed widths."""
         widths, hosting = self._projections(base), []
         for layer in _layers_of_base(base):
-            tensors = base.layout.backbone_layers[layer].values()
-            matrices = {(tensor.role, tensor.shape) for tensor in tensors}
+            matrices = {(each.role, each.shape) for each in projections_of(base.layout.backbone_layers[layer])}
             if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
                 hosting.append(layer)
         if not hosting:
@@ -254,7 +253,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)
-        self.options.check_fit(base.layout.sizes)
+        for sizes in {base.layout.sizes.at(layer) for layer in range(base.num_layers)}:
+            self.options.check_fit(sizes)
         self.check_proven(base.family, "inserted")
 
     @classmethod
@@ -262,15 +262,15 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the nearest base layer, after or else before, that has all tensors that a block keeps.
+        """Return the nearest base layer, after or else before, that has an attention and all tensors of it that a block keeps.
 
-        Memory blocks of an earlier upscaling may lack some of these tensors.
+        Layers of another kind may have no attention, and memory blocks of an earlier upscaling may lack its output projection.
         """
-        roles = ({tensor.role for tensor in tensors.values()} for tensors in base.layout.backbone_layers)
-        wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
+        kept, layers = kept_roles(self.options), base.layout.layers
         following = base.num_layers if layer.next is None else layer.next
         for source in (*range(following, base.num_layers), *range(following - 1, -1, -1)):
-            if wanted <= {tensor.role for tensor in base.layout.layers[source].values()}:
+            wanted = roles_of(base.layout.backbone_layers[source]) & kept
+            if not wanted.isdisjoint(("query", "attention")) and wanted <= roles_of(layers[source]):
                 return (source,)
         raise RequestError(
             f"new layer {index} needs an attention with an output projection, which no layer of the base has; expected one "
@@ -288,7 +288,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             for name, tensor in base.layout.layers[donor].items()
             if tensor.role in roles
         }
-        for name, tensor in self.options.tensors(base.layout.sizes).items():
+        for name, tensor in self.options.tensors(base.layout.sizes.at(donor)).items():
             name = f"{INSERTED}.{name}"
             recipes[name] = initialised(tensor, base.new_name(index, name), seed)
         return recipes

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.inputs import MemoryInputs
-from midus_hf.memories.hosting.parts import LayerNames, MissingPart
+from midus_hf.memories.hosting.parts import LayerNames, MissingPart, projection_name
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.options import InsertedOptions
 
@@ -45,15 +45,18 @@ class MemoryBlock(LayerNames):
             raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
         if not options.output_projection:  # attention then returns the heads' outputs side by side
             attention = getattr(self, self.attention_name)
-            del attention.o_proj
-            attention.o_proj = _NoProjection()
-        self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
+            name = projection_name(attention, "output_projection")
+            delattr(attention, name)
+            setattr(attention, name, _NoProjection())
+        sizes = memories.sizes.at(layer_idx)
+        self.memory = build_memory(options, sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
         self.takes_inputs = bool(self.memory.forward_arguments or self.memory.services)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
+        *args: object,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         memory_inputs: MemoryInputs | None = None,
@@ -63,6 +66,7 @@ class MemoryBlock(LayerNames):
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.
+            args: Inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
             memory_inputs: Inputs of the pass for memories. Default: none.
             kwargs: Other arguments of the family's attention.
         """
@@ -85,11 +89,14 @@ class MemoryBlock(LayerNames):
 
 
 class _NoProjection:
-    """Stand-in for a removed projection. A module would not do: PEFT would find a module for a LoRA on every `o_proj`."""
+    """Stand-in for a removed projection. A module would not do: PEFT would find a module for a LoRA on every `o_proj`.
+
+    Some families' projections take the index of the layer as well.
+    """
 
     def __init__(self) -> None:
         self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution
 
-    def __call__(self, heads_output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, heads_output: torch.Tensor, *_: object) -> torch.Tensor:
         """Return the outputs of the heads unchanged."""
         return heads_output

@@ -106,9 +106,9 @@ def rotates(attention: Any) -> bool:
     """Return whether an attention rotates its queries and keys, which in some families only some layers do.
 
     Args:
-        attention: Attention whose query projection is a linear layer.
+        attention: Attention with a config, which has parameters.
     """
-    hidden_states = attention.q_proj.weight.new_zeros(1, 1, attention.q_proj.in_features)
+    hidden_states = next(attention.parameters()).new_zeros(1, 1, attention.config.hidden_size)
     own, attention.config = attention.config, AttentionHost(attention, rotates=False)
     attention.config.changes.append(_HeadsAttend)
     try:  # with a rotation that cannot be used

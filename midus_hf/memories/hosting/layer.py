@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,15 @@ from transformers import PreTrainedConfig
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
-from midus_hf.memories.hosting.parts import Arguments, Keywords, LayerNames, MissingPart, PartOutput
+from midus_hf.memories.hosting.parts import (
+    Arguments,
+    Keywords,
+    LayerNames,
+    MissingPart,
+    PartOutput,
+    projection_name,
+    stacked_rows,
+)
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.registry import layer_class
 
@@ -65,6 +73,8 @@ class HostLayer(LayerNames):
 
     attention_class: ClassVar[type[nn.Module] | None] = None
     mlp_class: ClassVar[type[nn.Module] | None] = None
+    # Roles of the projections whose rows a linear module stacks, by the class of the part and the name of the module.
+    stacked: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Whether some layers of the type do not rotate queries and keys.
     some_do_not_rotate: ClassVar[bool] = False
     # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
@@ -89,7 +99,7 @@ class HostLayer(LayerNames):
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
         self.layer_idx, self.calls = layer_idx, LayerCalls()
-        entries, sizes, attention = memories.attached_to(layer_idx), memories.sizes, config._attn_implementation
+        entries, sizes, attention = memories.attached_to(layer_idx), memories.sizes.at(layer_idx), config._attn_implementation
         built = {
             each.name: build_memory(each.options, sizes, each.layers.index(layer_idx), len(each.layers), attention)
             for each in entries
@@ -157,6 +167,19 @@ class HostLayer(LayerNames):
     def feed_forward_part(self) -> nn.Module | None:
         """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
         return getattr(self, self.feed_forward_name or "", None)
+
+    def projection(self, part_name: str, role: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+        """Return the name, in a part, of the module of the projection in a role, and the projections that the module has.
+
+        These are roles with their numbers of rows; a module with one projection has all rows, which are not counted.
+        """
+        part = getattr(self, part_name)
+        for path, roles in self.stacked.items():
+            part_class, name = path.split(".")
+            if role in roles and type(part).__name__ == part_class:
+                last = projection_name(part, "output_projection" if "query" in roles else "down")
+                return name, stacked_rows(getattr(part, name), getattr(part, last), roles)
+        return projection_name(part, role), ((role, 0),)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any

@@ -1,6 +1,7 @@
 """Names of a model's and of a layer's parts in the families' code."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -41,24 +42,50 @@ MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "ma
 #: Names of the children that are, or route to, the feed-forward network. The first name that a layer has is taken.
 FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "mlp_block", "ffn")
 
-#: Names of a layer's projections, by role.
+#: Names of the projections of attention and of feed-forward networks, by role. The first name that a part has is taken.
 PROJECTIONS = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output_projection": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "output_projection": ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo"),
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi"),
+    "down": ("down_proj", "w2", "c_proj", "fc2", "output_linear", "dense_4h_to_h", "Wo"),
 }
+
+#: Names of linear modules that stack the rows of the query, key and value projections.
+STACKED = ("qkv_proj", "query_key_value")
+
+#: Names of the norms of keys.
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+
+
+def projection_name(part: Any, role: str) -> str:
+    """Return the name of the module of an attention or a feed-forward network that has a role; empty if no module has it."""
+    return next((name for name in PROJECTIONS[role] if isinstance(getattr(part, name, None), nn.Module)), "")
 
 
 def has_heads(mixer: Any) -> bool:
-    """Return whether a mixer is an attention whose projections stand alone, so that memories can read and adapt its heads."""
-    roles = ("query", "key", "value", "output_projection")
-    return hasattr(mixer, "config") and all(
-        isinstance(getattr(mixer, PROJECTIONS[role], None), nn.Module) for role in roles
-    )
+    """Return whether a mixer is an attention with an output projection, whose input is the output of the heads.
+
+    The projections of queries, keys and values are separate, or stacked in one linear module.
+    """
+    separate = all(projection_name(mixer, role) for role in ("query", "key", "value"))
+    stacked = any(isinstance(getattr(mixer, name, None), nn.Linear) for name in STACKED)
+    return hasattr(mixer, "config") and bool(projection_name(mixer, "output_projection")) and (separate or stacked)
+
+
+def stacked_rows(stacked: Any, following: Any, roles: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Return the number of rows of each projection that a linear module stacks, by role, in order.
+
+    Args:
+        stacked: The module.
+        following: The module whose input is as wide as the first projection's output: the output projection, or `down`.
+        roles: Roles of the projections. All but the first have equal numbers of rows.
+    """
+    first, *others = roles
+    rest = (stacked.out_features - following.in_features) // len(others)
+    return ((first, following.in_features), *((role, rest) for role in others))
 
 
 class MissingPart(RequestError):

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.parts import CACHE, PROJECTIONS, Keywords
+from midus_hf.memories.hosting.parts import CACHE, Keywords, projection_name
 from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.hosting.state import MemoryState, not_croppable, refuse_one_row, states_in
 from midus_hf.memories.hosting.token_places import TokenPlaces, token_places
@@ -171,7 +171,8 @@ class ScaledInitialisation(Service):
     def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
         for layer in model.layers:
             for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
-                projection: Any = getattr(getattr(layer, part or "", None), PROJECTIONS[role], None)
+                module: Any = getattr(layer, part or "", None)
+                projection: Any = getattr(module, projection_name(module, role), None)
                 # A layer that was inserted for a memory has no projection of this name, and some families wrap theirs.
                 if isinstance(getattr(projection, "weight", None), nn.Parameter):
                     # Transformers initialises the projection later, and the stack then scales it.

@@ -10,7 +10,7 @@ from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads, unrotated
 from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
 from midus_hf.memories.hosting.layer import HostLayer, Site, first_of, read_by, with_first
-from midus_hf.memories.hosting.parts import PROJECTIONS, Arguments, Keywords, PartOutput
+from midus_hf.memories.hosting.parts import Arguments, Keywords, PartOutput
 
 
 class ChangesProjections(Site):
@@ -21,8 +21,9 @@ class ChangesProjections(Site):
         layer = self.layer
         own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
         for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
-            hook: Any = _ProjectionHook(self, role)
-            self.hook(f"{part}.{PROJECTIONS[role]}", hook)
+            name, rows = layer.projection(part, role)
+            hook: Any = _ProjectionHook(self, rows)
+            self.hook(f"{part}.{name}", hook)
 
     def changed(self, role: str, read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection with the changes of the memories, made one after another."""
@@ -35,13 +36,18 @@ class ChangesProjections(Site):
 
 
 class _ProjectionHook(NamedTuple):
-    """Hook on the projection in a role, which is equal to the hook of a copied projection."""
+    """Hook on a module with one projection or several stacked ones, which is equal to the hook of a copied module."""
 
     site: ChangesProjections
-    role: str
+    # Role and number of rows of each projection; the rows of a single one are not counted.
+    rows: tuple[tuple[str, int], ...]
 
-    def __call__(self, projection: nn.Module, args: Arguments, kwargs: Keywords, output: torch.Tensor) -> torch.Tensor:
-        return self.site.changed(self.role, args[0], output)
+    def __call__(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: torch.Tensor) -> torch.Tensor:
+        if len(self.rows) == 1:
+            return self.site.changed(self.rows[0][0], args[0], output)
+        outputs = output.split([count for _, count in self.rows], dim=-1)
+        changed = (self.site.changed(role, args[0], own) for (role, _), own in zip(self.rows, outputs, strict=True))
+        return torch.cat(list(changed), dim=-1)
 
 
 class InsideAttention(Site):

@@ -18,7 +18,7 @@ from midus_hf.memories.hosting.heads import (
 )
 from midus_hf.memories.hosting.inputs import CarriedKey
 from midus_hf.memories.hosting.layer import HostLayer, LayerCall, read_by
-from midus_hf.memories.hosting.parts import CACHE, Arguments, Keywords, PartOutput
+from midus_hf.memories.hosting.parts import CACHE, KEY_NORMS, Arguments, Keywords, PartOutput
 from midus_hf.memories.hosting.sequence_heads import SequenceHeads
 from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.moda.options import DepthAttentionOptions, Slot, SlotSource
@@ -113,7 +113,8 @@ class DepthHeads(InsideAttention):
     def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
         attention = self.layer.mixer_part
         key, value = self.layer.memories[self.memory](read, slot=source)  # [B, K, T, d]
-        key = normalised_keys(attention, key)
+        key, norm = normalised_keys(attention, key), getattr(attention, "v_norm", None)
+        value = value if norm is None else norm(value)  # of each head (Gemma 4)
         return key if self.without_rotation else rotated(attention, key, self._rotation), value
 
     @property
@@ -146,7 +147,7 @@ def normalised_keys(attention: nn.Module, keys: torch.Tensor) -> torch.Tensor:
 
     It normalises per head (Qwen 3, Gemma 3, nanochat), or over all heads together (OLMo 2).
     """
-    norm = getattr(attention, "k_norm", None)
+    norm: Any = next((getattr(attention, name) for name in KEY_NORMS if hasattr(attention, name)), None)
     if norm is None:
         return keys
     weight = getattr(norm, "weight", None)

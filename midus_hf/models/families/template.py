@@ -142,6 +142,8 @@ def family_source(row: ModelType) -> str:
     own = {*row.layers, row.stack, causal_lm, *(head.__name__ for head in heads.values()), *hosts.values()}
     if row.some_do_not_rotate:
         hosts["some_do_not_rotate"] = True
+    if row.stacked:
+        hosts["stacked"] = dict(row.stacked)
     conversions = _conversions(f"Midus{family}ForCausalLM", row.model_type, causal_lm)
     kinds = {layer: layer.removeprefix(family).removesuffix("DecoderLayer") for layer in row.layers}
     kinds = dict.fromkeys(kinds, "") if len(kinds) == 1 else kinds  # what tells classes of layers apart
