@@ -19,6 +19,7 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, memories_of
+from midus_hf.memories.hosting.block import MemoryBlock
 from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
 from midus_hf.memories.hosting.parts import CACHE, Keywords, named_cache
 from midus_hf.memories.hosting.service import HostStack
@@ -261,6 +262,8 @@ class HostMixin:
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
+            return
+        if isinstance(module, MemoryBlock):  # some families fill tensors of their layers that the block dropped (Gemma 4)
             return
         super()._init_weights(module)
         scale_initial(module)

@@ -93,7 +93,8 @@ def _followed_values(config: Config, plan: Plan) -> Config:
         if key in NOT_PER_LAYER_KEYS:
             return value
         if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
-            return {str(index): value[str(source)] for index, source in enumerate(sources) if str(source) in value}
+            own = {int(index): values for index, values in value.items()}  # "05" where there are ten layers or more
+            return {str(index): own[source] for index, source in enumerate(sources) if source in own}
         if key in LEADING_LAYERS_KEYS and type(value) is int:
             number = value + LEADING_LAYERS_KEYS[key]
             leading = [source < number for source in sources]
