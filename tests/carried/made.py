@@ -49,10 +49,17 @@ MOST_LINES = dict.fromkeys(METHODS, 3700) | {"midus-hml": 2800, "packs": 5450}
 ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
 # Families with methods: by default every method with one family, the families in turn.
 CASES = [(family, method) for method, family in in_turn(METHODS, NATIVE_FAMILIES)]
-# Types that no table describes, with methods: linear attention, experts, latent attention.
+# Types that no table describes, with methods: linear attention, experts, latent attention, stacked projections, heads of two sizes.
 INFERRED = [
     (model_type, method)
-    for model_type, method in (("qwen3_5_text", "moc"), ("gpt_oss", "midus-hml"), ("deepseek_v3", "hier-lora-ffn"))
+    for model_type, method in (
+        ("qwen3_5_text", "moc"),
+        ("gpt_oss", "midus-hml"),
+        ("deepseek_v3", "hier-lora-ffn"),
+        ("phi3", "midus-hml"),
+        ("phi3", "hier-lora-qk"),
+        ("gemma4_text", "midus-hml"),
+    )
     if model_type in CONFIG_MAPPING
 ]
 

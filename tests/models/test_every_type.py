@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from midus_hf.anatomy import types
 from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, UnknownType, listed_types, model_type_of
 from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
-from midus_hf.memories.hosting import heads, sites
+from midus_hf.memories.hosting import heads, layer, sites
 from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import PROJECTIONS, MissingPart
@@ -66,10 +67,10 @@ EXCEPTIONS = [
     (("zaya",), ["behind-layer"], "the proof ended with RuntimeError"),
     # Norms stand behind the rotation, or attention has another output per head, or another function rotates.
     (("hunyuan_v1_dense", "hunyuan_v1_moe"), ["hier-kv", "moda"], OTHER_LOGITS),
-    (("stablelm", "diffllama", "llama4_text"), ["hier-kv", "moda"], "the proof ended with"),
-    # Masks that depend on values, norms of values, and sinks, which take a share of the softmax.
+    (("stablelm", "diffllama", "llama4_text", "phi"), ["hier-kv", "moda"], "the proof ended with"),
+    # Masks that depend on values, and sinks, which take a share of the softmax.
     (
-        ("gpt_oss", "doge", "flint", "gemma4_text", "gemma4_unified_text", "recurrent_gemma"),
+        ("gpt_oss", "doge", "flint", "recurrent_gemma"),
         ["moda"],
         OTHER_LOGITS,
     ),
@@ -80,7 +81,7 @@ EXCEPTIONS = [
         "a model with memory has other tensors than its base",
     ),
     (("diffllama", "beam"), ["inserted"], "logits at initialisation in"),
-    (("moshi", "gemma4_text", "gemma4_unified_text", "inkling_text"), ["inserted"], "the proof ended with"),
+    (("inkling_text",), ["inserted"], "the proof ended with"),
 ]  # fmt: skip
 UNPROVEN = {pair: message for types, wirings, message in EXCEPTIONS for pair in itertools.product(types, wirings)}
 # By default the first pair of each exception, linear and latent attention, and a type that is refused; with the product all.
@@ -271,6 +272,18 @@ def without_the_oldest_slot(begin):
     return shorter
 
 
+def with_the_last_rows_first(stacked_rows):
+    return lambda *inputs: stacked_rows(*inputs)[::-1]
+
+
+def without_the_norm_of_values(pair):
+    def projected(self, source, read):
+        with patch.object(self.layer.mixer_part, "v_norm", None):
+            return pair(self, source, read)
+
+    return projected
+
+
 # Of memories inside attention or feed-forward networks: a type, a wiring, and what is changed of what.
 WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", ChangesProjections, "hook_projections", without_the_last_projection),
@@ -279,6 +292,9 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-qk", PROJECTIONS, "key", lambda _: ("v_proj",)),
     ("qwen3", "hier-lora-vo", PROJECTIONS, "value", lambda _: ("k_proj",)),
     ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: ("gate_proj",)),
+    ("phi3", "hier-lora-qk", layer, "stacked_rows", with_the_last_rows_first),
+    ("phi3", "hier-lora-ffn", layer, "stacked_rows", with_the_last_rows_first),
+    ("gemma4_text", "moda", depth_site.DepthHeads, "_projected", without_the_norm_of_values),
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),

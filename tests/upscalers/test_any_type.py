@@ -72,9 +72,12 @@ PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 DENSE_PRESENT = [model_type for model_type in DENSE_SAMPLE if model_type in INFERRED]
 
 # Each method on one type, depth attention where some layers do not rotate queries and keys, a block without the output
-# projection in a family that draws this projection, memories in the layers that have attention, and a config without `use_cache`.
+# projection in a family that draws this projection, memories in the layers that have attention, a config without `use_cache`;
+# stacked projections, and other names of them.
 IN_TURN = [(model_type, method) for method, model_type in taking_turns(MEMORY, PRESENT)] if PRESENT else []
 OTHERS = (("smollm3", "moda"), ("nanochat", "midus-hml"), ("qwen3_5_text", "hier-kv"), ("inkling_text", "moc"))
+OTHERS += tuple(("phi3", method) for method in ("midus-hml", "moda", "hier-kv", "hier-lora-qk", "hier-lora-ffn"))
+OTHERS += (("lfm2", "midus-hml"), ("persimmon", "midus-linear"), ("glm", "hier-lora-ffn"))
 IN_TURN += [pair for pair in OTHERS if pair[0] in INFERRED]
 # In orders such that each method takes its types, and a type whose config lists settings of single layers.
 DENSE_IN_TURN = taking_turns(DENSE_PRESENT, DENSE)

@@ -44,17 +44,12 @@ def gemma4(tmp_path):
     return tmp_path / "base"
 
 
-NO_MEMORY = (
-    rf"^model_type '{TYPE}' does not support memory of type '.*' at the site '{{}}' .* Choose one of engram, hier-ffn, hier-kv, "
-    r"hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2 \(docs/families\.md\)\.$"
-)
 IN_FRONT = (
     "{}.*Choose a --placement of new layers before base layer 2, which gives its keys and values to later layers, or a method "
     r"that adds no layer\.$"
 )
 REFUSED = [
-    ("midus-hml", None, NO_MEMORY.format("inserted")),
-    ("moda", None, NO_MEMORY.format("inside-attention")),
+    ("midus-hml", "5", IN_FRONT.format("")),
     ("llama-pro", "5", IN_FRONT.format("store_full_length_kv")),
     ("llama-pro", "7", IN_FRONT.format("another kind than its source")),
 ]
@@ -67,7 +62,9 @@ def test_a_method_or_place_that_the_type_does_not_take_is_refused(method, placem
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("method", "placement"), [("llama-pro", None), ("llama-pro", "4"), ("avg-deus", None)])
+@pytest.mark.parametrize(
+    ("method", "placement"), [("llama-pro", None), ("llama-pro", "4"), ("avg-deus", None), ("midus-linear", None)]
+)
 def test_blocks_of_the_embeddings_follow_their_layers_and_strip_gives_the_base_back(
     method, placement, gemma4, tmp_path
 ):
@@ -97,6 +94,28 @@ def test_llama_pro_computes_what_the_base_computes_whatever_the_scalars_of_layer
     assert torch.equal(*generated)
     model(long_prompt(), labels=long_prompt()).loss.backward()
     assert new.post_per_layer_input_norm.weight.grad.any()
+
+
+# Layers of full attention have wider heads and take keys for values; from ten layers on, saved numbers of layers are padded ("02").
+KINDS_OF_HEADS = {"num_hidden_layers": 12, "layer_types": LAYERS + LAYERS[:3], "head_dim": 12, "global_head_dim": 24}
+KINDS_OF_HEADS |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+
+
+def test_a_memory_block_has_the_heads_of_the_layer_where_it_stands(tmp_path):
+    base, made, stripped = (tmp_path / name for name in ("base", "made", "stripped"))
+    tiny_model(TYPE, **KINDS_OF_HEADS).save_pretrained(base)
+    report = upscale(base=base, method="midus-hml", output=made, placement="1,12", options={"n": 8, "k": 3})
+    assert report.identity.max_abs_diff == 0
+    expected, model = load(base), load(made)
+    blocks = [model.model.layers[index] for index in (1, 12)]
+    assert [block.self_attn.head_dim for block in blocks] == [12, 24]
+    assert [block.memory.head_dim for block in blocks] == [12, 24]
+    with torch.no_grad():
+        assert torch.equal(model(long_prompt()).logits, expected(long_prompt()).logits)
+    model(long_prompt(), labels=long_prompt()).loss.backward()
+    assert all(block.memory.value_bank.grad.any() for block in blocks)
+    assert strip(made, stripped)["base_confirmed"]
+    assert (stripped / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
 
 
 NUM_LAYERS = 4

@@ -6,7 +6,7 @@ transformers: this takes seconds, but no memory.
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LAYERS = "model.layers."
+# Setting of attention that says whether later layers read its keys and values.
+_GIVES_KEYS = "store_full_length_kv"
 _PLAIN = (bool, int, float, str, type(None))
 # Sizes that a config must have, and others that must be positive if present.
 _NEEDED, _POSITIVE = ("hidden_size", "num_attention_heads", "vocab_size"), ("num_key_value_heads", "head_dim")
@@ -250,7 +252,7 @@ def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
         num_shared_layers: Number of layers that reuse keys and values of earlier layers. If there are none, the marks of the layers
             that would be reused are ignored, which Transformers 5.24 sets all the same. Default: 0.
     """
-    idle = () if num_shared_layers else ("store_full_length_kv",)
+    idle = () if num_shared_layers else (_GIVES_KEYS,)
     return {
         f"{path}.{name}" if path else name: value
         for path, module in layer.named_modules()
@@ -259,15 +261,25 @@ def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
     }
 
 
-def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int]) -> str | None:
+def change_of_settings(
+    before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int], new_layers: Collection[int] = ()
+) -> str | None:
     """Return which layer of a new model has another setting than its source, and what it is; None if none has.
 
-    The index of a layer and the number of layers are expected to differ, and are not compared. `sources` has the layer that
-    each layer of the new model is made from.
+    The index of a layer and the number of layers are expected to differ, and are not compared. A new layer need not give its keys
+    and values to later layers as its source does.
+
+    Args:
+        before: Settings of each layer of the base.
+        after: Settings of each layer of the new model.
+        sources: Layer of the base that each layer of the new model is made from.
+        new_layers: Indices of the new layers. Default: none.
     """
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
+            if name.endswith(_GIVES_KEYS) and index in new_layers and pair == (True, False):
+                continue
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):
                 return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, has {pair[0]!r}"
     return None
