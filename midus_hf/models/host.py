@@ -263,7 +263,9 @@ class HostMixin:
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
             return
-        if isinstance(module, MemoryBlock):  # some families fill tensors of their layers that the block dropped (Gemma 4)
+        if isinstance(
+            module, MemoryBlock
+        ):  # some families fill tensors of their layers that the block dropped (Gemma 4)
             return
         super()._init_weights(module)
         scale_initial(module)

@@ -109,7 +109,9 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
     """Add the roles within a module that mixes tokens: its output projection, and the projections and norms of heads."""
-    outputs = [child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)]
+    outputs = [
+        child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)
+    ]
     roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
     for child in STACKED:
         stacked, behind = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None

@@ -87,7 +87,7 @@ def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
 
 def roles_of(tensors: Mapping[str, LayerTensor]) -> frozenset[str]:
     """Return the roles of a layer's tensors, and of the projections that they stack."""
-    return frozenset({each.role for each in (*tensors.values(), *projections_of(tensors))})
+    return frozenset({tensor.role for tensor in tensors.values()} | {each.role for each in projections_of(tensors)})
 
 
 @dataclass(frozen=True, kw_only=True)

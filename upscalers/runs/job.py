@@ -103,7 +103,9 @@ class Job:
                 f"({one_line(error)})"
             )
         else:
-            change = change_of_settings(base.layout.settings, self.layout.settings, self.plan.sources, self.plan.new_indices)
+            change = change_of_settings(
+                base.layout.settings, self.layout.settings, self.plan.sources, self.plan.new_indices
+            )
             if change is None:
                 return
             difference = f"layers of {base.family.model_type!r} compute differently at another index or among more layers: {change}"

@@ -99,7 +99,11 @@ class HostLayer(LayerNames):
             MissingPart: If the layer lacks the part at which a memory is to be attached.
         """
         self.layer_idx, self.calls = layer_idx, LayerCalls()
-        entries, sizes, attention = memories.attached_to(layer_idx), memories.sizes.at(layer_idx), config._attn_implementation
+        entries, sizes, attention = (
+            memories.attached_to(layer_idx),
+            memories.sizes.at(layer_idx),
+            config._attn_implementation,
+        )
         built = {
             each.name: build_memory(each.options, sizes, each.layers.index(layer_idx), len(each.layers), attention)
             for each in entries

@@ -1,7 +1,7 @@
 """Names of a model's and of a layer's parts in the families' code."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
