@@ -1,0 +1,158 @@
+"""Train the variants of a comparison at each of their rates in one pass, and measure them at some steps on the way.
+
+    python -m experiments.curve CONFIG --set KEY=VALUE... --models DIR --steps 20 40 80 160 320 --ends 80 320
+
+CONFIG and `--set` are those of `midus compare`, which cannot stop a run and go on with it. All variants train up to the first of
+`--ends`, then up to the next, at their first rate before their second. Results of runs are files of `output_dir`, which
+`midus compare --report` reads too; checkpoints are in `--models`, so that the same command continues, also with later ends.
+With `--picture FILE` nothing is trained: the results are drawn, the first rate of each variant solid and others dashed.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from midus_hf.compare.findings import mean_loss
+from midus_hf.compare.one_run import curve_of
+from midus_hf.compare.options import Comparison, check_names
+from midus_hf.compare.origins import Inputs, code, machine
+from midus_hf.compare.runs import Result, Run, check, read_result, searches_of, write_result
+from midus_hf.compare.variants import plan
+from midus_hf.config.yaml_options import from_mapping, options_from_files
+from midus_hf.look.pictures import as_png, new_figure
+from midus_hf.training import TrainArguments, run_training
+from midus_hf.training.run import make_memory_trainer
+from upscalers import upscale
+
+
+class Milestones(TrainerCallback):
+    """Measures and saves at some steps, and stops training at the last."""
+
+    def __init__(self, steps: list[int]):
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate = control.should_save = state.global_step in self.steps
+        control.should_training_stop = state.global_step >= self.steps[-1]
+
+
+def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], inputs: dict[str, str]) -> Result:
+    """Train a run up to the last of some steps, from its latest checkpoint if there is one, and write its result."""
+    trained, upscaled = models / run.name / "trained", models / run.name / "upscaled"
+    earlier = read_result(run.folder(comparison))
+    if run.variant.upscale is not None and not upscaled.exists():
+        upscale(base=comparison.base, output=upscaled, seed=run.seed, **run.variant.upscale)
+    model, starts_at_base = comparison.base, None
+    if run.variant.upscale is not None:
+        model = str(upscaled)
+        starts_at_base = json.loads((upscaled / "upscale.json").read_text())["identity"]["max_abs_diff"] == 0.0
+    keys = {**run.training_keys(comparison, model, trained), "resume_from_checkpoint": "auto"}
+    keys["eval_on_start"] = not any(trained.glob("checkpoint-*"))
+
+    def make_trainer(*given: Any) -> Any:
+        trainer = make_memory_trainer(*given)
+        trainer.add_callback(Milestones(steps))
+        return trainer
+
+    outcome = run_training(from_mapping(TrainArguments, keys), make_trainer=make_trainer)
+    seconds = next(event["train_runtime"] for event in reversed(outcome.log) if "train_runtime" in event)
+    result = Result(
+        variant=run.variant.name,
+        rate=dict(run.rate),
+        seed=run.seed,
+        curve=curve_of(outcome.log, list(comparison.texts)),
+        new_parameters=run.variant.new_parameters,
+        trained_parameters=outcome.log[-1]["trained_parameters"],
+        tokens=outcome.tokens,
+        starts_at_base=starts_at_base,
+        seconds=seconds + (earlier.seconds if earlier else 0.0),
+        peak_memory_bytes=outcome.log[-1]["peak_memory_bytes"],
+        request=run.request(comparison),
+        origin={**inputs, "code": code(), "machine": machine()},
+    )
+    write_result(run.folder(comparison), result)
+    return result
+
+
+def draw(comparison: Comparison, results: list[Result], tokens_per_step: int) -> bytes:
+    """Return a picture of what is learned and what is forgotten against tokens, as PNG."""
+    texts = {
+        "learned: fall of the loss, mean of " + " and ".join(comparison.domain): (list(comparison.domain), 1),
+        "forgotten: change of the loss on " + " and ".join(comparison.retention): (list(comparison.retention), -1),
+    }
+    figure, names = new_figure(10.0, 4.5), list(comparison.variants)
+    for axes, (title, (measured, sign)) in zip(figure.subplots(1, 2), texts.items(), strict=True):
+        for result in results:
+            number = names.index(result.variant)
+            is_first = dict(comparison.rates_of(result.variant)[0]) == dict(result.rate)
+            falls = [
+                mean_loss(result.start.losses, measured) - mean_loss(one.losses, measured) for one in result.curve
+            ]
+            tokens = [one.step * tokens_per_step / 1000 for one in result.curve]
+            axes.plot(
+                tokens[1:],
+                [sign * fall for fall in falls[1:]],
+                color=f"C{number}",
+                linestyle="-" if is_first else "--",
+                marker=".",
+                linewidth=1.8 if is_first else 1.1,
+                label=result.variant if is_first else None,
+            )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
+        axes.set(xlabel="thousand tokens", ylabel="nats per token")
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return as_png(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--models", type=Path, help="folder of upscaled models and checkpoints")
+    parser.add_argument("--steps", nargs="+", type=int, default=[20, 40, 80, 160, 320, 640])
+    parser.add_argument("--ends", nargs="+", type=int, default=[320])
+    parser.add_argument("--picture", type=Path)
+    asked = parser.parse_args()
+    comparison = options_from_files(Comparison, [asked.config], asked.set)
+    if asked.picture is None:
+        check_names(comparison)
+    comparison, variants = plan(comparison)
+    by_variant = (searches_of(variant, comparison) for variant in variants)
+    by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
+    if asked.picture is not None:
+        results = [result for run in itertools.chain(*by_rate) if (result := read_result(run.folder(comparison)))]
+        asked.picture.write_bytes(draw(comparison, results, results[0].tokens // results[0].curve[-1].step))
+        return
+    check(comparison, variants)
+    inputs, failed = Inputs(comparison), False
+    for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
+        done = read_result(run.folder(comparison))
+        if done is not None and done.curve[-1].step >= end:
+            continue
+        steps = [step for step in asked.steps if step < end] + [end]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # whose memory is given back
+            try:
+                result = process.submit(
+                    advance, run, comparison, asked.models, steps, inputs.digests_for(run.variant)
+                ).result()
+            except Exception as error:
+                failed = True
+                print(f"{run.name}, up to step {end}: {error}", flush=True)
+            else:
+                print(f"{run.name}: {result.curve[-1]}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
