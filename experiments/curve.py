@@ -5,7 +5,7 @@
 CONFIG and `--set` are those of `midus compare`, which cannot stop a run and go on with it. All variants train up to the first of
 `--ends`, then up to the next, at their first rate before their second. Results of runs are files of `output_dir`, which
 `midus compare --report` reads too; checkpoints are in `--models`, so that the same command continues, also with later ends.
-With `--picture FILE` nothing is trained: the results are drawn, the first rate of each variant solid and others dashed.
+With `--picture FILE` nothing is trained: the results are drawn, the first rate of each variant solid and others dashed, and printed.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from midus_hf.compare.options import Comparison, check_names
 from midus_hf.compare.origins import Inputs, code, machine
 from midus_hf.compare.runs import Result, Run, check, read_result, searches_of, write_result
 from midus_hf.compare.variants import plan
+from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
 from midus_hf.look.pictures import as_png, new_figure
 from midus_hf.training import TrainArguments, run_training
@@ -81,7 +83,25 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
     return result
 
 
-def draw(comparison: Comparison, results: list[Result], tokens_per_step: int) -> bytes:
+def table_rows(comparison: Comparison, results: Sequence[Result]) -> list[list[str]]:
+    """Return a row per result: variant, rate, what is learned at each measurement, change of other text at the first and last.
+
+    Variants are in the order of the comparison, and a result that has not come as far as others has empty cells.
+    """
+    rows, names = [], list(comparison.variants)
+    steps = sorted({point.step for result in results for point in result.curve} - {0})
+    for result in sorted(results, key=lambda one: (names.index(one.variant), -list(one.rate.values())[-1])):
+        learned, kept = (
+            {one.step: mean_loss(result.start.losses, texts) - mean_loss(one.losses, texts) for one in result.curve}
+            for texts in (list(comparison.domain), list(comparison.retention))
+        )
+        cells = [f"{learned[step]:.3f}" if step in learned else "" for step in steps]
+        cells += [f"{-kept[step]:+.3f}" if step in kept else "" for step in (steps[0], steps[-1])]
+        rows.append([result.variant, f"{list(result.rate.values())[-1]:g}", *cells])
+    return rows
+
+
+def draw(comparison: Comparison, results: Sequence[Result]) -> bytes:
     """Return a picture of what is learned and what is forgotten against tokens, as PNG."""
     texts = {
         "learned: fall of the loss, mean of " + " and ".join(comparison.domain): (list(comparison.domain), 1),
@@ -91,11 +111,11 @@ def draw(comparison: Comparison, results: list[Result], tokens_per_step: int) ->
     for axes, (title, (measured, sign)) in zip(figure.subplots(1, 2), texts.items(), strict=True):
         for result in results:
             number = names.index(result.variant)
-            is_first = dict(comparison.rates_of(result.variant)[0]) == dict(result.rate)
+            is_first = comparison.rates_of(result.variant)[0] == result.rate
             falls = [
                 mean_loss(result.start.losses, measured) - mean_loss(one.losses, measured) for one in result.curve
             ]
-            tokens = [one.step * tokens_per_step / 1000 for one in result.curve]
+            tokens = [one.step / result.curve[-1].step * result.tokens / 1000 for one in result.curve]
             axes.plot(
                 tokens[1:],
                 [sign * fall for fall in falls[1:]],
@@ -103,7 +123,7 @@ def draw(comparison: Comparison, results: list[Result], tokens_per_step: int) ->
                 linestyle="-" if is_first else "--",
                 marker=".",
                 linewidth=1.8 if is_first else 1.1,
-                label=result.variant if is_first else None,
+                label=result.variant if is_first and result.seed == comparison.seeds[0] else None,
             )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
@@ -124,34 +144,39 @@ def main() -> None:
     parser.add_argument("--ends", nargs="+", type=int, default=[320])
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
-    comparison = options_from_files(Comparison, [asked.config], asked.set)
-    if asked.picture is None:
+    if (asked.picture is None) == (asked.models is None):
+        parser.error("expected --models, the folder to train in, or --picture, the file to draw in.")
+    try:
+        comparison = options_from_files(Comparison, [asked.config], asked.set)
+        if asked.picture is not None:
+            paths = sorted((Path(comparison.output_dir) / "runs").rglob("seed-*.json"))
+            results = [result for path in paths if (result := read_result(path.with_suffix("")))]
+            asked.picture.write_bytes(draw(comparison, results))
+            print("\n".join(f"| {' | '.join(row)} |" for row in table_rows(comparison, results)))
+            return
         check_names(comparison)
-    comparison, variants = plan(comparison)
+        comparison, variants = plan(comparison)
+        check(comparison, variants)
+    except RequestError as error:
+        parser.error(str(error))
     by_variant = (searches_of(variant, comparison) for variant in variants)
     by_rate = [list(filter(None, runs)) for runs in itertools.zip_longest(*by_variant)]
-    if asked.picture is not None:
-        results = [result for run in itertools.chain(*by_rate) if (result := read_result(run.folder(comparison)))]
-        asked.picture.write_bytes(draw(comparison, results, results[0].tokens // results[0].curve[-1].step))
-        return
-    check(comparison, variants)
     inputs, failed = Inputs(comparison), False
     for run, end in ((run, end) for runs in by_rate for end in asked.ends for run in runs):
         done = read_result(run.folder(comparison))
         if done is not None and done.curve[-1].step >= end:
             continue
         steps = [step for step in asked.steps if step < end] + [end]
+        digests = inputs.digests_for(run.variant)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # whose memory is given back
             try:
-                result = process.submit(
-                    advance, run, comparison, asked.models, steps, inputs.digests_for(run.variant)
-                ).result()
-            except Exception as error:
+                result = process.submit(advance, run, comparison, asked.models, steps, digests).result()
+            except Exception as error:  # others may not fail
                 failed = True
                 print(f"{run.name}, up to step {end}: {error}", flush=True)
             else:
                 print(f"{run.name}: {result.curve[-1]}", flush=True)
-    sys.exit(failed)
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":
