@@ -84,19 +84,28 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
 
 
 def table_rows(comparison: Comparison, results: Sequence[Result]) -> list[list[str]]:
-    """Return a row per result: variant, rate, what is learned at each measurement, change of other text at the first and last.
+    """Return a heading and a row per result: variant, rate, what is learned after so many tokens, and the change of other text.
 
     Variants are in the order of the comparison, and a result that has not come as far as others has empty cells.
     """
-    rows, names = [], list(comparison.variants)
+    names, tokens_per_step = list(comparison.variants), results[0].tokens // results[0].curve[-1].step
     steps = sorted({point.step for result in results for point in result.curve} - {0})
-    for result in sorted(results, key=lambda one: (names.index(one.variant), -list(one.rate.values())[-1])):
+    ends, tokens = sorted({steps[0], steps[-1]}), {step: f"{step * tokens_per_step:,}" for step in steps}
+    rows = [
+        [
+            "one pass",
+            "rate",
+            *tokens.values(),
+            *(f"{', '.join(comparison.retention)}, {tokens[step]}" for step in ends),
+        ]
+    ]
+    for result in sorted(results, key=lambda one: (names.index(one.variant), -list(one.rate.values())[-1], one.seed)):
         learned, kept = (
             {one.step: mean_loss(result.start.losses, texts) - mean_loss(one.losses, texts) for one in result.curve}
             for texts in (list(comparison.domain), list(comparison.retention))
         )
         cells = [f"{learned[step]:.3f}" if step in learned else "" for step in steps]
-        cells += [f"{-kept[step]:+.3f}" if step in kept else "" for step in (steps[0], steps[-1])]
+        cells += [f"{-kept[step]:+.3f}" if step in kept else "" for step in ends]
         rows.append([result.variant, f"{list(result.rate.values())[-1]:g}", *cells])
     return rows
 
@@ -152,7 +161,8 @@ def main() -> None:
             paths = sorted((Path(comparison.output_dir) / "runs").rglob("seed-*.json"))
             results = [result for path in paths if (result := read_result(path.with_suffix("")))]
             asked.picture.write_bytes(draw(comparison, results))
-            print("\n".join(f"| {' | '.join(row)} |" for row in table_rows(comparison, results)))
+            heading, *rows = (f"| {' | '.join(row)} |" for row in table_rows(comparison, results))
+            print("\n".join([heading, f"|{'---|' * (heading.count('|') - 1)}", *rows]))
             return
         check_names(comparison)
         comparison, variants = plan(comparison)

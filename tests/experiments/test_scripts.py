@@ -136,7 +136,8 @@ def test_curve_that_stops_and_goes_on_measures_as_one_that_does_not(draw_curve, 
     assert capsys.readouterr().out == ""  # nothing is trained again
     monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "curve.yaml"), "--picture", str(tmp_path / "curve.png")])
     curve.main()
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    heading, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert heading == ["one pass", "rate", "64", "128", "192", "256", "stars, 64", "stars, 256"]
     assert [row[:2] for row in rows] == [["full", "0.02"], ["full", "0.01"], ["midus-hml", "0.02"]]
     falls = [point.losses["plants"] for point in second["full/0.02/seed-0"].curve]
     assert rows[0][2:6] == [f"{falls[0] - loss:.3f}" for loss in falls[1:]]
