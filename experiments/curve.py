@@ -116,15 +116,16 @@ def draw(comparison: Comparison, results: Sequence[Result]) -> bytes:
         "learned: fall of the loss, mean of " + " and ".join(comparison.domain): (list(comparison.domain), 1),
         "forgotten: change of the loss on " + " and ".join(comparison.retention): (list(comparison.retention), -1),
     }
-    figure, names = new_figure(10.0, 4.5), list(comparison.variants)
+    figure, names, ticks = new_figure(10.0, 4.5), list(comparison.variants), list[float]()
     for axes, (title, (measured, sign)) in zip(figure.subplots(1, 2), texts.items(), strict=True):
-        for result in results:
+        for result in sorted(results, key=lambda one: names.index(one.variant)):
             number = names.index(result.variant)
             is_first = comparison.rates_of(result.variant)[0] == result.rate
             falls = [
                 mean_loss(result.start.losses, measured) - mean_loss(one.losses, measured) for one in result.curve
             ]
             tokens = [one.step / result.curve[-1].step * result.tokens / 1000 for one in result.curve]
+            ticks = sorted({*ticks, *tokens[1:]})
             axes.plot(
                 tokens[1:],
                 [sign * fall for fall in falls[1:]],
@@ -134,8 +135,9 @@ def draw(comparison: Comparison, results: Sequence[Result]) -> bytes:
                 linewidth=1.8 if is_first else 1.1,
                 label=result.variant if is_first and result.seed == comparison.seeds[0] else None,
             )
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
+        axes.minorticks_off()
         axes.axhline(0.0, color="#888888", linewidth=1.0, linestyle=":", zorder=0)
         axes.set(xlabel="thousand tokens", ylabel="nats per token")
         axes.set_title(title, fontsize=9, loc="left")
