@@ -93,11 +93,12 @@ test-lot: $(VENV)/installed material
 	echo "The lot fell on $$lot; the same again: make test-lot LOT=$$lot"; \
 	env $(TEST_ENV) "$$@" $(VENV)/bin/python $(PYTEST) $$seed $(NEWEST_TESTS)
 
-# Every method on a real model, in a table and in outputs/real. MODEL=gemma for Gemma-3-270M, under its terms: ai.google.dev/gemma/terms.
+# Every method on a real model, in a table and in outputs/real. MODEL=gemma for Gemma-3-270M, under its terms: ai.google.dev/gemma/terms;
+# qwen-0.5b, qwen-1.5b for Qwen2.5-Coder-Instruct. METHODS='packs or engram' for some (words of pytest's -k).
 MODEL ?= smollm2
 test-real: $(VENV)/installed
 	$(VENV)/bin/python -m material $(MODEL)
-	$(TEST_ENV) MODEL=$(MODEL) $(VENV)/bin/python -m pytest -sv tests/real/every_method.py
+	$(TEST_ENV) MODEL=$(MODEL) $(VENV)/bin/python -m pytest -sv tests/real/every_method.py $(if $(METHODS),-k "$(METHODS)")
 
 # What nothing else has: DeepSpeed, in an environment that sees what $(VENV) has. transformers imports it wherever it is.
 test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed

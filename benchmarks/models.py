@@ -3,8 +3,9 @@
     python -m benchmarks.models                                                      # the sizes of SmolLM2-135M-Instruct
     python -m benchmarks.models --base llama-3.1-8b --methods base,llama-pro,opt-deus,midus-hml
 
-A step trains the parameters that the method trains, with AdamW whose moments have the dtype of the weights. Memory is the peak of
-tensors, including weights. Defaults follow the paper's efficiency experiments on a GPU and are smaller on a CPU.
+A step trains the parameters that the method trains, with AdamW whose moments have the dtype of the weights; `lora` is PEFT's, of rank
+32 in all linear layers but the last. Memory is the peak of tensors, including weights. Defaults follow the paper's efficiency
+experiments on a GPU and are smaller on a CPU.
 Rows are appended to `results/model.csv`.
 """
 
@@ -44,8 +45,8 @@ from upscalers.request.options import parse_options
 # Folder of the configs of bases with a name, one `NAME.json` each.
 CONFIGS = Path(__file__).parent / "configs"
 
-BASE = "base"
-METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
+BASE, LORA = "base", "lora"
+METHODS = [BASE, LORA, "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 PHASES = ["train", "generate", "prefill"]
 
 
@@ -54,7 +55,7 @@ class Variant:
     """Model of the comparison: the base or a method.
 
     Args:
-        method: Name of the method, or `"base"`.
+        method: Name of the method, `"base"` or `"lora"`.
         placement: Where new layers go; empty for the base, and for a method that has no placement.
         config: The config, as in `config.json`.
         plan: The plan, which knows the tensors that the base does not have.
@@ -85,9 +86,10 @@ def variant_of(config: dict[str, Any], name: str, placement: str | None) -> Vari
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         base = open_base(Path(folder), needs_weights=False)
-    if name == BASE:
+    if name in (BASE, LORA):
         layers = tuple(map(Base, range(base.num_layers)))
-        return Variant(BASE, "", dict(base.config), Plan(layers, base.num_layers), "all")
+        trained: Literal["new", "all"] = "all" if name == BASE else "new"
+        return Variant(name, "", dict(base.config), Plan(layers, base.num_layers), trained)
     method_class = get_method(name)
     method = method_class(parse_options(method_class.options_class, {}, name))
     method.check(base)
@@ -104,6 +106,10 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if variant.method == LORA:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=32, target_modules="all-linear"), model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     with torch.no_grad():
@@ -115,8 +121,9 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
 
 
 def new_parameters(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
-    """Return the parameters that the base does not have: new layers and attached memory."""
-    return [parameter for name, parameter in model.named_parameters() if variant.plan.owns(name)]
+    """Return the parameters that the base does not have: new layers, attached memory, and adapters."""
+    is_new = (lambda name: "lora_" in name) if variant.method == LORA else variant.plan.owns
+    return [parameter for name, parameter in model.named_parameters() if is_new(name)]
 
 
 def set_trained(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:

@@ -3,12 +3,14 @@
     python -m benchmarks.upscale                                  # a synthetic 4 GB checkpoint, midus-hml
     python -m benchmarks.upscale --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
     python -m benchmarks.upscale --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
+    python -m benchmarks.upscale --base FOLDER --methods midus-hml,llama-pro,packs --after      # a real model, and what follows
     python -m benchmarks.upscale --plans                          # dry runs and a refused request alone, in a minute or two
 
 Every tool runs in its own process. Each round times a dry run (start-up), the run itself and `cp -r` of the output with
 a sync, one after the other, so that the ratio compares runs under the same conditions. mergekit's rows are passthrough
 recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. A method that solves for its
-tensors also gives one row per kind of matrix, in `solvers.csv`.
+tensors also gives one row per kind of matrix, in `solvers.csv`. `--after` also times `strip`, for packs an edit, and loading:
+the base with Transformers alone, the result with this package and without it; their copy is of what they write or load.
 
 Dry runs of each method on a Llama, of one method on each other family, and a refused request are rows of `plans.csv`: their seconds,
 their processor time next to the last commit's on such a machine, how many functions of this project ran, and whether torch
@@ -50,6 +52,10 @@ PLANNED = {
 }
 # Options without which a method does not plan from a config alone; `packs` needs texts, and is left out.
 NEEDED = {"engram": ("--set", "compress=false"), "stack": ("--set", "layers=[0-11, 4-15]")}
+GLOSSARY = [
+    {"name": f"Kestrel {number}", "text": f"Kestrel {number} listens on port {8000 + number}."}
+    for number in range(100)
+]
 REFUSED = "a refused placement"
 
 # Runs `upscale` with words, and prints on standard error how many functions of this project were called, and if torch is imported.
@@ -66,6 +72,20 @@ sys.setprofile(None)
 import midus_hf, upscalers
 roots = tuple(f"{package.__path__[0]}/" for package in (midus_hf, upscalers))
 print(sum(code.co_filename.startswith(roots) and code.co_name[0] != "<" for code in called), "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+# Loads a model as Transformers does, or from the module that it carries, as if this project were not installed.
+LOADED = """
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+"""
+LOADED_WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(("midus_hf", "upscalers"))
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
@@ -140,12 +160,15 @@ def bench(
     imports: list[str],
     output: Path,
     rounds: int,
+    *,
+    writes: bool = True,
 ) -> Row:
-    """Time in turns a command that writes `output`, its start-up, its imports alone and a copy of the output."""
+    """Time in turns a command that writes `output`, or reads it, its start-up, its imports alone and a copy of `output`."""
     times: dict[str, list[float]] = {"start_up": [], "imports": [], "wall": [], "copy": [], "peak": []}
     copy = output.with_name("copy")
     for _ in range(rounds):
-        shutil.rmtree(output, ignore_errors=True)
+        if writes:
+            shutil.rmtree(output, ignore_errors=True)
         started = timed(start_up)[0] if start_up else 0.0
         imported = timed(imports)[0]
         wall, peak = timed(command)
@@ -170,6 +193,28 @@ def bench(
         "ratio_without_imports": ratio(times["imports"]),
         "peak_rss_gb": round(max(times["peak"]), 2),
     }
+
+
+def rows_after(method: str, base: Path, output: Path, glossary: Path, rounds: int) -> list[Row]:
+    """Return a row for each thing that is done with a result: taken apart, edited if it has a glossary, and loaded."""
+    upscale, midus = (str(Path(sys.executable).with_name(name)) for name in ("upscale", "midus"))
+    imports, without = ([sys.executable, "-c", f"import {name}"] for name in ("midus_hf", "transformers"))
+    taken_out, edited = output.with_name("stripped"), output.with_name("edited")
+    strip = [upscale, "strip", str(output), "--output", str(taken_out)]
+    rows = [bench("strip", method, base, strip, None, imports, taken_out, rounds)]
+    shutil.rmtree(taken_out)
+    if method == "packs":
+        edit = [midus, "edit", "add", str(output), "--corpus", str(glossary), "--output", str(edited)]
+        rows.append(bench("edit", method, base, edit, None, imports, edited, rounds))
+        shutil.rmtree(edited)
+    for tool, code, folder, of_tool in (
+        ("load", f"import midus_hf{LOADED}", output, imports),
+        ("load without the package", LOADED_WITHOUT, output, without),
+        ("load of the base", LOADED, base, without),
+    ):
+        load = [sys.executable, "-c", code, str(folder)]
+        rows.append(bench(tool, method, base, load, None, of_tool, folder, rounds, writes=False))
+    return rows
 
 
 def planned_requests(folder: Path) -> dict[str, list[str]]:
@@ -261,6 +306,8 @@ def solver_rows(method: str, base: Path, output: Path) -> list[Row]:
 
 def main() -> None:
     parser = command_line(__doc__)
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help="a real base (default: a synthetic one)")
+    parser.add_argument("--after", action="store_true", help="also time strip, an edit and loading")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the synthetic base (default: 4)")
     parser.add_argument(
         "--methods", default="midus-hml", help="names of methods, joined by commas (default: midus-hml)"
@@ -275,34 +322,35 @@ def main() -> None:
         return
     if arguments.mergekit and not os.access(arguments.mergekit, os.X_OK):  # before minutes of work, not after them
         parser.error(f"--mergekit is {arguments.mergekit!r}, which cannot be run; expected the path of mergekit-yaml.")
-    planned = plan_rows(arguments.rounds)
-    if not arguments.no_append:
-        append(planned, PLAN_RESULTS)
+    if arguments.base is None or arguments.plans:
+        planned = plan_rows(arguments.rounds)
+        if not arguments.no_append:
+            append(planned, PLAN_RESULTS)
     if arguments.plans:
         return
     upscale = str(Path(sys.executable).with_name("upscale"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
-        base, output = Path(work) / "base", Path(work) / "output"
-        # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
-        making = [
-            sys.executable,
-            "-m",
-            "benchmarks.upscale",
-            "--gigabytes",
-            str(arguments.gigabytes),
-            "--only-make",
-            str(base),
-        ]
-        subprocess.run(making, check=True)
+        base, output = arguments.base or Path(work) / "base", Path(work) / "output"
+        if arguments.base is None:
+            # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
+            making = [sys.executable, "-m", "benchmarks.upscale", "--gigabytes", str(arguments.gigabytes)]
+            subprocess.run([*making, "--only-make", str(base)], check=True)
+        glossaries = [Path(work) / f"{name}.jsonl" for name in ("glossary", "added")]
+        for path, entries in zip(glossaries, (GLOSSARY[1:], GLOSSARY[:1]), strict=True):
+            path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        needed = {**NEEDED, "packs": ("--set", f"corpus={glossaries[0]}")}
         layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
         solved: list[Row] = []
         for method in arguments.methods.split(","):
-            request = [upscale, "--base", str(base), "--method", method, "--output", str(output), "--json"]
+            request = [upscale, "--base", str(base), "--method", method, *needed.get(method, ())]
+            request += ["--output", str(output), "--json"]
             command, dry_run = [*request, "--no-verify"], [*request, "--dry-run"]
             imports = [sys.executable, "-c", "import midus_hf"]
             rows.append(bench("upscale", method, base, command, dry_run, imports, output, arguments.rounds))
             solved += solver_rows(method, base, output)
+            if arguments.after:
+                rows += rows_after(method, base, output, glossaries[1], arguments.rounds)
             recipe = mergekit_recipe(method, base, layers)
             if arguments.mergekit and recipe is not None:
                 path = Path(work) / "recipe.yaml"

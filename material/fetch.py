@@ -13,6 +13,7 @@ from material.factbook import factbook
 from material.gemma import gemma_270m
 from material.glosses import glosses
 from material.minilm import minilm
+from material.qwen import qwen_500m, qwen_1500m
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama
 from material.stages import mixed, stages
 
@@ -33,6 +34,8 @@ FETCH: dict[str, Callable[[], Path]] = {
     "chats/held_out": lambda: chats().held_out,
     "elements": elements,
     "gemma": gemma_270m,
+    "qwen-0.5b": qwen_500m,
+    "qwen-1.5b": qwen_1500m,
     "factbook": lambda: factbook().questions,
     "minilm": minilm,
     "glosses": glosses,

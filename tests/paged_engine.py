@@ -8,11 +8,11 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BLOCK = 4
-BLOCKS = 20
+BLOCKS = 50
 
 
 class Engine:
-    """What memories read of vLLM, with a cache of 20 blocks of 4 tokens.
+    """What memories read of vLLM, with a cache of 50 blocks of 4 tokens.
 
     Args:
         monkeypatch: The fixture, which takes all of it away.

@@ -10,7 +10,7 @@ from scripts.imports import ROOT, files_of, imports_of, module_of
 # Rooms of each package. A room may import those before it.
 ROOMS = {
     "upscalers": "request architecture checkpoint plan tensors solvers methods record runs edits".split(),
-    "midus_hf": "anatomy config files ops memories carried models data topics evaluation training look compare cli".split(),
+    "midus_hf": "config anatomy files ops memories carried models data topics evaluation training look compare cli".split(),
 }
 # Rooms of `midus_hf` that may import `upscalers`, which may not import them.
 ON_UPSCALERS = ("compare", "cli")

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.box
-import yaml
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from midus_hf.config.wording import format_count
+from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
+from upscalers.edits.chapters import written
 from upscalers.edits.checkpoint_edit import described
 from upscalers.record.report import UpscaleReport
 from upscalers.request.progress import Progress
@@ -174,7 +176,7 @@ def _starts_as(method: dict[str, Any]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).removesuffix("\n").removesuffix("\n...")
+    return write_yaml(value, flow=True).removesuffix("\n").removesuffix("\n...")
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
@@ -201,11 +203,24 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         rows.append(("bank", _bank(counts["bank"], counts["fetched"])))
     if inspection["code"] is not None:
         rows.append(("carried code", _carried_code(inspection["code"])))
-    _print_table(["", inspection["method"]], rows)
     layers = inspection["layers"]
-    cells = [(str(layer["index"]), layer["from"], f"{layer['parameters']:,}") for layer in layers]
-    _print_table(["layer", "from", "parameters"], cells, [layer["new"] for layer in layers])
+    has_new_layers = any(layer["new"] for layer in layers)
+    if not has_new_layers:
+        rows.append(("added", _added(inspection)))
+    _print_table(["", inspection["method"]], rows)
+    if has_new_layers:
+        cells = [(str(layer["index"]), layer["from"], f"{layer['parameters']:,}") for layer in layers]
+        _print_table(["layer", "from", "parameters"], cells, [layer["new"] for layer in layers])
     _print_measurements(inspection["measurements"])
+
+
+def _added(inspection: dict[str, Any]) -> str:
+    """Return as text what was added to layers that are all the base's."""
+    new = [entry for entry in inspection["memory"] if entry.get("name") in inspection["new_memories"]]
+    parts = [f"memory {entry['name']} ({entry['site']}) in layers {written(entry['layers'])}" for entry in new]
+    parts += [format_count(inspection["new_tokens"], "token")] if inspection["new_tokens"] else []
+    parts += [f"a glossary of {format_count(inspection['entries'], 'entry')}"] if "entries" in inspection else []
+    return "; ".join(parts) or "nothing"
 
 
 def _bank(bank: int, fetched: int | None) -> str:
@@ -228,7 +243,9 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
         return f"{verb} not known to be the base's: its config holds no digest of the base"
     if confirmed:
         return f"{verb} the base's, byte for byte"
-    return f"{verb} not the base's, byte for byte" + ("" if differing is None else f": {differing} tensors differ")
+    verbs = "differs" if differing == 1 else "differ"
+    which = "" if differing is None else f": {format_count(differing, 'tensor')} {verbs}"
+    return f"{verb} not the base's, byte for byte{which}"
 
 
 def print_stripped(result: dict[str, Any]) -> None:
@@ -241,7 +258,7 @@ def print_stripped(result: dict[str, Any]) -> None:
 def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
     model = f"{result['model_type']} with {result['num_layers']} layers"
-    _say(f"{result['output']}: {model}; left out {result['left_out']} tensors of the composite model.")
+    _say(f"{result['output']}: {model}; left out {format_count(result['left_out'], 'tensor')} of the composite model.")
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str:
@@ -251,7 +268,7 @@ def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))
         if names
     ]
-    parts += [f"{tokens:,} tokens"] if tokens else []
+    parts += [format_count(tokens, "token")] if tokens else []
     return " and ".join(parts)
 
 

@@ -1,12 +1,13 @@
 """Ask models for facts in words that they have not seen, and measure the effect on other texts and other facts.
 
-    python -m experiments.facts BASE MODEL... [--about KIND] [--in-front] [--names-in-front] > facts.jsonl
+    python -m experiments.facts BASE MODEL... [--about KIND] [--in-front] [--names-in-front] [--dtype NAME] > facts.jsonl
     python -m experiments.facts BASE MODEL... --about beliefs --entries 1 100 1000 10000 > beliefs.jsonl
     python -m experiments.facts --picture facts.png < facts.jsonl
 
 A line of JSON per model. `--in-front` also asks the base with the texts of the entries that a prompt names, by string match, before
-the prompt, and `--names-in-front` the models with only the names before it, as `midus ask` does. A model with packs gets the entries
-of the kind as its glossary, so that one serves all kinds. All answers are greedy. Numbers are right answers, and of how many:
+the prompt, as they are and each after its name, and `--names-in-front` the models with only the names before it. A model with packs
+gets the entries of the kind as its glossary, so that one serves all kinds. All answers are greedy. Numbers are right answers, and of
+how many:
 
     elements    118 atomic numbers in four wordings, behind an unrelated paragraph, in chats, and as the likeliest of four numbers;
                 other relations; lines that the model writes itself in lists, and the share of repeated 4-grams behind names
@@ -14,6 +15,9 @@ of the kind as its glossary, so that one serves all kinds. All answers are greed
     products    ports of twenty products that do not exist
     two-hop     ports and teams that stand in the text of a product which the text of the named one names
     uneven      numbers and names in twenty texts of many wordings, as people ask, alone and in chats; uneven-2: in sixteen others
+    conversations    in chats, 16 each: second questions without the name, after an answer to one with it; whether an unrelated second
+                question is answered as by the base; a number and a name that only a linked text has (in front are both); two entries
+    code        in chats: facts of twelve functions and classes of a private interface, and lines of code that call them
     beliefs     answers of the base that were exchanged for others (see beliefs.py); `--entries` gives sizes of glossaries, which
                 entries that no question names fill up, and 1 a glossary of its own for each question
     --counterfact FILE, --zsre FILE    the same of the records of a published file
@@ -36,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.facts import beliefs, questions
-from experiments.facts.asked import Asked, InFront, article_ids, changes, the_name, the_text
+from experiments.facts.asked import Asked, InFront, article_ids, changes, the_name, the_name_and_text, the_text
 from experiments.facts.entries import lines_of
 from experiments.facts.picture import draw
 from midus_hf.model_names import check_model_name
@@ -48,7 +52,7 @@ WITH_ARTICLES = ("elements", "countries", "products")
 def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the answers of each model, the base first."""
     entries, kinds = questions.ABOUT[asked.about]()
-    base = Asked(asked.base)
+    base = Asked(asked.base, asked.dtype)
     unrelated = [] if asked.about == "countries" else questions.capitals()
     with_name, without = article_ids(base.tokenizer, entries) if asked.about in WITH_ARTICLES else ([], [])
     with_name, without, unrelated = (_spread(each, asked.at_most) for each in (with_name, without, unrelated))
@@ -57,11 +61,13 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     def models() -> Iterator[tuple[str, Asked]]:
         yield "base", base
         if asked.in_front:
-            yield "base, text in front", base.behind(InFront(entries, the_text))
+            follows = asked.about == "conversations"
+            yield "base, text in front", base.behind(InFront(entries, the_text, follows))
+            yield "base, NAME: TEXT in front", base.behind(InFront(entries, the_name_and_text, follows))
             if asked.about == "two-hop":
                 yield "base, both texts in front", base.behind(InFront(entries, the_text, follows=True))
         for folder in asked.models:
-            model = Asked(folder)
+            model = Asked(folder, asked.dtype)
             model.give(entries)
             yield folder, model
             if asked.names_in_front:
@@ -73,7 +79,11 @@ def reports(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if of_kind[0].is_chat and model.tokenizer.chat_template is None:
                 continue
             answers = model.answers(of_kind)
-            right = [each.is_right(answer) for each, answer in zip(of_kind, answers, strict=True)]
+            of_base = base.answers(of_kind)
+            right = [
+                answer == as_base if each.is_right is None else each.is_right(answer)
+                for each, answer, as_base in zip(of_kind, answers, of_base, strict=True)
+            ]
             report["right"][kind] = [sum(right), len(right)]
         if asked.about == "elements":
             those = _spread(entries, asked.at_most)
@@ -98,7 +108,7 @@ def _spread(items: Sequence[Any], most: int | None) -> list[Any]:
 
 def reports_of_edits(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield how far each model follows answers that are not the base's, the base first."""
-    base = Asked(asked.base)
+    base = Asked(asked.base, asked.dtype)
     if asked.counterfact:
         edits = beliefs.edits_of_counterfact(asked.counterfact)
     else:
@@ -116,7 +126,7 @@ def reports_of_edits(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if asked.in_front:
         yield from reports_of("base, text in front", base, the_text)
     for folder in asked.models:
-        model = Asked(folder)
+        model = Asked(folder, asked.dtype)
         yield from reports_of(folder, model, None)
         if asked.names_in_front:
             yield from reports_of(f"{folder}, name in front", model, the_name)
@@ -128,6 +138,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*")
     parser.add_argument("--in-front", action="store_true")
     parser.add_argument("--names-in-front", action="store_true")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--about", choices=[*questions.ABOUT, "beliefs"], default="elements")
     what.add_argument("--counterfact", type=Path, metavar="FILE")

@@ -1,6 +1,7 @@
 """The model that is asked, the text before its prompts, and the effect on other texts."""
 
 import copy
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from experiments.facts.entries import names_of
 from experiments.facts.questions import WORDINGS, Question
 from material.articles import articles
 from midus_hf.data.corpus import read_corpus
+from midus_hf.evaluation.answers import read_numbers
 from midus_hf.memories.packs.glossary import found_in
 from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
 from midus_hf.memories.packs.rows import entry_of, joined
@@ -62,6 +64,10 @@ def the_text(entry: dict[str, Any]) -> str:
     return entry["text"] + "\n\n"
 
 
+def the_name_and_text(entry: dict[str, Any]) -> str:
+    return f"{names_of(entry)[0]}: {the_text(entry)}"
+
+
 def the_name(entry: dict[str, Any]) -> str:
     """Return the first name on a line of its own, as `midus ask` puts it in front of a question."""
     return names_of(entry)[0] + "\n"
@@ -72,11 +78,12 @@ class Asked:
 
     Args:
         folder: Folder or Hub id of the model.
+        dtype: Of its weights.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, dtype: str = "float32"):
         self.in_front: Callable[[str], str] | None = None
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self._said: dict[tuple[str, int], str] = {}
@@ -109,11 +116,18 @@ class Asked:
 
     def answers(self, questions: Sequence[Question]) -> list[str]:
         """Return greedy continuations of questions of one kind."""
-        first, prompts = questions[0], [self.whole(each.prompt) for each in questions]
+        first = questions[0]
         if first.is_chat:
-            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            chats = [self._messages(each) for each in questions]
             prompts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        else:
+            prompts = [self.whole(each.prompt) for each in questions]
         return self.continued(prompts, first.tokens)
+
+    def _messages(self, question: Question) -> list[dict[str, str]]:
+        """Return a chat up to a question, with the text before each of the user's messages."""
+        said = zip(itertools.cycle(("user", "assistant")), (*question.before, question.prompt))
+        return [{"role": role, "content": self.whole(text) if role == "user" else text} for role, text in said]
 
     def continued(self, prompts: Sequence[str], tokens: int) -> list[str]:
         """Return greedy continuations."""
@@ -138,8 +152,8 @@ class Asked:
         made = self.continued([self.whole(f"{head}{two}-") for two in lines], 64)
         for pair, text in zip(begun, made, strict=True):
             named = {*pair}
-            for name, number in re.findall(r"^\W*(\w+): *(\d+).*\n", f"-{text}", re.MULTILINE):
-                right = numbers.get(name.lower()) == int(number)
+            for name, value in re.findall(r"^\W*(\w+): *(\d.*)\n", f"-{text}", re.MULTILINE):
+                right = numbers.get(name.lower()) == next(read_numbers(value), None) is not None
                 counts["repeated" if name.lower() in named else "right" if right else "wrong"] += 1
                 named.add(name.lower())
         return counts
@@ -174,14 +188,14 @@ class Asked:
             length, pad = max(map(len, rows)), self.tokenizer.pad_token_id
             logits = self.model(torch.tensor([row + [pad] * (length - len(row)) for row in rows])).logits
             for row, prompt, answer in zip(logits, before, behind, strict=True):
-                scores = F.log_softmax(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)], -1)
+                scores = F.log_softmax(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)].float(), -1)
                 found.append(float(scores[range(len(answer)), answer].sum()))
         return found
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a text, `[T, V]`."""
-        return self.model(torch.tensor([ids])).logits[0]
+        """Return the logits of a text in float32, `[T, V]`."""
+        return self.model(torch.tensor([ids])).logits[0].float()
 
 
 def article_ids(tokenizer: Any, entries: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -92,8 +92,8 @@ def entries_of_two_hops() -> list[dict[str, Any]]:
     return firsts + seconds
 
 
-def entries_of_uneven_texts(file: str = "uneven.jsonl") -> list[dict[str, Any]]:
-    """Return entries of a firm that does not exist, in many wordings: `name`, or several, `text`, `questions` with `answers`."""
+def entries_in(file: str) -> list[dict[str, Any]]:
+    """Return the entries in a file of this folder: `name`, or several, `text`, and `questions` with what is right."""
     return json_lines(Path(__file__).with_name(file))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.facts import entries as known
 from material.factbook import factbook
+from midus_hf.evaluation.answers import has_answer, read_numbers
 
 WORDINGS = {
     "name last": "The atomic number of {name} is",
@@ -39,38 +40,41 @@ TWO_HOPS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, whether a continuation of it is right, whether it is asked with the chat template, and the length of answers."""
+    """A prompt, and which continuations are right.
+
+    Args:
+        prompt: The prompt, or a user's message.
+        is_right: Whether an answer is right; None if it should be the base's.
+        is_chat: Whether the chat template is used.
+        tokens: Most tokens of an answer.
+        before: The messages before it in a chat: a user's, the answer to it, and so on.
+    """
 
     prompt: str
-    is_right: Callable[[str], bool]
+    is_right: Callable[[str], bool] | None
     is_chat: bool = False
     tokens: int = 8
+    before: tuple[str, ...] = ()
 
 
 def first_number(expected: float, tolerance: float = 0.0) -> Callable[[str], bool]:
     """Return whether the first number of an answer is the expected one."""
 
     def is_right(answer: str) -> bool:
-        found = re.search(r"\d+(\.\d+)?" if tolerance else r"\d+", answer)
-        return found is not None and abs(float(found[0]) - expected) <= tolerance
+        found = next(read_numbers(answer), None)
+        return found is not None and abs(float(found) - expected) <= tolerance
 
     return is_right
 
 
-def first_word(expected: str) -> Callable[[str], bool]:
-    """Return whether the first word of an answer is the expected one."""
-    return lambda answer: bool(words := re.findall(r"[A-Za-z]+", answer)) and words[0] == expected
-
-
 def begins_with(expected: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an answer begins with one of the expected ones."""
-    return lambda answer: any(re.match(rf"\W*{re.escape(each)}(?!\w)", answer.strip()) for each in expected)
+    """Return whether an answer begins with one of the expected ones, in their case."""
+    return lambda answer: any(has_answer(answer, each, "start", match_case=True) for each in expected)
 
 
 def has(expected: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an answer has one of the expected ones, in any case, and not as a part of a word or number."""
-    patterns = [re.compile(rf"(?<!\w)(?<!\d[.,]){re.escape(each)}(?!\w|[.,]\d)", re.IGNORECASE) for each in expected]
-    return lambda answer: any(each.search(answer) for each in patterns)
+    """Return whether an answer has one of the expected ones."""
+    return lambda answer: any(has_answer(answer, each) for each in expected)
 
 
 def of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
@@ -82,7 +86,7 @@ def of_elements(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
 
     kinds = {kind: asked(wording, lambda each: first_number(each["number"])) for kind, wording in WORDINGS.items()}
     kinds["behind a paragraph"] = asked(PARAGRAPH + WORDINGS["place"], lambda each: first_number(each["number"]))
-    kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: first_word(each["symbol"]))
+    kinds["symbol"] = asked("The chemical symbol for {name} is", lambda each: begins_with([each["symbol"]]))
     for kind, wording in CHATS.items():
         named = asked(wording, lambda each: first_number(each["number"]))
         kinds[kind] = [replace(question, is_chat=True, tokens=24) for question in named]
@@ -119,7 +123,7 @@ def of_products(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
 
 def of_two_hops(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
     """Return questions for the port and the team of the product behind the one that is named, by wording."""
-    is_right = {"port": first_number, "owner": first_word}
+    is_right = {"port": first_number, "owner": lambda team: begins_with([team])}
     return {
         kind: [
             Question(wording.format(name=each["name"]), is_right[value](each[value]))
@@ -138,12 +142,36 @@ def of_uneven_texts(entries: Sequence[dict[str, Any]]) -> dict[str, list[Questio
     return {"alone": alone, "in a chat": [replace(question, is_chat=True) for question in alone]}
 
 
+def of_conversations(entries: Sequence[dict[str, Any]]) -> dict[str, list[Question]]:
+    """Return what is asked in chats, by kind.
+
+    An answer is right that has the numbers and names of its row in 40 tokens, or a call that its pattern finds in 120; or, if the row
+    has neither, that is the base's.
+    """
+
+    def is_right(row: dict[str, Any]) -> Callable[[str], bool] | None:
+        if "pattern" in row:
+            return lambda answer: re.search(row["pattern"], answer) is not None
+        has_each = [has(row[key]) for key in ("answers", "also") if key in row]
+        return (lambda answer: all(each(answer) for each in has_each)) if has_each else None
+
+    kinds: dict[str, list[Question]] = {}
+    for each in entries:
+        for row in each["questions"]:
+            tokens, before = (120 if "pattern" in row else 40), tuple(row.get("before", ()))
+            asked = Question(row["question"], is_right(row), is_chat=True, tokens=tokens, before=before)
+            kinds.setdefault(row["kind"], []).append(asked)
+    return kinds
+
+
 # What is asked about: its entries, and the questions, by kind.
 ABOUT: dict[str, Callable[[], tuple[list[dict[str, Any]], dict[str, list[Question]]]]] = {
     "elements": lambda: (entries := known.entries_of_elements(), of_elements(entries)),
     "countries": lambda: (entries := known.entries_of_countries(), of_countries(entries)),
     "products": lambda: (entries := known.entries_of_products(), of_products(entries)),
     "two-hop": lambda: (entries := known.entries_of_two_hops(), of_two_hops(entries)),
-    "uneven": lambda: (entries := known.entries_of_uneven_texts(), of_uneven_texts(entries)),
-    "uneven-2": lambda: (entries := known.entries_of_uneven_texts("uneven_2.jsonl"), of_uneven_texts(entries)),
+    "uneven": lambda: (entries := known.entries_in("uneven.jsonl"), of_uneven_texts(entries)),
+    "uneven-2": lambda: (entries := known.entries_in("uneven_2.jsonl"), of_uneven_texts(entries)),
+    "conversations": lambda: (entries := known.entries_in("conversations.jsonl"), of_conversations(entries)),
+    "code": lambda: (entries := known.entries_in("code.jsonl"), of_conversations(entries)),
 }

@@ -240,7 +240,12 @@ def installed_version() -> str:
     return ".".join(version("transformers").split(".")[:2])
 
 
+def user_cache() -> Path:
+    """Return the folder of what the package keeps for a user, `~/.cache/midus_hf`; a `RuntimeError` without a home folder."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf"
+
+
 def own_rows() -> Path:
     """Return the folder of rows that the user proved, `~/.cache/midus_hf/types`."""
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf" / "types"
+    return user_cache() / "types"

@@ -1,7 +1,7 @@
 """The `midus ask` command."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ app = command_line()
 @app.command()
 def midus_ask(
     model: Annotated[str, argument("Folder or Hub id.", "MODEL")],
-    question: Annotated[str | None, argument("What to ask.", "[QUESTION]")] = None,
+    question: Annotated[str | None, argument("What to ask. Default: a conversation.", "[QUESTION]")] = None,
     questions: Annotated[str | None, cli_option("Ask each line of a file, or of standard input (-).", "FILE")] = None,
     plain: Annotated[bool, flag("--plain", "Continue QUESTION as text, without the chat template.")] = False,
     max_new_tokens: Annotated[int, cli_option("Most tokens of an answer.", "N", min=1)] = 256,
@@ -34,29 +34,65 @@ def midus_ask(
 ) -> None:
     """Ask a model, and print its answer as it is written: the likeliest token each time.
 
+    Without QUESTION, each line of standard input is the next turn of a conversation, to its end (Ctrl-D). With --questions, each
+    line of a file is a question of its own. The model is loaded once.
+
     A model with a bank fetches the blocks of the question's topic, which are listed on standard error, as are the entries of a
-    glossary that are read. Without a chat template, names of entries in the question are also put before it, so that their packs
-    are open when it is read. With --questions the model is loaded once, and each answer follows a line with its question.
+    glossary that are read. Names of entries in a question are also put before it, so that all its words read them.
     """
     check_model_name("model", model)
     check_dtype(dtype)
-    if (question is None) == (questions is None):
-        raise RequestError("expected either QUESTION or --questions FILE; give one of them.")
-    asked = [question] if question is not None else _lines_of(str(questions))
-    for each in asked:
-        if not is_text(each):
-            raise RequestError(f"question is {each!r}, with half a character; expected text in UTF-8. Write it again.")
+    if question is not None and questions is not None:
+        raise RequestError("QUESTION and --questions are given; expected one of them. Leave one out.")
+    converses = question is None and questions is None
+    if converses and plain:
+        raise RequestError(
+            "--plain is given without QUESTION, and a conversation needs the chat template; leave it out."
+        )
+    asked: Iterable[str] = _turns()
+    if not converses:
+        asked = [question] if question is not None else _lines_of(str(questions))
+        for each in asked:
+            _check_text(each)
     from midus_hf.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
+    if converses and tokenizer.chat_template is None:
+        raise RequestError(
+            f"model is {model!r}, which has no chat template for a conversation; expected QUESTION. Give one."
+        )
     if not plain and tokenizer.chat_template is None:
         print("the model has no chat template: the question is continued as text", file=sys.stderr)
         plain = True
     fetched = _fetching(loaded, model)
+    chat: list[dict[str, str]] = []
     for each in asked:
         if questions is not None:
             print(f"> {each}", flush=True)
-        _ask(loaded, tokenizer, model, each, plain, max_new_tokens, fetched)
+        _ask(loaded, tokenizer, model, each, chat if converses else [], plain, max_new_tokens, fetched)
+
+
+def _turns() -> Iterator[str]:
+    """Yield the lines of standard input that are not blank, as they come; a terminal is prompted, else they are printed."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            break
+        except UnicodeError as error:
+            raise RequestError(
+                f"standard input cannot be read: {first_line(error)}. Expected text in UTF-8."
+            ) from None
+        if line:
+            _check_text(line)
+            if not sys.stdin.isatty():
+                print(f"> {line}", flush=True)
+            yield line
+
+
+def _check_text(question: str) -> None:
+    if not is_text(question):
+        raise RequestError(f"question is {question!r}, with half a character; expected text in UTF-8. Write it again.")
 
 
 def _lines_of(path: str) -> list[str]:
@@ -81,22 +117,30 @@ def _lines_of(path: str) -> list[str]:
 
 
 def _ask(
-    loaded: "PreTrainedModel", tokenizer: Any, name: str, question: str, plain: bool, max_new_tokens: int, fetched: Any
+    loaded: "PreTrainedModel",
+    tokenizer: Any,
+    name: str,
+    question: str,
+    chat: list[dict[str, str]],
+    plain: bool,
+    max_new_tokens: int,
+    fetched: Any,
 ) -> None:
-    """Print the answer to one question as it is written, and on standard error what it reads."""
+    """Print the answer to a question after a chat as it is written, and on standard error what it reads; add both to the chat."""
     from transformers import TextStreamer
 
     from midus_hf.evaluation.asking import glossary_of, greedy_answer, question_inputs
 
     glossary = glossary_of(loaded)
-    numbers = glossary.named(glossary.spelling.ids(question)) if plain and glossary is not None else []
-    named = [glossary[number].names[0] for number in numbers] if glossary is not None else []
-    in_front = [f"{each}\n" for each in named]
-    inputs = question_inputs(loaded, tokenizer, question, name=name, in_front=in_front, plain=plain)
+    in_front = "" if glossary is None else glossary.names_in_front(question)
+    message = in_front + question
+    inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
     if glossary is not None:
-        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), named)
+        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
+    written = greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
+    answer = tokenizer.decode(written, skip_special_tokens=True)
+    chat += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
 def _say_what_is_open(
@@ -106,16 +150,12 @@ def _say_what_is_open(
     stack: Any = loaded.stack
     entries, others = stack.services["packs"].open_at_end(ids)
     if entries:
-        said = f"packs of {', '.join(glossary[entry].names[0] for entry in entries)} are read"
-        said += (
-            f"; {', '.join(in_front)} put before the question, so that their packs are open when it is read"
-            if in_front
-            else ""
-        )
+        said = f"entries read: {', '.join(glossary[entry].names[0] for entry in entries)}"
+        said += f"; names put before the question: {', '.join(in_front)}" if in_front else ""
     elif others:
-        said = "no pack is read"
+        said = "no entry is read"
     else:
-        said = "no pack is read: the question contains no name of an entry"
+        said = "no entry is read: the question contains no name of an entry"
         near = glossary.near(question)
         said += f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     said += f"; named, but not read: {', '.join(glossary[entry].names[0] for entry in others)}" if others else ""

@@ -44,12 +44,16 @@ def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
 
 
 class Ending(Exception):
-    """Exception that ends a command with an exit status and the reason. None: the reason has been printed already."""
+    """Exception that ends a command with an exit status and the reason. None: the reason has been printed already.
 
-    def __init__(self, status: int, line: str | None = None):
+    `from_any_process`: whether the reason is printed by any process of a run, and not only by the first.
+    """
+
+    def __init__(self, status: int, line: str | None = None, *, from_any_process: bool = False):
         super().__init__(line)
         self.status = status
         self.line = line
+        self.from_any_process = from_any_process
 
 
 def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str, raises: bool = False) -> int:
@@ -59,7 +63,7 @@ def run_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, nam
     """
     with _lasting_output() as not_printed:
         status, line, places = _ending(app, list(sys.argv[1:] if arguments is None else arguments), name, raises)
-        if line is not None and is_main_process():
+        if line is not None:
             print(" ".join(without_secrets(line).split()), file=sys.stderr)
             for place in places:
                 print(without_secrets(place), file=sys.stderr)
@@ -79,6 +83,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
     if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name=name)
     path, places = _command_path(command, name, line_words), list[str]()
+    is_printed = is_main_process()
     with _termination_interrupts() as terminations:
         try:
             _refuse_empty(line_words)
@@ -90,6 +95,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             return end.exit_code, None, []
         except Ending as end:
             status, line = end.status, end.line
+            is_printed |= end.from_any_process
         except KeyboardInterrupt:
             status, line = INTERRUPTED, "interrupted"
         except Exception as error:
@@ -112,7 +118,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 places = traceback_places(error, {"midus_hf", "upscalers", *plugin_packages()})
         if terminations and status == INTERRUPTED:
             status = TERMINATED
-    return status, None if line is None else f"{path}: {line}", places
+    return status, f"{path}: {line}" if line is not None and is_printed else None, places
 
 
 class _Lasting(io.FileIO):

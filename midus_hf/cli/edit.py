@@ -8,7 +8,7 @@ import typer
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, print_note
+from midus_hf.config.wording import first_few, format_count, print_note
 from midus_hf.model_names import check_sources
 
 
@@ -22,11 +22,15 @@ def _named_texts(name: str | None) -> str | None:
     return name
 
 
-Model = Annotated[str, argument("A checkpoint with memory; it is not changed.", "DIR")]
+Model = Annotated[str, argument("A checkpoint with memory; without --output its glossary is changed.", "DIR")]
+Source = Annotated[str, argument("A checkpoint with memory; it is not changed.", "DIR")]
 Chapters = Annotated[str, cli_option("Chapters by number, such as 3,7-9.", "LIST")]
 Memory = Annotated[str | None, cli_option("One of several memories.  [default: all, or the only one]", "NAME")]
 
 Output = Annotated[str, cli_option("Folder to make.", "PATH")]
+OtherOutput = Annotated[
+    str | None, cli_option("Folder to make.  [default for entries: change the model's glossary]", "PATH", "--output")
+]
 _ENTRIES = 'Rows {"name": ..., "text": ...}: a file, folder or Hub dataset.'
 Entries = Annotated[str, cli_option(_ENTRIES, "CORPUS", callback=_named_corpus)]
 CommonNames = Annotated[bool, flag("--common-names", "Allow names that are frequent words.")]
@@ -39,16 +43,16 @@ app = command_line("Change the contents of a checkpoint's memories: chapters, bl
 
 
 @app.command("list")
-def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
-    """Show chapters, and the routers' biases."""
+def list_(model: Source, memory: Memory = None, json_: Json = False) -> None:
+    """Show the entries of a glossary; chapters, and the routers' biases."""
     from upscalers.console import Console
-    from upscalers.edits.listing import list_chapters, print_chapters
+    from upscalers.edits.listing import list_memories, print_memories
 
-    show(list_chapters(model, memory, Console("midus edit")), json_, print_chapters)
+    show(list_memories(model, memory, Console("midus edit")), json_, print_memories)
 
 
 @app.command()
-def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
+def blocks(model: Source, memory: Memory = None, json_: Json = False) -> None:
     """Show the levels of banks, how large their blocks are, and how many were written."""
     from upscalers.edits.banks import list_banks
 
@@ -57,7 +61,7 @@ def blocks(model: Model, memory: Memory = None, json_: Json = False) -> None:
 
 def of_chapters(
     context: typer.Context,
-    model: Model,
+    model: Source,
     output: Output,
     chapters: Chapters,
     memory: Memory = None,
@@ -78,7 +82,7 @@ app.command("prune", help="Remove chapters; later chapters move up.")(of_chapter
 @app.command()
 def delete(
     model: Model,
-    output: Output,
+    output: OtherOutput = None,
     node: Annotated[
         list[str] | None, cli_option("Block of a bank, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
     ] = None,
@@ -104,7 +108,7 @@ def delete(
         _show_entries(delete_entries(_request(model, output, memory, overwrite), name), json_)
         return
     result = banks.delete(_request(model, output, memory, overwrite), node or [], subtree)
-    deleted = [f"{len(blocks):,} blocks of {name}" for name, blocks in result["banks"].items()]
+    deleted = [f"{format_count(len(blocks), 'block')} of {name}" for name, blocks in result["banks"].items()]
     centroids = result["centroids"] or {}
     lines = [f"{result['output']}: deleted {' and '.join(deleted)}"]
     if centroids.get("deleted"):
@@ -141,20 +145,21 @@ def _left(result: dict[str, Any]) -> list[str]:
             "also trained on its texts, and kept: other weights, which the run trained; there is no proof that they forgot"
         )
     else:
-        said = "no run is recorded there" if taught["weights"] is None else "its run trained only blocks"
+        is_known = taught["weights"] is not None
+        said = (
+            "its last run trained only blocks"
+            if is_known
+            else "not known, as no run or no upscaling is recorded there"
+        )
         lines.append(f"other weights: {said}; upscale strip proves whether they are the base's, byte for byte")
-    return [*lines, _copies(result)]
-
-
-def _copies(result: dict[str, Any]) -> str:
-    return f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"
+    return [*lines, f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"]
 
 
 def of_entries(
     context: typer.Context,
     model: Model,
-    output: Output,
     corpus: Entries,
+    output: OtherOutput = None,
     common_names: CommonNames = False,
     protect: Protect = None,
     overwrite: Overwrite = False,
@@ -184,7 +189,7 @@ _REMAINS = {
 def _show_entries(result: dict[str, Any], json_: bool) -> None:
     done = {"add": "added", "replace": "replaced", "delete": "deleted"}[result["command"]]
     names = first_few([" / ".join(entry) for entry in result["entries"]])
-    lines = [f"{result['output']}: {done} {len(result['entries']):,} entries: {names}"]
+    lines = [f"{result['output']}: {done} {format_count(len(result['entries']), 'entry')}: {names}"]
     for line in result["remarks"]:
         print_note(line)
     if "remains" in result:
@@ -193,11 +198,16 @@ def _show_entries(result: dict[str, Any], json_: bool) -> None:
             for key, (where, remedy) in _REMAINS.items()
             if result["remains"][key]
         ]
-        lines.append(_copies(result))
+        if result["copies"]:
+            lines.append(f"their texts are still in {', '.join(result['copies'])}; to delete: edit or remove them")
+        places = " and ".join(result["searched"])
+        lines.append(
+            f"not searched for their texts: folders other than {places}, compressed files, logs, backups, the Hub"
+        )
     show(result, json_, lambda _: print("\n".join(lines)))
 
 
-def _request(model: str, output: str, memory: str | None, overwrite: bool) -> Any:
+def _request(model: str, output: str | None, memory: str | None, overwrite: bool) -> Any:
     """Return the request of an edit, whose progress is shown on a terminal."""
     from upscalers.console import Console
     from upscalers.edits.checkpoint_edit import EditRequest

@@ -93,9 +93,11 @@ def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[
 
 
 def _not_a_key(name: str, known: Iterable[str]) -> str:
-    """Return a sentence about an unknown key, with the nearest that is known."""
+    """Return a sentence about an unknown key, with the nearest that is known; short names are flags only."""
     bare = name.removeprefix("--")
     nearest = difflib.get_close_matches(bare.replace("-", "_"), known, 1)
+    if bare == name:
+        nearest = [_SHORT_NAMES.get(each, each) for each in nearest]
     return f"{name!r} is not a key" + (f"; did you mean {name.removesuffix(bare)}{nearest[0]}?" if nearest else ".")
 
 
@@ -115,7 +117,7 @@ def _short_run(arguments_class: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunParser(HfArgumentParser):
-    """The `HfArgumentParser` of a command, which also reads `null`, and YAML for keys that take more than text."""
+    """The `HfArgumentParser` of a command, which reads `null`, numbers, mappings and lists as a recipe has them."""
 
     def __init__(self, arguments_class: Any, description: str | None = None, epilog: str | None = None):
         self._hints = typing.get_type_hints(arguments_class)
@@ -141,8 +143,8 @@ class RunParser(HfArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         kinds = {*alternatives_of(self._hints.get(action.dest, str))}
         word = arg_strings[0] if len(arg_strings) == 1 else ""
-        is_yaml = word.startswith(("{", "[")) or word in ("true", "false")
-        if word == "null" or (is_yaml and kinds - {str, type(None)}):
+        is_yaml = kinds & {int, float} or (word.startswith(("{", "[")) and kinds - {str, type(None)})
+        if word == "null" or (word and is_yaml):
             return read_yaml(word, f"--{action.dest}")
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
         return values[0] if str in kinds and isinstance(values, list) and len(values) == 1 else values

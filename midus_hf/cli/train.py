@@ -2,16 +2,26 @@
 
 import gc
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, command_line, is_main_process, run_command
+from midus_hf.cli.command_line import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_REQUEST,
+    Ending,
+    command_line,
+    is_main_process,
+    run_command,
+)
 from midus_hf.cli.options import argument
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import print_note
+from midus_hf.config.wording import first_line, is_first_to, print_note, shared_store
+from midus_hf.files.full_disk import not_written
 
 # For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
@@ -69,11 +79,14 @@ def print_keys(keys_class: Any, command: Any, others: str = "") -> None:
 
 
 def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> None:
-    """Read the arguments of a run, train, and print one line about the result."""
+    """Read the arguments of a run, train, and print one line about the result.
+
+    The process that fails first says why, whichever it is; what this does to others is not printed.
+    """
     ending = _train(words, arguments_class, run)  # which raises none, since an exception would keep the trainer alive
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
+    store = shared_store()  # others may still ask it who failed first
+    if store is not None:
+        sys.modules["torch.distributed"].destroy_process_group()
         # Cycles of trainer and model keep the group, and so its threads, alive. gloo threads that still release tensors can deadlock
         # with the garbage collector, so the pause lets them finish.
         time.sleep(0.5)
@@ -93,16 +106,41 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         arguments = read_arguments(arguments_class, words)
         check_sources(arguments.sources())
         result = run(arguments)
-    except RunInterrupted as interrupted:
-        return Ending(128 + interrupted.signal_number, str(interrupted))
+    except KeyboardInterrupt as interrupted:
+        status, line = INTERRUPTED, "interrupted"
+        if isinstance(interrupted, RunInterrupted):
+            status, line = 128 + interrupted.signal_number, str(interrupted)
+        return _ending(status, line)
     except (NotFiniteError, PartialSaveError) as error:
-        return Ending(FAILED, str(error))
+        return _ending(FAILED, str(error))
     except RequestError as error:
-        return Ending(WRONG_REQUEST, str(error))
+        return _ending(WRONG_REQUEST, str(error))
+    except Exception as error:
+        if isinstance(error.__cause__, RequestError):  # a step read what cannot be trained on
+            return _ending(FAILED, str(error))
+        if (told := not_written(error)) is not None:
+            return _ending(FAILED, str(told))
+        if shared_store() is not None and not is_first_to("failure"):
+            return _ending(FAILED, "another process of the run failed, and says why on its machine")
+        if "/gloo/" in str(error):  # the process at the other end said nothing
+            killed = "another process of the run ended without a word, perhaps killed for its memory"
+            return _ending(FAILED, f"{killed} ({first_line(error)}); see the log of its machine")
+        is_first_to(_failure_here())
+        raise
     if is_main_process():
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
         print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}")
     return None
+
+
+def _ending(status: int, line: str) -> Ending:
+    """Return the ending of a process, which says why if no process of its machine has failed before."""
+    is_first_to("failure")
+    return Ending(status, line if is_first_to(_failure_here()) else None, from_any_process=True)
+
+
+def _failure_here() -> str:
+    return f"failure on machine {os.environ.get('GROUP_RANK', 0)}"
 
 
 main = partial(run_command, app, name="midus train", raises=True)

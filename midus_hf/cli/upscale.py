@@ -29,16 +29,16 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 @dataclasses.dataclass
 class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults. `placement` may be a list there."""
+    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults; `placement` may be one index too."""
 
     base: str | None = None
     method: str | None = None
     output: str | None = None
     num_new_layers: int | None = None
-    placement: Any = None
+    placement: int | str | list[int] | None = None
     seed: int | None = None
     dtype: str | None = None
-    max_shard_size: Any = None
+    max_shard_size: int | str | None = None
     dry_run: bool | None = None
     verify: bool | None = None
     overwrite: bool | None = None
@@ -55,6 +55,9 @@ def run(
     ] = None,
     method: Annotated[str | None, cli_option("See 'upscale methods'.", "NAME")] = None,
     output: Annotated[str | None, cli_option("Folder to make; needed unless --dry-run.", "DIR")] = None,
+    corpus: Annotated[
+        str | None, cli_option("Texts that the method reads (packs, engram), as --set corpus=CORPUS.", "CORPUS")
+    ] = None,
     num_new_layers: Annotated[int | None, cli_option("New layers.  [default: half the base's or so]", "K")] = None,
     placement: Annotated[str | None, cli_option(_PLACEMENTS, "POLICY|I,J,K")] = None,
     seed: Annotated[int | None, cli_option("Seed of everything random.  [default: 0]", "N")] = None,
@@ -96,6 +99,8 @@ def run(
     read = {} if config is None else vars(parse_options(RunRequest, read_mapping(config), f"--config {config}"))
     arguments = {**{key: value for key, value in read.items() if value is not None}, **options}
     arguments["options"] = {**(arguments.get("options") or {}), **read_settings(set_ or [])}
+    if corpus is not None:
+        _take_corpus(arguments, corpus, set_ or [])
     if isinstance(arguments.get("placement"), int):
         arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
@@ -113,6 +118,27 @@ def run(
     show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
+
+
+def _take_corpus(arguments: dict[str, Any], corpus: str, settings: Sequence[str]) -> None:
+    """Set a method's option `corpus`, or refuse if the method has none, or the option is given twice."""
+    from upscalers.methods.contract import METHODS, get_method
+
+    if any(setting.partition("=")[0] == "corpus" for setting in settings):
+        raise RequestError(
+            "--corpus and --set corpus= are given, which are the same; expected one of them. Leave one out."
+        )
+    method = arguments.get("method")
+    if method and not _reads_corpus(get_method(method)):
+        reading = [name for name in sorted(METHODS) if _reads_corpus(METHODS[name])]
+        raise RequestError(
+            f"--corpus is given, and method {method!r} reads no corpus; expected one of {', '.join(reading)}. Leave --corpus out."
+        )
+    arguments["options"]["corpus"] = corpus
+
+
+def _reads_corpus(method: Any) -> bool:
+    return any(field.name == "corpus" for field in dataclasses.fields(method.options_class))
 
 
 @app.command()

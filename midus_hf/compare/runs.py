@@ -60,7 +60,7 @@ class Run:
         }
         if not comparison.texts:
             return keys
-        # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
+        # `midus train` itself rejects a value that is no number.
         steps = finite_number(keys.get("max_steps"))
         if keys.get("max_steps") is None or (steps is not None and steps < 1):
             raise RequestError(

@@ -3,15 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+import enum
 import math
-import re
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import one_of
+from midus_hf.config.wording import first_few, one_of
 
 Options = TypeVar("Options")
 
@@ -24,9 +24,11 @@ _TYPE_NAMES = {
     list: "a list",
     type(None): "null",
 }
-# Number with an exponent. YAML reads the number as text if its point or the sign of its exponent is missing, as in
-# `1e-4`.
-_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+# Words that are text in quotes or as flags, for keys that take what they stand for.
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "None": None}
+_MAX_CHOICES = 8  # of an enumeration in a message
+_TEXTS = (str, list[str], types.NoneType)
+_QUOTES = " Put text that YAML reads as another value, such as no or 12, in quotes."
 
 
 def read_options(
@@ -58,6 +60,9 @@ def read_options(
 
     def read(hint: Any, value: Any, key: str) -> Any:
         alternatives = alternatives_of(hint)
+        if isinstance(value, str) and value in _WORDS:
+            is_taken = any(_converted(each, _WORDS[value])[0] for each in alternatives if each is not Any)
+            value = _WORDS[value] if is_taken else value
         for alternative in alternatives:
             if dataclasses.is_dataclass(alternative) and value is not None and not isinstance(value, list):
                 first = next(iter(dataclasses.fields(alternative))).name
@@ -78,7 +83,9 @@ def read_options(
                 if converted == "":
                     raise RequestError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
                 return converted
-        raise RequestError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
+        is_text = str in alternatives and all(each in _TEXTS or _is_enumeration(each) for each in alternatives)
+        quotes = _QUOTES if is_text and isinstance(value, int | float) else ""
+        raise RequestError(f"{key} is {value!r}; expected {_expected(alternatives)}.{quotes}")
 
     return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
 
@@ -98,8 +105,7 @@ def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
     if typing.get_origin(alternative) is typing.Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(alternative)), value
     if alternative in (int, float):
-        is_words = isinstance(value, str) and not _EXPONENT.fullmatch(value)
-        number = None if is_words else finite_number(value)
+        number = None if isinstance(value, str) else finite_number(value)
         if number is not None and (alternative is float or number.is_integer()):
             return True, value if type(value) is alternative else alternative(number)
         return False, None
@@ -146,7 +152,7 @@ def option(default: Any, help: str, type: str = "") -> Any:
 
 
 def finite_number(value: Any) -> float | None:
-    """Convert a value to a finite number, or return None. Text counts too, since YAML reads `1e-4`, without a point, as text."""
+    """Convert a value, which may be the text of a number, to a finite number, or return None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     with contextlib.suppress(ValueError, OverflowError):
@@ -163,6 +169,8 @@ def _expected(alternatives: tuple[Any, ...]) -> str:
     """Describe the accepted values, for a message."""
     if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
         return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
+    if any(_is_enumeration(each) for each in alternatives):  # whose values are given as text
+        alternatives = tuple(each for each in alternatives if each is not str)
     takes_numbers = any(
         typing.get_origin(each) is list and typing.get_args(each)[0] in (int, float) for each in alternatives
     )
@@ -177,8 +185,14 @@ def _listed_type(hint: Any) -> str:
     return _type_name(hint) if len(alternatives) == 1 else " | ".join(map(_listed_type, alternatives))
 
 
+def _is_enumeration(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
+
+
 def _type_name(hint: Any) -> str:
     """Describe the values that a type accepts, for a sentence."""
+    if _is_enumeration(hint):
+        return f"one of: {first_few([str(each.value) for each in hint], _MAX_CHOICES)}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(map(_type_name, typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:

@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _LONGEST_LINE = 400
 
@@ -23,6 +24,12 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
     beyond = len(names) - most
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number of things, such as `1 entry` or `2,000 entries`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def first_line(error: BaseException) -> str:
@@ -48,7 +55,29 @@ def no_column(label: str, column: str, columns: Sequence[str]) -> str:
     )
 
 
-def print_note(line: str) -> None:
-    """Print a line on standard error, only in the first process of a run."""
-    if int(os.environ.get("RANK", 0)) == 0:
+def print_note(line: str, event: str | None = None) -> None:
+    """Print a line on standard error, only in the first process of a run, or in the first that comes to an event."""
+    if int(os.environ.get("RANK", 0)) == 0 if event is None else is_first_to(event):
         print(line, file=sys.stderr, flush=True)
+
+
+def is_first_to(event: str) -> bool:
+    """Return whether no other process of a run has come to an event before; the store that they share counts.
+
+    Before processes know of each other, the first of a machine speaks for the others there.
+    """
+    store = shared_store()
+    if store is None:
+        return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    try:
+        return store.add(f"midus_hf/{event}", 1) == 1
+    except RuntimeError:  # the process that had the store has ended
+        return False
+
+
+def shared_store() -> Any:
+    """Return the store that the processes of a run share; None before this process has joined others."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()

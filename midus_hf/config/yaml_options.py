@@ -1,5 +1,9 @@
-"""Read a dataclass of options from YAML files and from settings `key=value`, and refuse unknown keys and wrong types."""
+"""Read a dataclass of options from YAML files and from settings `key=value`, and refuse unknown keys and wrong types.
 
+All YAML is read and written here, so that a number or a word means the same in a recipe, a flag and `--set`, at any depth.
+"""
+
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +14,42 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import read_options
 
 Options = TypeVar("Options")
+
+_INT, _FLOAT, _STR, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "merge"))
+# Numbers of YAML 1.2, and digits in groups as in Python. YAML 1.1 reads 010 as 8, 1:30 as 90 and 1e-6 as text.
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_NUMBERS = {
+    _INT: rf"[-+]?{_DIGITS}|0o[0-7]+|0x[0-9a-fA-F]+",
+    _FLOAT: rf"[-+]?(?:\.[0-9]+|{_DIGITS}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_READ_AS_TEXT = {*_NUMBERS, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
+
+
+class _Reader(yaml.SafeLoader):
+    """Reader of YAML with numbers of YAML 1.2, whose dates and keys of mappings are text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _READ_AS_TEXT]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:  # or a text named no would be named False
+                key.tag = _STR
+        return node
+
+
+class _Writer(yaml.SafeDumper):
+    """Writer of YAML that puts text in quotes if a reader of YAML 1.1 or 1.2 would take it for something else."""
+
+
+for _tag, _pattern in _NUMBERS.items():
+    for _kind in (_Reader, _Writer):
+        _kind.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list("-+.0123456789"))
+_Reader.add_constructor(_INT, lambda _, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10))
+_Reader.add_constructor(_FLOAT, lambda _, node: float(re.sub(r"\.(?=[in])", "", node.value.lower())))
 
 
 def options_from_files(cls: type[Options], paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Options:
@@ -83,7 +123,7 @@ def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
 
 def read_yaml(text: str, subject: str) -> Any:
     """Parse a YAML text into mappings, lists, strings, numbers, booleans and None."""
-    reader = yaml.SafeLoader(text)
+    reader = _Reader(text)
     try:
         document = reader.get_single_node()
         if document is None:
@@ -93,16 +133,28 @@ def read_yaml(text: str, subject: str) -> Any:
         return reader.construct_document(document)
     except RequestError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
+    # A value that its tag does not fit raises one of the last three.
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError) as error:
         raise RequestError(f"{subject} is not YAML: {_fault(error)}. Correct it there.") from None
     finally:
         reader.dispose()
 
 
-def _fault(error: yaml.YAMLError | ValueError) -> str:
+def write_yaml(value: Any, flow: bool | None = False) -> str:
+    """Return a value as YAML, which `read_yaml` and readers of YAML 1.1 read alike.
+
+    Args:
+        value: Mappings, lists, texts, numbers, booleans and None.
+        flow: Whether to write it within brackets, None for only the innermost mappings and lists. Default: False.
+    """
+    text: str = yaml.dump(value, Dumper=_Writer, default_flow_style=flow, sort_keys=False)
+    return text
+
+
+def _fault(error: Exception) -> str:
     """Return the error of a text and its line, without the text, which may contain a secret."""
-    if isinstance(error, ValueError):
-        return "it has a date that does not exist, or a tag that its value does not fit"
+    if not isinstance(error, yaml.YAMLError):
+        return "it has a tag that its value does not fit, or a number of too many digits"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     return f"{', '.join(filter(None, (error.context, error.problem)))} in line {error.problem_mark.line + 1}"
@@ -115,7 +167,7 @@ def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, subject: 
     lines: dict[Any, int] = {}
     for child in node.value:
         key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)
-        if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+        if isinstance(key_node, yaml.ScalarNode) and key_node.tag != _MERGE:
             key = reader.construct_object(key_node)
             line = key_node.start_mark.line + 1
             if key in lines:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +31,8 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+# Endings of files of rows.
+ROW_SUFFIXES = tuple(ending for ending, kind in KINDS.items() if kind != "text")
 # Compressed files by file extension, with the names of compressions in `fsspec`.
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
@@ -40,6 +42,7 @@ _SEPARATORS = {"csv": ",", "tsv": "\t"}
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
 _FILE_COLUMN = "file"  # of texts in a folder
+STREAMED_FILE_COLUMN = "_midus_file"  # of rows of a stream: the file that has them, where it is known
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -129,7 +132,9 @@ def stream_rows(
     split: str | None = None,
     name: str | None = None,
 ) -> "IterableDataset":
-    """Return the rows that `read_rows` reads as a stream; the description of its `info` names the files, to tell others.
+    """Return the rows that `read_rows` reads as a stream, which `stream_files` tells from others.
+
+    The file of each row is under `STREAMED_FILE_COLUMN`, unless it is a row of a saved dataset.
 
     Args:
         key: Key of the arguments that names the sources, for messages.
@@ -168,10 +173,32 @@ def _read_sources(
         parts = [_read_source(key, each, split, name, text_column, columns, is_alone=alone) for each in names]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except RequestError:  # about the first rows of a table
+        raise
     except (ValueError, TypeError) as error:
         raise RequestError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
+
+
+def locate_rows(key: str, source: str, count: int) -> list[str]:
+    """Return where each row of a source is, for messages: in which line of which file; where rows have no lines, their numbers.
+
+    Args:
+        key: Key of the arguments that names the source.
+        source: A file, a folder, or the id of a dataset on the Hub, as `read_rows` has read it.
+        count: Number of its rows.
+    """
+    from midus_hf.data.readers import lines_of_rows
+
+    path, places = Path(source).expanduser(), list[str]()
+    if path.exists() and not _is_saved(path) and not (path.is_dir() and _declares_data(path)):
+        kind, splits, _ = _select_files(key, path, has_text=False)
+        for file in splits.get("train") or next(iter(splits.values())):
+            name = source if file == path else str(file)
+            lines = lines_of_rows(file, kind, _COMPRESSIONS.get(file.suffix.lower()), _SEPARATORS.get(kind))
+            places += [f"line {line} of {key} {name}" for line in lines]
+    return places if len(places) == count else [f"row {number} of {key} {source}" for number in range(1, count + 1)]
 
 
 class DocumentPaths(NamedTuple):
@@ -260,7 +287,7 @@ def _read_source(
         raise RequestError(
             f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
-    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    is_saved = _is_saved(path)
     is_declared = not path.exists() or (not is_saved and _declares_data(path))
     if name is not None and not is_declared:
         raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
@@ -286,19 +313,23 @@ def _read_source(
     if columns is None:
         return rows
     if rows.column_names is not None and text_column not in rows.column_names:
-        raise RequestError(no_column(_label(key, source), columns[0], rows.column_names))
+        others = [each for each in rows.column_names if each != STREAMED_FILE_COLUMN]
+        raise RequestError(no_column(_label(key, source), columns[0], others))
     if isinstance(rows, datasets.Dataset):
         files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
         rows.info.description = _description(files)
+    kept = [*columns, STREAMED_FILE_COLUMN]
     return (
         rows
         if rows.column_names is None
-        else rows.select_columns([each for each in columns if each in rows.column_names])
+        else rows.select_columns([each for each in kept if each in rows.column_names])
     )
 
 
-def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> Any:
+def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] | None) -> Any:
     """Return the rows of a prepared builder, or with `columns` a stream."""
+    import datasets
+
     from midus_hf.data.readers import JsonReader, ParquetReader
 
     if columns is None:
@@ -307,12 +338,53 @@ def _rows_of(builder: Any, split: str | None, columns: Sequence[str] | None) -> 
         builder.take(columns)
     files = [name for of_split in (builder.config.data_files or {}).values() for name in of_split]
     builder.info.description = _description([name if "://" in name else Path(name) for name in files])
-    return builder.as_streaming_dataset(split=split)
+    if isinstance(builder, datasets.ArrowBasedBuilder):
+        builder._generate_tables = _with_file_names(key, builder._generate_tables)
+    rows = builder.as_streaming_dataset(split=split)
+    for of_split in rows.values() if isinstance(rows, dict) else [rows]:
+        if of_split.features is not None and isinstance(builder, datasets.ArrowBasedBuilder):
+            of_split.info.features[STREAMED_FILE_COLUMN] = datasets.Value("string")
+    return rows
+
+
+def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return the tables of a builder for streams, which read a file at a time, with its name in a column and in errors."""
+    import pyarrow
+
+    def generate_tables(**shard: Any) -> Iterator[Any]:
+        names = shard.get("base_files") or shard.get("files") or [None]
+        file = None if names[0] is None else str(names[0]).rpartition("::")[2]
+        remedy = "" if file is None or "://" in file else ". Repair the file, or remove it."
+        with reading(key if file is None else f"{key} has the file {file!r}", remedy):
+            for place, table in generate(**shard):
+                column = pyarrow.nulls(len(table)) if file is None else pyarrow.repeat(file, len(table))
+                yield place, table.append_column(STREAMED_FILE_COLUMN, column.cast(pyarrow.string()))
+
+    return generate_tables
 
 
 def _description(files: Sequence[str | Path]) -> str:
-    """Return what tells files from others, wherever their folder is: names and sizes, or the address with its commit."""
-    return json.dumps([[file.name, file.stat().st_size] if isinstance(file, Path) else file for file in files])
+    """Return what `stream_files` reads: name, size, and state on disk of files, or addresses with commits."""
+    described: list[Any] = []
+    for file in files:
+        if isinstance(file, Path):
+            of_disk = file.stat()
+            state = [str(file.resolve()), of_disk.st_ino, of_disk.st_mtime_ns, of_disk.st_ctime_ns]
+            described.append([file.name, of_disk.st_size, *state])
+        else:
+            described.append(file)
+    return json.dumps(described)
+
+
+def stream_files(rows: "IterableDataset") -> tuple[str, str]:
+    """Return what tells the files of a stream from others wherever their folders are, and from themselves after any write.
+
+    The first are names and sizes, or addresses with commits. The second has the places and times too; it also differs if the
+    files were copied or moved, and nobody can set the times of changes back.
+    """
+    sources = [json.loads(source) for source in rows.info.description.split("\n\n") if source]
+    names = [json.dumps([file[:2] if isinstance(file, list) else file for file in source]) for source in sources]
+    return "\n\n".join(dict.fromkeys(names)), json.dumps(sources)
 
 
 @contextlib.contextmanager
@@ -325,6 +397,11 @@ def reading(beginning: str, remedy: str = "") -> Iterator[None]:
         if isinstance(cause, UnicodeDecodeError):
             remedy = save_as_utf8(cause)
         raise RequestError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether a folder is a dataset that `save_to_disk` wrote."""
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
 def _declares_data(folder: Path) -> bool:
@@ -359,7 +436,7 @@ def _read_declared(
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is None:
             builder.download_and_prepare()
-        return _rows_of(builder, split, columns)
+        return _rows_of(builder, key, split, columns)
 
 
 def refuse_pointers(key: str, files: Sequence[Path]) -> None:
@@ -384,19 +461,7 @@ def _read_files(
     """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
     from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
 
-    files = _files_of(key, path)
-    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
-    kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
-    kind = next((kind for kind in kinds if kind != "text"), "text")
-    if not kinds or (kind == "text" and text_column is None):
-        endings = ", ".join(ending for ending, kind in KINDS.items() if text_column or kind != "text")
-        content = "text" if text_column else "rows"
-        raise RequestError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
-    read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
-    if not read:
-        expected = "text with a visible character" if text_column else "row"
-        raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
-    splits = {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read)
+    kind, splits, files = _select_files(key, path, has_text=text_column is not None)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
     _say_unread(key, path, files, read)
@@ -430,7 +495,7 @@ def _read_files(
     if kind in _SEPARATORS:
         _say_of_tables(key, path, read if columns is None else [], builder, _SEPARATORS[kind])
     with reading(f"{key} is {str(path)!r}"):
-        rows = _rows_of(builder, split, columns)
+        rows = _rows_of(builder, key, split, columns)
     if kind != "text":
         return rows
     if columns is not None:
@@ -451,6 +516,23 @@ def _read_files(
         names = [file.relative_to(path).as_posix() for file in read]
         rows = rows["train"].add_column(_FILE_COLUMN, names)
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
+
+
+def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[str, list[Path]], list[Path]]:
+    """Return the kind of files that are read of a path, these by split, and all files there; `has_text`: whether text has rows."""
+    files = _files_of(key, path)
+    kind_of = {file: _kind_of(file) or ("text" if file == path else None) for file in files if file.is_file()}
+    kinds = [kind for kind, _ in Counter(kind_of.values()).most_common() if kind is not None]
+    kind = next((kind for kind in kinds if kind != "text"), "text")
+    if not kinds or (kind == "text" and not has_text):
+        endings = ", ".join(ending for ending, kind in KINDS.items() if has_text or kind != "text")
+        content = "text" if has_text else "rows"
+        raise RequestError(f"{key} is {str(path)!r}, which has no {content}; expected files ending in {endings}.")
+    read = [file for file, its_kind in kind_of.items() if its_kind == kind and file.stat().st_size]
+    if not read:
+        expected = "text with a visible character" if has_text else "row"
+        raise RequestError(f"{key} is {str(path)!r}, which is empty: it has no {expected}. Add text to it.")
+    return kind, {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read), files
 
 
 def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, usual: str) -> None:

@@ -5,7 +5,9 @@ gets the type of other rows.
 """
 
 import csv
+import io
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -99,12 +101,15 @@ class JsonReader(Json):
     def _generate_tables(self, files_iterables: Any, **others: Any) -> Iterator[tuple[Key, pa.Table]]:
         for shard, files in enumerate(files_iterables):
             batches = (rows for file in files for rows in self._rows(file))
+            earlier_rows = 0
             for number, rows in enumerate(batches):
-                yield Key(shard, number), self._table(rows)
+                yield Key(shard, number), self._table(rows, earlier_rows)
+                earlier_rows += len(rows)
         if not self._is_text:
             raise RequestError("it has no rows")
 
-    def _table(self, rows: list[dict[str, Any]]) -> pa.Table:
+    def _table(self, rows: list[dict[str, Any]], earlier_rows: int) -> pa.Table:
+        """Return rows, which follow on some earlier rows, as a table."""
         names = self._is_text if self._is_stream else dict.fromkeys(chain.from_iterable(rows))
         columns = {name: [row.get(name) for row in rows] for name in names}
         before = dict(self._is_text)
@@ -113,8 +118,9 @@ class JsonReader(Json):
         if self._is_text != before:
             if self._is_stream:
                 name = next(iter(before))
-                value = next(value for value in columns[name] if not isinstance(value, str | None))
-                raise RequestError(f"it has {value!r:.60} under {name!r}; expected text")
+                numbered = enumerate(columns[name], start=earlier_rows + 1)
+                number, value = next((at, value) for at, value in numbered if not isinstance(value, str | None))
+                raise RequestError(f"row {number} has {value!r:.60} under {name!r}; expected text")
             raise _OtherColumnsError
         arrays = []
         for name, is_text in self._is_text.items():
@@ -144,9 +150,12 @@ class JsonReader(Json):
         if self.config.field is not None:
             values = values[self.config.field]
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(rows):
             if not isinstance(row, dict):
-                raise RequestError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
+                where = f"value {number + 1} of its list"
+                if self.config.field is None:
+                    where = f"{where}, in line {_lines_of_values(text)[number]},"
+                raise RequestError(f"{where} is {row!r:.60}; expected an object or a text")
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             yield rows[begin : begin + _ROWS_AT_ONCE]
 
@@ -162,9 +171,26 @@ def _row(line: str, number: int) -> dict[str, Any]:
             else f"no JSON: {error}"
         )
         row = None
+    if row is not None and "\\ud" in line.lower():
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"line {number} has half a character: {error}") from None
     if not isinstance(row, dict):
         raise RequestError(f"line {number} is {found}; expected an object in each line, or one list of objects")
     return row
+
+
+def _lines_of_values(text: str) -> list[int]:
+    """Return the line in which each value of a JSON list begins, from 1."""
+    lines, line, counted = [], 1, 0
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    at = text.index("[") + 1
+    while (at := between.match(text, at).end()) < len(text) and text[at] != "]":  # type: ignore[union-attr]
+        line, counted = line + text.count("\n", counted, at), at
+        lines.append(line)
+        _, at = decoder.raw_decode(text, at)
+    return lines
 
 
 class TableReader(Csv):
@@ -269,6 +295,39 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
         for split, files in splits.items()
     }
     return DataFilesDict(lists)
+
+
+def lines_of_rows(file: Path, kind: str, compression: str | None, usual: str | None) -> list[int]:
+    """Return the line in which each row of a file begins, from 1; none if rows have no lines, or the file is read otherwise.
+
+    Args:
+        file: A file that a reader has read.
+        kind: Its kind.
+        compression: Its compression; None without.
+        usual: Separator of fields of a table; None for other kinds.
+    """
+    if usual is None and kind != "json":
+        return []
+    newline = "\n" if usual is None else ""
+    with fsspec.open(str(file), "rt", compression=compression, encoding="utf-8-sig", newline=newline) as opened:
+        text = opened.read()
+    if usual is None:
+        if text.lstrip().startswith("["):
+            return _lines_of_values(text)
+        return [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    separator, lines = separator_in(text[:_CHARACTERS_OF_HEAD], usual), io.StringIO(text, newline="")
+    skipped = 0 if declared_separator(text[:_CHARACTERS_OF_HEAD]) is None else len([lines.readline()])
+    dialect: dict[str, Any] = {"delimiter": separator, "quoting": quoting_of(separator, usual)}
+    table = csv.reader(lines, **dialect)
+    begins, begin = [], 1
+    try:
+        for fields in table:
+            if len(fields) > 1 or any(map(str.strip, fields)):
+                begins.append(begin + skipped)
+            begin = table.line_num + 1
+    except csv.Error:
+        return []
+    return begins[1:]  # the first line names the columns
 
 
 def quoting_of(separator: str, usual: str) -> int:

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from torch.utils.data import IterableDataset
 
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import no_column, print_note
-from midus_hf.data.corpus import TREE_COLUMN, DocumentPaths, reading
+from midus_hf.config.wording import first_few, no_column, print_note
+from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, reading, stream_files
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXTS_AT_ONCE = 100
+# Most files of a pass that have digests of their own; the last one is also that of all further files.
+_MAX_FILES_APART = 10_000
 
 
 class StreamedSequences(IterableDataset):
@@ -33,8 +35,11 @@ class StreamedSequences(IterableDataset):
     sequences of `packed_sequences` in their order; those of `leaf_sequences` come as soon as a leaf has the tokens, and its last one
     at the end of the pass. It is iterated in its own process, not by workers.
 
+    `save` keeps digests of the texts too. If any file was written, copied or moved since, `load` reads the texts again that had been
+    read, and compares them; those of an earlier pass are all texts.
+
     Args:
-        texts: Stream of `stream_rows`, or the part of it that a process reads.
+        texts: Stream of `stream_rows`.
         tokenizer: The tokenizer, which has an EOS token.
         sequence_length: T.
         documents_apart: Whether tokens attend only within their text.
@@ -46,6 +51,9 @@ class StreamedSequences(IterableDataset):
         depth: Number of levels of a path that name its leaf. Default: all.
         shuffle_buffer: Number of sequences of which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
+        rank: Number of this process among those that divide the texts by `split_dataset_by_node`: by files if all then have as
+            many, else by texts.
+        world_size: Number of these processes.
 
     Raises:
         RequestError: If the first texts cannot be read or are blank, or all fill no sequence.
@@ -66,9 +74,30 @@ class StreamedSequences(IterableDataset):
         depth: int | None = None,
         shuffle_buffer: int = 10_000,
         seed: int | list[int] = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         self.key, self._sequence_length, self._shuffle_buffer = key, sequence_length, max(1, shuffle_buffer)
         self.tree: str | None = None  # fingerprint of the tree that the paths name
+        names, self._files_on_disk = stream_files(texts)
+        self._label, self._remedy = key, ""
+        if world_size > 1:
+            from datasets.distributed import split_dataset_by_node
+
+            files = texts.num_shards
+            texts = split_dataset_by_node(texts, rank, world_size)
+            part = f"1 text in {world_size}"
+            if files % world_size == 0:
+                part = f"{files // world_size:,} of {files:,} files"
+                self._remedy = (
+                    f", whether or not other ranks have read theirs. Give files equal sizes, or make them a number that {world_size} "
+                    "does not divide, with which ranks have equally many texts"
+                )
+            self._label = f"{key} of rank {rank} ({part})"
+        self._told: set[str] = set()  # of blank texts
+        # Of files in the order of reading: name, number of texts, and digest. None for a pass that began without digests.
+        self._texts_read: list[list[Any]] | None = None
+        self._earlier_pass: list[list[Any]] | None = None
         self._source, self._begin, self._text_column, self._depth = texts, texts.state_dict(), text_column, depth
         self._read_paths, self._columns_of_paths = read_paths, [path_column, TREE_COLUMN]
         self._tokenise = partial(tokenise, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -82,11 +111,11 @@ class StreamedSequences(IterableDataset):
             self._read_on()
             if self._counts["texts"] == self._counts["blank"]:
                 raise RequestError(
-                    f"{key} begins with {self._counts['texts']:,} texts that are blank or missing under {text_column!r}; set "
-                    "text_column to the column that holds the text."
+                    f"{self._label} begins with {self._counts['texts']:,} texts{_name_files(self._texts_read)} that are blank or "
+                    f"missing under {text_column!r}; set text_column to the column that holds the text."
                 )
         first = [(name, values.tolist()) for row in self._rows for name, values in row.items()]
-        described = json.dumps([texts.info.description, first])
+        described = json.dumps([names, first])
         # SHA-256 of the files and of the first sequences, by which a stream is told from others.
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 
@@ -112,15 +141,23 @@ class StreamedSequences(IterableDataset):
         for name, arrays in lists.items():
             flat[name] = np.concatenate([np.zeros(0, np.int32), *arrays])
             flat[f"{name}.lengths"] = np.array([len(each) for each in arrays], np.int64)
+        read = json.dumps([self._files_on_disk, self._texts_read, self._earlier_pass]).encode()
+        flat["texts_read"] = np.frombuffer(read, np.uint8)
         source = self._source.state_dict() if self._state is None else self._state
         state = {"source": source, "generator": self._generator.bit_generator.state}
         state |= {"counts": self._counts, "packers": packers, "tree": self.tree}
         save_file(flat, path, metadata={"state": json.dumps(state)})
 
     def load(self, path: Path) -> None:
-        """Go on from where the stream stood that wrote a file; sources and arguments are the same."""
+        """Go on from where the stream stood that wrote a file; sources and arguments are the same.
+
+        Raises:
+            RequestError: If the texts that had been read have changed.
+        """
         with safe_open(path, "numpy") as file:
             state = json.loads(file.metadata()["state"])
+            has_digests = "texts_read" in file.keys()
+            read = json.loads(file.get_tensor("texts_read").tobytes()) if has_digests else [None] * 3
             lists = {
                 name: [each.copy() for each in np.split(file.get_tensor(name), np.cumsum(lengths)[:-1])]
                 for name in ["pieces", *self._new_packer().columns]
@@ -128,6 +165,7 @@ class StreamedSequences(IterableDataset):
             }
         pieces = iter(lists.pop("pieces", []))
         self._rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+        self._compare(*read)
         self._counts, self.tree = state["counts"], state["tree"]
         self._generator.bit_generator.state = state["generator"]
         self._packers.clear()
@@ -136,7 +174,52 @@ class StreamedSequences(IterableDataset):
             packer.path, packer.place, packer.pieces = path_of_leaf, place, [next(pieces) for _ in range(count)]
         self._read_from(state["source"])
 
+    def _compare(self, files_on_disk: str | None, texts_read: Any, earlier_pass: Any) -> None:
+        """Take over the digests of texts that had been read; if files are not as they were, read the texts again."""
+        self._texts_read, self._earlier_pass = texts_read, earlier_pass
+        if (expected := earlier_pass or texts_read) is None:
+            print_note(
+                f"{self.key}: the checkpoint, of an earlier version, has no digests of the texts that had been read: names and sizes "
+                "of files and the first texts are compared, and nothing else"
+            )
+            return
+        count, again = sum(texts for _, texts, _ in expected), list[list[Any]]()
+        if files_on_disk == self._files_on_disk or not count:
+            return
+        print_note(
+            f"{self.key}: files have been written, copied or moved since the run began; the {count:,} texts that had been read "
+            "are read again and compared, others cannot be"
+        )
+        self._read_from(self._begin)
+        left = count
+        while left > 0 and (batch := self._next_batch(count - left)) is not None:
+            rows = {name: values[:left] for name, values in batch.items()}
+            left -= self._digest(rows, again)
+        pairs = zip_longest(expected, again, fillvalue=[None, 0, ""])
+        changed = [now if now[1] else before for before, now in pairs if before[1:] != now[1:]]
+        if changed:
+            raise RequestError(
+                f"{self._label} has changed: texts{_name_files(changed)} are not those that the run to resume read, among its first "
+                f"{count:,}; put back what was read, or start a new run in another folder."
+            )
+        for entry, now in [*zip(texts_read, again, strict=False), *zip(expected, again, strict=True)]:
+            entry[0] = now[0]  # which may lie elsewhere now
+
+    def _digest(self, batch: dict[str, list[Any]], read: list[list[Any]]) -> int:
+        """Add rows to the digests of texts that were read, and return their number."""
+        files = batch.get(STREAMED_FILE_COLUMN)
+        columns = [batch[name] for name in (self._text_column, *self._columns_of_paths) if name in batch]
+        for number, row in enumerate(zip(*columns, strict=True)):
+            file = None if files is None else files[number]
+            if not read or (read[-1][0] != file and len(read) < _MAX_FILES_APART):
+                read.append([file, 0, ""])
+            entry = read[-1]
+            entry[1] += 1
+            entry[2] = hashlib.sha256(f"{entry[2]}{json.dumps(row, default=str)}".encode()).hexdigest()[:32]
+        return len(columns[0])
+
     def _begin_pass(self, passes: int) -> None:
+        self._texts_read = []
         self._counts = dict.fromkeys(("texts", "blank", "tokens", "sequences", "has_ended"), 0)
         self._counts["earlier_passes"] = passes
         self._packers: dict[tuple[int, ...], Packer] = {}
@@ -150,21 +233,16 @@ class StreamedSequences(IterableDataset):
     def _read_on(self) -> None:
         """Read some texts into the buffer, or end the pass."""
         counts = self._counts
-        with reading(f"{self.key}, after {counts['texts']:,} texts, has something"):
-            batch = next(self._batches, None)
+        batch = self._next_batch(counts["texts"])
         self._state = None
         if batch is None:
             self._end_pass()
             return
-        texts = batch.get(self._text_column)
-        if texts is None:
-            raise RequestError(no_column(self.key, self._text_column, list(batch)))
-        if others := [text for text in texts if not isinstance(text, str | None)]:
-            raise RequestError(
-                f"{self.key}, after {counts['texts']:,} texts, has {others[0]!r:.60} under {self._text_column!r}; expected text. Set "
-                "text_column to the column that holds the text."
-            )
+        texts = batch[self._text_column]
+        if self._texts_read is not None:
+            self._digest(batch, self._texts_read)
         kept = [place for place, text in enumerate(texts) if text and text.strip()]
+        self._tell_blank(batch, sorted({*range(len(texts))} - {*kept}))
         counts["blank"] += len(texts) - len(kept)
         if kept:
             tokens = self._tokenise([texts[place] for place in kept])["input_ids"]
@@ -175,16 +253,56 @@ class StreamedSequences(IterableDataset):
                 self._pack_by_leaf(tokens, {name: [values[place] for place in kept] for name, values in batch.items()})
         counts["texts"] += len(texts)
 
+    def _next_batch(self, before: int) -> dict[str, list[Any]] | None:
+        """Return the next rows of a pass, after `before` others, with texts in the column of texts; None at its end."""
+        try:
+            batch = next(self._batches, None)
+        except RequestError:  # which names the file
+            raise
+        except Exception:
+            with reading(f"{self._label}, after {before:,} texts, has something"):
+                raise
+        if batch is None:
+            return None
+        if self._text_column not in batch:
+            columns = [name for name in batch if name != STREAMED_FILE_COLUMN]
+            raise RequestError(no_column(self._label, self._text_column, columns))
+        for place, text in enumerate(batch[self._text_column]):
+            if not isinstance(text, str | None):
+                raise RequestError(
+                    f"{self._label}, after {before + place:,} texts{_name_files(_files(batch, [place]), ', in')}, has {text!r:.60} "
+                    f"under {self._text_column!r}; expected text. Set text_column to the column that holds the text."
+                )
+        return batch
+
+    def _tell_blank(self, batch: dict[str, list[Any]], blank: Sequence[int]) -> None:
+        """Print that a run has come to blank texts for the first time, or to many."""
+        texts, counts = batch[self._text_column], self._counts
+        extent = "all" if len(blank) == len(texts) else "some"
+        is_refused = counts["texts"] == counts["blank"] and extent == "all"  # if the run begins so
+        is_known = extent in self._told or counts["earlier_passes"] or (extent == "some" and counts["blank"])
+        if not blank or is_refused or is_known:
+            return
+        self._told |= {extent, "some"}
+        named, reason = _name_files(_files(batch, blank)), f"blank or missing under {self._text_column!r}"
+        if extent == "all":
+            line = (
+                f"all {len(texts):,} texts{named} after the first {counts['texts']:,} are {reason}, and are left out"
+            )
+        else:
+            line = f"a text{named}, after {counts['texts'] + blank[0]:,} others, is {reason}, and is left out, as all such texts are"
+        print_note(f"{self._label}: {line}", f"{extent} texts blank")
+
     def _pack_by_leaf(self, tokens: list[list[int]], batch: dict[str, list[Any]]) -> None:
         import datasets
 
         assert self._read_paths is not None
         rows = datasets.Dataset.from_dict({name: batch[name] for name in self._columns_of_paths if name in batch})
-        written = self._read_paths(rows, text=f"{self.key}, after {self._counts['texts']:,} texts")
+        written = self._read_paths(rows, text=f"{self._label}, after {self._counts['texts']:,} texts")
         if self._packers and written.tree != self.tree:
             raise RequestError(
-                f"{self.key}, after {self._counts['texts']:,} texts, has paths of another tree under {TREE_COLUMN!r}; expected paths "
-                "of one tree. Assign all documents by the same tree."
+                f"{self._label}, after {self._counts['texts']:,} texts, has paths of another tree under {TREE_COLUMN!r}; expected "
+                "paths of one tree. Assign all documents by the same tree."
             )
         self.tree = written.tree
         for ids, path in zip(tokens, written.paths.tolist(), strict=True):
@@ -209,11 +327,31 @@ class StreamedSequences(IterableDataset):
             if packer.pieces and is_read and (counts["sequences"] or packer.fill is not None):
                 self._add(packer.last() or {})
         if not counts["sequences"]:
-            raise RequestError(too_few_tokens(self.key, counts["tokens"], self._sequence_length))
+            raise RequestError(too_few_tokens(self._label, counts["tokens"], self._sequence_length))
         counts["has_ended"] = 1
-        if not counts["earlier_passes"] and int(os.environ.get("RANK", 0)) == 0:
+        if self._earlier_pass and self._texts_read and self._earlier_pass != self._texts_read:
+            print_note(
+                f"{self._label}: this pass has read other texts than the one before; files have changed",
+                "changed texts",
+            )
+        self._earlier_pass = self._texts_read
+        if not counts["earlier_passes"]:
             blank = f" ({counts['blank']:,} of them blank, and left out)" if counts["blank"] else ""
             print_note(
-                f"{self.key}: all {counts['texts']:,} texts{blank} of this process have been read once, {counts['tokens']:,} tokens "
-                f"in {counts['sequences']:,} sequences; the stream begins again"
+                f"{self._label}: all {counts['texts']:,} texts{blank}{_name_files(self._texts_read)} have been read once, "
+                f"{counts['tokens']:,} tokens in {counts['sequences']:,} sequences; the stream begins again{self._remedy}",
+                "a pass has ended",
             )
+
+
+def _files(batch: dict[str, list[Any]], places: Iterable[int]) -> list[list[Any]]:
+    """Return the files of some rows, as entries of texts that were read."""
+    names = batch.get(STREAMED_FILE_COLUMN)
+    return [] if names is None else [[name] for name in dict.fromkeys(names[place] for place in places)]
+
+
+def _name_files(entries: Sequence[Sequence[Any]] | None, word: str = " of") -> str:
+    """Return the end of a phrase on texts, which names their files where they are known, a single one with its folder."""
+    files = [entry[0] for entry in entries or () if entry[0] is not None]
+    names = [repr(file if len(files) == 1 else Path(file).name) for file in files]
+    return f"{word} {first_few(names)}" if names else ""

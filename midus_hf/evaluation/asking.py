@@ -31,7 +31,7 @@ def question_inputs(
     question: str,
     *,
     name: str,
-    in_front: Sequence[str] = (),
+    chat: Sequence[dict[str, str]] = (),
     plain: bool = False,
 ) -> "BatchEncoding":
     """Return the token ids of a question and their mask, `[1, T]`, in the chat template, or as text.
@@ -41,20 +41,23 @@ def question_inputs(
         tokenizer: Its tokenizer.
         question: The question.
         name: Name of the model, for messages.
-        in_front: Texts to put before the question, within the user's message. Default: none.
+        chat: Messages before the question, in the chat template. Default: none.
         plain: Whether the question is read as text, without the chat template. Default: False.
 
     Raises:
         RequestError: If the chat template refuses a single question, or the question has no token for this model.
     """
-    text = "".join([*in_front, question])
     if plain:
-        inputs = tokenizer(text, return_tensors="pt")
+        inputs = tokenizer(question, return_tensors="pt")
     else:
-        refusal = f"model is {name!r}, whose chat template refuses a single question; pass --plain to skip it"
+        refused = "a conversation" if chat else "a single question; pass --plain to skip it"
+        refusal = f"model is {name!r}, whose chat template refuses {refused}"
         with as_request_error(refusal, TemplateError, TypeError, ValueError):
             inputs = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+                [*chat, {"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
     if not inputs["input_ids"].numel():
         raise RequestError(f"question is {question!r}, which has no token for this model; expected a text.")

@@ -79,10 +79,18 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 os.truncate(partial, 0)
                 yield partial
                 _sync(partial)
+                if path.is_file():
+                    shutil.copymode(path, partial)
                 os.replace(partial, path)
             except BaseException:  # after the move, a file of this name belongs to another process
                 partial.unlink(missing_ok=True)
                 raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to a file in UTF-8 with the line ends that it has, whole or not at all."""
+    with atomic_write(path) as partial:
+        partial.write_bytes(text.encode())
 
 
 class OutputFolder:

@@ -1,6 +1,5 @@
 """Check of a glossary by questions as people ask them: whether a model with packs answers rightly, beside the texts in front."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from tqdm import tqdm
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
+from midus_hf.evaluation.answers import has_answer as has
 from midus_hf.evaluation.asking import greedy_answer, question_inputs
 from midus_hf.look.glossary import packs_of, worst_rows
 from midus_hf.look.page import Row, TextTable
@@ -15,10 +15,11 @@ from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.packs.glossary import Glossary
 
 HOW_TO_READ = (
-    "The model answers each question greedily, in its chat template if it has one, else behind the names of entries that the "
-    "question has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word or "
-    "number. Without packs: the same with the packs switched off. Text in front: with the whole texts of those entries before the "
-    "question, and the packs switched off."
+    "The model answers each question greedily, in its chat template if it has one, after the names of entries that the question "
+    "has, each on a line. An answer is right if it contains the expected one, in any case, and not as a part of a word; "
+    "numbers are compared as numbers. Without packs: the same with the packs switched off. Text in front: with the whole texts of "
+    "those entries before the question, and the packs switched off. Read as: names that the question has with other separators or "
+    "an s."
 )
 _COLUMNS = {
     "question": "{question}",
@@ -27,6 +28,7 @@ _COLUMNS = {
     "text in front": "{front}",
     "expected": "{answer}",
     "said": "{said}",
+    "read as": "{read_as}",
 }
 _ANSWER_TOKENS = 40
 
@@ -42,7 +44,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
 
     Returns:
         A record per question with `question`, `answer`, whether the model's answer is `right`, also `without` packs and with the text
-        in `front`, and what it `said` with packs. Those that are wrong come first.
+        in `front`, what it `said` with packs, and which names it has in another form (`read_as`). Those that are wrong come first.
 
     Raises:
         RequestError: If the model has no packs, or cannot be asked a question.
@@ -53,13 +55,14 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     rows: list[Row] = []
     for row in tqdm(questions, desc="questions", disable=None):
         question, expected = row["question"], row["answer"]
-        named = [glossary[number] for number in glossary.named(glossary.spelling.ids(question))]
-        names = [f"{entry.names[0]}\n" for entry in named] if plain else []
-        texts = [f"{entry.text}\n\n" for entry in named]
+        ids = glossary.spelling.ids(question)
+        named, forms = [glossary[number] for number in glossary.named(ids)], glossary.forms(ids)
+        names = glossary.names_in_front(question)
+        texts = "".join(f"{entry.text}\n\n" for entry in named)
         said = {}
         for key, in_front in (("packs", names), ("without", names), ("front", texts)):
             with without_memories(stack.layers, [] if key == "packs" else [service.name]):
-                inputs = question_inputs(model, tokenizer, question, name=name, in_front=in_front, plain=plain)
+                inputs = question_inputs(model, tokenizer, in_front + question, name=name, plain=plain)
                 answer = tokenizer.decode(greedy_answer(model, inputs, _ANSWER_TOKENS), skip_special_tokens=True)
             said[key] = " ".join(answer.split())
         right, without, front = (has(answer, expected) for answer in said.values())
@@ -71,6 +74,7 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
                 "without": without,
                 "front": front,
                 "said": said["packs"],
+                "read_as": ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in forms.items()),
             }
         )
     return sorted(rows, key=lambda row: row["right"])
@@ -95,7 +99,7 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
             )
     for number, row in enumerate(rows, 1):
         for column in ("question", "answer"):
-            if not isinstance(row[column], str) or not row[column].strip():
+            if not isinstance(row[column], str) or not has(row[column], row[column]):
                 raise RequestError(
                     f"row {number} of {path!r} has {row[column]!r} under {column!r}; expected a text. Write it, or remove the row."
                 )
@@ -103,11 +107,6 @@ def read_questions(path: str, limit: int | None = None) -> list[Row]:
         {"question": row["question"].strip(), "answer": " ".join(row["answer"].split())} for row in rows
     ]
     return read[:limit]
-
-
-def has(answer: str, expected: str) -> bool:
-    """Return whether an answer has the expected one, in any case, and not as a part of a word or number."""
-    return bool(re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(expected)}(?!\w|[.,]\d)", answer, re.IGNORECASE))
 
 
 def questions_table(rows: Sequence[Row]) -> TextTable:

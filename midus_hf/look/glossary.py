@@ -1,14 +1,17 @@
 """Check of a glossary: whether a model with packs reproduces the texts of its entries, and which names are found."""
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import regex
 import torch
 from tqdm import tqdm
 
+from midus_hf.evaluation.answers import SPACED
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
@@ -20,7 +23,8 @@ HOW_TO_READ = (
     "A value is a number or a capitalised word within a sentence of an entry's text. It comes back if its tokens are the likeliest "
     "ones after the entry's name, a line break, and the sentence up to the value. Without packs: the same with the packs switched "
     "off. Text in front: with the entry's whole text in place of the name, and the packs switched off. Not found: ways of "
-    "writing a name that open nothing. Within: names of other entries that contain a name of this one, and are used instead."
+    "writing a name that open nothing. Also with: other forms that open it, unless another entry or a frequent word has the form. "
+    "Within: names of other entries that contain a name of this one, and are used instead."
 )
 # Rows of the table, the worst entries first; files of --output have all.
 _MOST_ROWS = 30
@@ -32,11 +36,12 @@ _COLUMNS = {
     "text in front": "{front}",
     "lost": "{lost}",
     "not found": "{not_found}",
+    "also with": "{also_with}",
     "within": "{within}",
 }
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-# A number with its separators, or a word.
-_VALUE = re.compile(r"\d+(?:[.,:/-]\d+)*|[^\W\d_][\w'-]*")
+# A number with its separators, or a word of a script that writes spaces between words.
+_VALUE = regex.compile(rf"\d+(?:[.,:/\-]\d+)*|{SPACED}(?:{SPACED}|[\p{{M}}_'\-])*", regex.V1)
 _WRITINGS: Mapping[str, Callable[[str], str]] = {
     "lower case": str.lower,
     "capitals": str.upper,
@@ -45,6 +50,12 @@ _WRITINGS: Mapping[str, Callable[[str], str]] = {
     "a comma": "{},".format,
     "decomposed": lambda name: unicodedata.normalize("NFD", name),
     "no-break spaces": lambda name: name.replace(" ", "\u00a0"),
+}
+# Forms in which people type names, which have the entry if the name is not exact.
+_FORMS: Mapping[str, Callable[[str], str]] = {
+    "other separators": lambda name: name.translate(str.maketrans(" _-", "_  ")),
+    "an s": "{}s".format,
+    "Korean particles": lambda name: re.sub("(?<=[\uac00-\ud7a3])$", "\ub294", name),
 }
 
 
@@ -69,6 +80,7 @@ class EntryCheck:
         values: Its values.
         right: Whether each came back, by what was read: `packs`, `without` and `front`.
         not_found: Spellings of a name that open nothing.
+        also_with: What other forms have that open it: other separators, an s, Korean particles.
         within: Names of other entries that contain one of its names.
     """
 
@@ -76,6 +88,7 @@ class EntryCheck:
     values: list[Value]
     right: dict[str, list[bool]] = field(default_factory=dict)
     not_found: list[str] = field(default_factory=list)
+    also_with: list[str] = field(default_factory=list)
     within: list[str] = field(default_factory=list)
 
     def row(self) -> Row:
@@ -85,7 +98,8 @@ class EntryCheck:
             "entry": self.name,
             "values": len(self.values),
             **{name: sum(self.right[key]) for name, key in (("right", "packs"), ("without", "without"), ("front", "front"))},
-            **{name: ", ".join(words) for name, words in (("lost", lost), ("not_found", self.not_found), ("within", self.within))},
+            "lost": ", ".join(lost),
+            **{name: ", ".join(getattr(self, name)) for name in ("not_found", "also_with", "within")},
         }  # fmt: skip
 
 
@@ -112,7 +126,10 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
         EntryCheck(
             entry.names[0],
             values_of(entry.text, entry.names),
-            not_found=_not_found(glossary, number, entry.names),
+            not_found=[
+                f"{written} ({way})" for written, way, is_found in _try(glossary, number, _WRITINGS) if not is_found
+            ],
+            also_with=[*dict.fromkeys(way for _, way, is_found in _try(glossary, number, _FORMS) if is_found)],
             within=holding.get(number, []),
         )
         for number, entry in numbered
@@ -159,15 +176,14 @@ def values_of(text: str, names: Sequence[str]) -> list[Value]:
     return values
 
 
-def _not_found(glossary: Glossary, number: int, names: Sequence[str]) -> list[str]:
-    """Return spellings of names that do not open their entry, each with the name."""
-    found = []
-    for name in names:
-        for way, write in _WRITINGS.items():
-            written = write(name)
-            if number not in glossary.named(glossary.spelling.ids(f"of {written} is")):
-                found.append(f"{written} ({way})")
-    return list(dict.fromkeys(found))
+def _try(glossary: Glossary, number: int, ways: Mapping[str, Callable[[str], str]]) -> Iterator[tuple[str, str, bool]]:
+    """Yield what ways of writing make of the names of an entry, the way, and whether that opens the entry."""
+    tried: set[str] = set()
+    for name, (way, write) in itertools.product(glossary[number].names, ways.items()):
+        written = write(name)
+        if written != name and written not in tried:
+            tried.add(written)
+            yield written, way, number in glossary.named(glossary.spelling.ids(f"of {written} is"))
 
 
 def _holding(glossary: Glossary) -> dict[int, list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midus_hf.config.errors import RequestError
-from midus_hf.files.outputs import atomic_write
+from midus_hf.files.outputs import atomic_write, write_text
 from midus_hf.look.pictures import Panel, as_png, draw_panels
 
 # Endings of files that an answer can be written to.
@@ -99,12 +99,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["base64"] = lambda picture: base64.b64encode(picture).decode()
     text = environment.from_string(_PAGE).render(title=title, sections=sections)
-    _write(path, text)
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_write(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 @dataclass(frozen=True)
@@ -129,12 +124,12 @@ class Answer:
     def write(self, path: Path) -> None:
         """Write the answer to a file, as its ending says: a page, a picture, a table of numbers, or JSON."""
         if path.suffix == ".json":
-            _write(path, json.dumps(self.report, indent=2, allow_nan=False) + "\n")
+            write_text(path, json.dumps(self.report, indent=2, allow_nan=False) + "\n")
         elif path.suffix == ".html":
             first = [Section(paragraphs=[*self.finding.splitlines(), self.summary])] if self.sections else []
             write_page(path, self.title, [*first, *(answer._section() for answer in self.sections or [self])])
         elif path.suffix == ".csv" and self.details is not None:
-            _write(path, csv_text(self.details()))
+            write_text(path, csv_text(self.details()))
         elif path.suffix != ".csv" and self.panels:
             with atomic_write(path) as partial:
                 draw_panels(self.panels, self.one_scale).savefig(partial, format=path.suffix[1:], bbox_inches="tight")

@@ -45,6 +45,7 @@ class MemoryArguments(ModelKeys):
         # Strategies that are not given follow from the steps that are.
         if self.save_strategy is None:
             self.save_strategy = "no" if self.save_steps is None else "steps"
+        self.report_to = "none" if self.report_to is None else self.report_to
         self.save_steps = 500 if self.save_steps is None else self.save_steps
         if self.eval_strategy is None:
             unsaid = "no" if self.eval_text is None else "epoch"
@@ -217,7 +218,7 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
 
     remove_unused_columns: bool = False
     prediction_loss_only: bool = True
-    include_num_input_tokens_seen: str | bool = "all"
+    include_num_input_tokens_seen: Literal[True, False] | str | None = "all"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:

@@ -120,7 +120,8 @@ class TrainKeys(ModelKeys):
         sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the papers.
         streaming: Read, tokenise and pack the corpus while training, without a copy on disk. Needs `max_steps`. Each process reads
-            its part of the files, again from the start after the last text. Default: false.
+            its part of the files, or of the texts if the files cannot be shared equally, and begins again after the last text.
+            Default: false.
         shuffle_buffer: Number of sequences in memory of which a stream draws the next one; 0 keeps the order. Default: 10,000.
     """
 

@@ -21,6 +21,7 @@ from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
+from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.models.host import MemoryConfig
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer
 from midus_hf.training.arguments import MemoryArguments
@@ -42,6 +43,11 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         del config.upscale  # it describes a base whose weights this model does not have
     check_sequence_length(arguments.length_key, getattr(arguments, arguments.length_key), config)
     hosts_memory = isinstance(config, MemoryConfig)
+    if arguments.config_name is not None and hosts_memory and has_glossary(config.memories()):
+        raise RequestError(
+            f"config_name is {arguments.config_name!r}, whose model has packs, and a new model has no glossary; expected a config "
+            "without packs. Add them to the trained model: upscale --method packs."
+        )
     if hosts_memory and getattr(arguments, "use_liger_kernel", False):
         raise RequestError(
             f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "

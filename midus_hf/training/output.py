@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from accelerate.utils import broadcast_object_list
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
+from midus_hf.config.yaml_options import read_mapping, write_yaml
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
 from midus_hf.files.outputs import atomic_write, exclusive
 from midus_hf.files.secrets import for_record
@@ -75,7 +75,7 @@ def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
                 "resume_from_checkpoint: true."
             )
         with atomic_write(output / RUN_CONFIG) as partial:
-            partial.write_text(yaml.safe_dump(_record(arguments), sort_keys=False), encoding="utf-8")
+            partial.write_text(write_yaml(_record(arguments)), encoding="utf-8")
         opened.push(opening.pop_all())
     return checkpoint
 
@@ -113,7 +113,7 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
     path = checkpoint.parent / RUN_CONFIG
     if not path.is_file():
         return
-    earlier, record = for_record(yaml.safe_load(path.read_text(encoding="utf-8"))), _record(arguments)
+    earlier, record = for_record(read_mapping(path)), _record(arguments)
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise RequestError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from midus_hf.config.wording import first_line
+from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.full_disk import NotWritten, telling_room
@@ -167,7 +167,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    keys = yaml.safe_dump(_shared(arguments.recorded()), sort_keys=False)
+    keys = write_yaml(_shared(arguments.recorded()))
     section = f"""
 
 ## Trained with

@@ -79,15 +79,12 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 
 def _stream_of_process(arguments: TrainArguments, tokenizer: Any, **options: Any) -> StreamedSequences:
     """Return the sequences of the texts that this process reads, shuffled as no other process does."""
-    from datasets.distributed import split_dataset_by_node
-
     columns = [arguments.text_column, *([arguments.path_column, TREE_COLUMN] if arguments.path_column else [])]
     named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
     texts = stream_rows("corpus", arguments.corpus or [], columns, **named)
-    if arguments.world_size > 1:
-        texts = split_dataset_by_node(texts, arguments.process_index, arguments.world_size)
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     options |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": [seed, arguments.process_index]}
+    options |= {"rank": arguments.process_index, "world_size": arguments.world_size}
     return StreamedSequences(texts, tokenizer, arguments.sequence_length, **options)
 
 

@@ -3,17 +3,23 @@
 import csv
 import functools
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from evaluation.byte_models import save_byte_model
+from models.fresh_process import run_python
 from pairs import by_default, taking_turns
 from tiny import FAMILIES
 
 from benchmarks import models, ops, streaming
+from benchmarks import upscale as upscale_bench
 from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
 from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
 from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
 from benchmarks.upscale import REFUSED, mergekit_recipe, planned_requests
+from midus_hf.cli.edit import main as edit
 from midus_hf.cli.upscale import main
 from midus_hf.memories.module import MemoryModule
 
@@ -91,7 +97,8 @@ def tiny_base(tmp_path):
         (ops.main, "--shapes gpt-2", "'gpt-2' is unknown; expected some of smollm2-135m"),
         (models.main, "--phases sleep", "'sleep' is unknown; expected some of train, generate, prefill"),
         (models.main, "--base gpt-2",
-         "base is 'gpt-2'; expected one of gemma-3-270m, llama-3.1-8b, llama-3.2-1b, smollm2-135m, or the path"),
+         "base is 'gpt-2'; expected one of gemma-3-270m, llama-3.1-8b, llama-3.2-1b, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, "
+         "smollm2-135m, or the path"),
         (models.main, "--base BASE --batches 3 --device cpu", "batch is 3; expected a multiple of accumulation = 2"),
     ],
 )  # fmt: skip
@@ -101,8 +108,8 @@ def test_what_cannot_be_measured_is_refused(main, words, message, tiny_base, tmp
     assert message in f"{ended.value} {capsys.readouterr().err}"
 
 
-# The base, a dense model, and one with layers of memory.
-OF_EACH_KIND = ["base", "solar", "midus-hml"]
+# The base, adapters of it, a dense model, and one with layers of memory.
+OF_EACH_KIND = ["base", "lora", "solar", "midus-hml"]
 
 
 @pytest.mark.parametrize("methods", by_default([OF_EACH_KIND], [OF_EACH_KIND, METHODS]))
@@ -115,7 +122,7 @@ def test_methods_are_measured_in_all_phases(methods, tiny_base, tmp_path):
     assert phases == {(method, phase) for method in methods for phase in ("train", "generate", "prefill")}
     assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
     counts = {row["method"]: row for row in rows}
-    for method, trained in (("midus-hml", "new"), ("base", "total"), ("solar", "total")):
+    for method, trained in (("midus-hml", "new"), ("lora", "new"), ("base", "total"), ("solar", "total")):
         assert counts[method]["trained_parameters"] == counts[method][f"{trained}_parameters"]
 
 
@@ -125,6 +132,8 @@ def test_methods_are_measured_in_all_phases(methods, tiny_base, tmp_path):
         ("smollm2-135m", 134_515_008, {"base": 0, "llama-pro": 53_100_000, "midus-hml": 13_341_120}),
         ("llama-3.2-1b", 1_235_814_400, {"llama-pro": 486_600_000, "midus-hml": 54_542_336, "moc": 76_030_208}),
         ("llama-3.1-8b", 8_030_261_248, {"opt-deus": 3_490_000_000, "midus-hml": 423_700_000}),
+        ("qwen2.5-coder-0.5b", 630_167_424, {"base": 0}),
+        ("qwen2.5-coder-1.5b", 1_777_088_000, {"midus-hml": 55_600_000}),
     ],
 )
 def test_models_have_their_published_sizes(base, total, new):
@@ -202,3 +211,32 @@ def test_a_stream_of_generated_text_is_read_once_and_goes_on(kind, tmp_path):
     assert int(row["sequences"]) == 1000 * 401 // 64 and float(row["tokens_per_second"]) > 0
     assert 0 < int(row["buffer_mb"]) <= int(row["tenth_mb"]) <= int(row["peak_mb"])
     assert [path.name for path in tmp_path.iterdir()] == ["streaming.csv"]
+
+
+def test_a_result_is_taken_apart_edited_and_loaded(tmp_path, monkeypatch):
+    base, output = tmp_path / "base", tmp_path / "output"
+    save_byte_model("llama", base)
+    for name in ("glossary", "added"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"name": f"Kestrel {name}", "text": "On port 8443."}) + "\n"
+        )
+    words = ["--base", str(base), "--method", "packs", "--set", f"corpus={tmp_path / 'glossary.jsonl'}"]
+    assert main([*words, "--output", str(output)]) == 0
+
+    def run(command: list[str]) -> tuple[float, float]:
+        program, *words = command
+        if program == "sh":
+            (tmp_path / "copy").mkdir()
+        if program == "sh" or words[-1] in ("import midus_hf", "import transformers"):
+            return 1.0, 1.0
+        if words[0] == "-c":
+            run_python(f"sys.argv[1:] = {words[2:]}\n{words[1]}", tmp_path, package_present=True)
+        else:
+            assert {"upscale": main, "midus": edit}[Path(program).name](words[words[0] == "edit" :]) == 0
+        return 2.0, 1.0
+
+    monkeypatch.setattr(upscale_bench, "timed", run)
+    rows = upscale_bench.rows_after("packs", base, output, tmp_path / "added.jsonl", 1)
+    tools = ["strip", "edit", "load", "load without the package", "load of the base"]
+    assert [row["tool"] for row in rows] == tools and {row["ratio"] for row in rows} == {2.0}
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"base", "output", "modules"}

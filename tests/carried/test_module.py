@@ -29,7 +29,7 @@ from midus_hf.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
 # What a carried module may import beside Python's own library: torch, transformers, and what this one installs.
-OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
+OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub", "regex"}
 
 # What memories need beside the sites and services that their layers name, by the methods that do, or by how their names begin.
 NEEDED_BY = {

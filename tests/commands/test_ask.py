@@ -81,8 +81,8 @@ def test_questions_that_are_none_are_refused_before_the_model_is_loaded(model, a
     for name, content in (("empty.txt", b"\n"), ("other.txt", b"caf\xe9?")):
         (tmp_path / name).write_bytes(content)
     for words, message in (
-        ([QUESTION, "--questions", "-"], "expected either QUESTION or --questions FILE; give one of them."),
-        ([], "expected either QUESTION or --questions FILE; give one of them."),
+        ([QUESTION, "--questions", "-"], "QUESTION and --questions are given; expected one of them. Leave one out."),
+        (["--plain"], "--plain is given without QUESTION, and a conversation needs the chat template; leave it out."),
         (["--questions", tmp_path / "empty.txt"], "which has no question; expected one per line."),
         (["--questions", tmp_path / "other.txt"], "Expected a text file in UTF-8, a question per line."),
         (["--questions", tmp_path / "rows.JSONL"], "midus look glossary --questions asks rows."),
@@ -167,43 +167,66 @@ def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(
 
     differ: list[bool] = []
     for question, in_front, said in (
-        ("Is it Fe?", ["Iron ore"], "packs of Iron ore are read"),
-        ("Iron  ore, tungsten", ["Iron ore", "tungsten"], "packs of tungsten, Iron ore are read"),
-        ("Is it steel?", ["Steel"], "packs of Steel, Iron ore are read"),
-        ("STEEL: Steel, tungsten, Fe?", ["Steel", "tungsten", "Iron ore"], "packs of Iron ore, tungsten are read"),
+        ("Is it Fe?", ["Iron ore"], "entries read: Iron ore"),
+        ("Iron  ore, tungsten", ["Iron ore", "tungsten"], "entries read: Iron ore, tungsten"),
+        ("Is it steel?", ["Steel"], "entries read: Steel, Iron ore"),
+        ("STEEL: Steel, tungsten, Fe?", ["Steel", "tungsten", "Iron ore"], "entries read: tungsten, Iron ore"),
     ):
-        line = f"{said}; {', '.join(in_front)} put before the question, so that their packs are open when it is read"
+        line = f"{said}; names put before the question: {', '.join(in_front)}"
         line += "; named, but not read: Steel\n" if len(in_front) == 3 else "\n"
         assert ask(model, question) == (0, answer(*in_front, question) + "\n", AS_TEXT + line)
         differ.append(answer(*in_front, question) != answer(question))
     assert any(differ)
-    line = "no pack is read: the question contains no name of an entry"
+    line = "no entry is read: the question contains no name of an entry"
     for question, near in (("Is it so?", "\n"), ("Is it tungstem?", "; did you mean 'tungsten'?\n")):
         assert ask(model, question) == (0, answer(question) + "\n", AS_TEXT + line + near)
 
 
-def test_in_a_chat_what_the_question_names_is_read_by_the_answer_and_nothing_is_put_in_front(ask, tmp_path):
-    tokenizer = tiny_tokenizer()
+@pytest.fixture(scope="module")
+def of_chats(tmp_path_factory):
+    """A tokenizer with a chat template, and a model with packs that has it."""
+    folder, tokenizer = tmp_path_factory.mktemp("chats"), tiny_tokenizer()
     tokenizer.chat_template = (
-        "Irons.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
+        "Ironing.\n{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n"
         "{% endfor %}(A)"
     )
-    save_tiny_model("llama", tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    save_tiny_model("llama", folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     rows = [{"name": name, "text": "(26)"} for name in ("Iron", "Steel", "Tin")]
-    model, options = tmp_path / "model", {"corpus": str(write_rows(tmp_path / "rows.jsonl", rows))}
-    upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
-    asked = "Irons.\n(Q) Is it iron\nor steel?\n(A)"
+    model, options = folder / "model", {"corpus": str(write_rows(folder / "rows.jsonl", rows))}
+    upscale(base=folder / "base", method="packs", output=model, options=options, verify=False)
+    return tokenizer, model
+
+
+def test_conversation_reads_turns_until_input_ends(of_chats, ask, model, monkeypatch):
+    tokenizer, folder = of_chats
+    monkeypatch.setattr("sys.stdin", io.StringIO("Is it iron?\n\n  And why?\n"))
+    first = answer_of(folder, "Ironing.\n(Q) Iron\nIs it iron?\n(A)", tokenizer)
+    second = answer_of(folder, f"Ironing.\n(Q) Iron\nIs it iron?\n(A) {first}\n(Q) And why?\n(A)", tokenizer)
+    told = "entries read: Iron; names put before the question: Iron\nentries read: Iron\n"
+    assert ask(folder) == (0, f"> Is it iron?\n{first}\n> And why?\n{second}\n", told)
+    for text, message in (("her\udc80on\n", "with half a character"), ("", "")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status, out, err = ask(folder)
+        assert (status, out) == (2 if message else 0, "") and message in err
+    status, out, err = ask(model)
+    assert (status, out) == (2, "") and "which has no chat template for a conversation; expected QUESTION." in err
+
+
+def test_names_stand_before_a_question_in_a_chat(of_chats, ask):
+    tokenizer, model = of_chats
+    asked = "Ironing.\n(Q) Iron\nSteel\nIs it iron\nor steel?\n(A)"
+    put = "; names put before the question: "
     assert ask(model, "Is it iron\nor steel?") == (
         0,
         answer_of(model, asked, tokenizer) + "\n",
-        "packs of Steel, Iron are read\n",
+        f"entries read: Iron, Steel{put}Iron, Steel\n",
     )
-    unnamed = "no pack is read: the question contains no name of an entry"
+    unnamed = "no entry is read: the question contains no name of an entry"
     assert ask(model, "Is it so?")[2] == unnamed + "\n", "what the template says is not asked"
     assert ask(model, "Is it steell?")[2] == unnamed + "; did you mean 'Steel'?\n"
     three = ask(model, "Tin, iron, steel?")[2]
-    assert three == "packs of Steel, Iron are read; named, but not read: Tin\n"
+    assert three == f"entries read: Iron, Steel{put}Tin, Iron, Steel; named, but not read: Tin\n"
 
 
 def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(ask, tmp_path):
@@ -213,4 +236,4 @@ def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(as
     model = tmp_path / "model"
     options = {"corpus": str(write_rows(tmp_path / "rows.jsonl", [{"name": "Iron", "text": "(26)"}]))}
     upscale(base=tmp_path / "base", method="packs", output=model, options=options, verify=False)
-    assert ask(model, "Is it iron?\nSay so.\n")[2] == AS_TEXT + "no pack is read; named, but not read: Iron\n"
+    assert ask(model, "Is it iron?\nSay so.\n")[2] == AS_TEXT + "no entry is read; named, but not read: Iron\n"

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from compare.small_comparison import write_room
 from evaluation.byte_models import byte_tokenizer
 from evaluation.questions import write_questions
@@ -14,7 +13,7 @@ from benchmarks.models import CONFIGS
 from midus_hf.compare.options import TEXT_KINDS, Comparison
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan
-from midus_hf.config.yaml_options import from_mapping, options_from_files
+from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 
 GIVEN = {
@@ -85,7 +84,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     for path in (room / "base").glob("tokenizer*"):
         shutil.copyfile(path, tmp_path / "sized" / path.name)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
-    arguments = yaml.safe_load(recipe.read_text())
+    arguments = read_mapping(recipe)
     for kind, name in ((kind, name) for kind in TEXT_KINDS for name in arguments.get(kind, {})):
         (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
         words.append(f"{kind}.{name}={room / name}.txt")

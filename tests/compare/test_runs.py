@@ -35,7 +35,7 @@ def keys(variant: Variant = VARIANT, rate=None, **changes):
     ("train", "tokens"),
     [
         ({"max_steps": 10}, 10 * 8 * 2048),
-        ({"max_steps": "1e1", "per_device_train_batch_size": 2, "sequence_length": 32}, 10 * 2 * 32),
+        ({"max_steps": 1e1, "per_device_train_batch_size": 2, "sequence_length": 32}, 10 * 2 * 32),
         ({"max_steps": 3, "gradient_accumulation_steps": 4, "sequence_length": 16}, 3 * 4 * 8 * 16),
         ({"num_train_epochs": 1}, None),
         ({"max_steps": "many"}, None),
@@ -58,7 +58,7 @@ def test_a_run_is_told_what_the_comparison_sets():
     ("train", "every"),
     [
         ({"max_steps": 10}, 10),
-        ({"max_steps": "1e2"}, 100),
+        ({"max_steps": 1e2}, 100),
         ({"max_steps": 100.0, "eval_steps": None}, 100),
         ({"max_steps": 10, "eval_steps": 5}, 5),
         ({"max_steps": 10, "eval_steps": 4}, 4),  # the Trainer measures at the last step too

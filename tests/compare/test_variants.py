@@ -119,7 +119,7 @@ def test_plans_name_both_rates(planned):
         ["0.001,value=0.01", "0.001 (values 0.001)", "0.001,key_value=0.003 (values 0.003)"],
         ["recipe"],
     ]
-    records = plan_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": "3e-2"}}}))
+    records = plan_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": 3e-2}}}))
     assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
@@ -246,6 +246,6 @@ def test_what_is_refused_of_all_variants(room, planned, files, changes, message)
 
 
 def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, tmp_path, files):
-    (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": "3.2e1"})}})[1]
-    assert variant.train["sequence_length"] == "3.2e1"
+    (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": 3.2e1})}})[1]
+    assert variant.train["sequence_length"] == 32
     planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})

@@ -59,6 +59,7 @@ ABOVE_0 += ["tolerance", "value_learning_rate"]
 BOUND_BY_OTHERS = (
     "key_width max_order min_documents min_order num_new_layers pre_value_width seed span value_width".split()
 )
+BOUND_BY_OTHERS += ["max_shard_size", "placement"]
 UNBOUND = ["chat_score_bias", "score_bias"]
 
 

@@ -1,19 +1,26 @@
 """Options come from YAML files and settings `key=value`, and what is not understood is refused with a remedy."""
 
 import dataclasses
+import enum
 import re
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 
-from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
+from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping, read_yaml, write_yaml
 
 
 @dataclasses.dataclass(kw_only=True)
 class Text:
     path: str
     column: str = "text"
+
+
+class Pace(enum.Enum):
+    NO = "no"
+    STEPS = "steps"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,6 +35,8 @@ class Settings:
     mask: bool = False
     resume: bool | str = False
     table: dict | None = None
+    pace: Pace | str = "no"
+    name: str | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,7 +62,42 @@ def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     )
 
 
-def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tmp_path):
+# What plain words of YAML are: numbers of YAML 1.2, with digits in groups, but true, false and null of YAML 1.1.
+PLAIN = {
+    **{"010": 10, "0123": 123, "08": 8, "00": 0, "+12": 12, "-7": -7, "1_000": 1000, "0x10": 16, "0o10": 8},
+    **{"1e-6": 1e-6, "1e6": 1e6, "1E+3": 1e3, ".5": 0.5, "1.": 1.0, "-.5e3": -500.0, "1_000.5": 1000.5, "0.10": 0.1},
+    **{".inf": float("inf"), "-.INF": -float("inf"), "1:30": "1:30", "1:30.5": "1:30.5", "0b11": "0b11", "-0x10": "-0x10"},
+    **{"1__0": "1__0", "1_": "1_", "1e": "1e", ".": ".", "-.": "-.", "inf": "inf", "nan": "nan", "'010'": "010"},
+    **{"2024-01-01": "2024-01-01", "2024-13-45": "2024-13-45", "=": "=", "None": "None", "y": "y", "True": True},
+    **{"yes": True, "On": True, "no": False, "OFF": False, "~": None, "Null": None, "": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", PLAIN)
+def test_plain_word_is_the_same_at_any_depth(word, tmp_path):
+    value = PLAIN[word]
+    read = read_mapping(write(tmp_path, f"free:\n  x: {word}\n  y: [{word}]\nz: {word}\n"))
+    assert repr(read) == repr({"free": {"x": value, "y": [value] if word else []}, "z": value})
+    assert repr(options_from_files(Named, [], ["texts={}", f"free.x={word}"]).free) == repr({"x": value})
+
+
+def test_nan_is_read():
+    assert str(read_yaml(".nan", "text")) == str(read_yaml("{a: .NaN}", "text")["a"]) == "nan"
+
+
+@pytest.mark.parametrize("text", [*(word for word, value in PLAIN.items() if value is not None), "<<", "!a", "- b"])
+def test_written_yaml_is_read_alike_by_yaml_1_1(text):
+    for value in (text, PLAIN.get(text)):
+        written = write_yaml({"a": value, "b": [value]}, None)
+        assert repr(read_yaml(written, "text")) == repr(yaml.safe_load(written)) == repr({"a": value, "b": [value]})
+
+
+def test_keys_of_mappings_are_text(tmp_path):
+    read = read_mapping(write(tmp_path, "{no: 1, on: {off: 2}, 010: 3, 1e-4: 4, ~: 5}"))
+    assert read == {"no": 1, "on": {"off": 2}, "010": 3, "1e-4": 4, "~": 5}
+
+
+def test_a_number_without_a_point_is_converted_to_the_type_of_its_key(tmp_path):
     settings = options_from_files(
         Settings, [write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")]
     )
@@ -86,7 +130,20 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
         ({"text": {"path": "t", "colum": "x"}}, "config has no option 'text.colum'. Expected one of: path, column."),
         ({"text": {"column": "x"}}, "config has no 'text.path'; give it."),
         ({"text": None}, "text is None; expected a mapping with path, column."),
-        ({"model": 3}, "model is 3; expected a string."),
+        (
+            {"model": 3},
+            "model is 3; expected a string. Put text that YAML reads as another value, such as no or 12, in quotes.",
+        ),
+        (
+            {"name": False},
+            "name is False; expected a string or null. Put text that YAML reads as another value, such as no",
+        ),
+        (
+            {"pace": False},
+            "pace is False; expected one of: no, steps. Put text that YAML reads as another value, such as no",
+        ),
+        ({"rate": "1e-4"}, "rate is '1e-4'; expected a number."),
+        ({"steps": "1:30"}, "steps is '1:30'; expected a whole number or null."),
         ({"rate": "fast"}, "rate is 'fast'; expected a number."),
         ({"rate": float("inf")}, "rate is inf; expected a number."),
         ({"rate": 10**400}, "expected a number."),
@@ -123,8 +180,9 @@ def test_a_key_without_a_default_is_asked_for(given):
         (Settings, "model.path=3", "--set model.path is given, but 'model' is 'm', which has no keys; expected a mapping."),
         (Settings, "nothing.path=3", "config has no option 'nothing'."),
         (Settings, "model=[", "--set 'model=[' is not YAML: "),
-        (Settings, "model=2024-13-45", "--set 'model=2024-13-45' is not YAML: it has a date that does not exist, or a tag"),
-        (Settings, "model=!!int x", "is not YAML: it has a date that does not exist, or a tag that its value does not fit. Corr"),
+        (Settings, "model=!!int x", "is not YAML: it has a tag that its value does not fit, or a number of too many digits. C"),
+        (Settings, "model=!!bool x", "is not YAML: it has a tag that its value does not fit, or a number of too many digits. C"),
+        (Settings, f"steps={'1' * 5000}", "is not YAML: it has a tag that its value does not fit, or a number of too many"),
         (Settings, "modle=x", "config has no option 'modle'. Expected one of: model, "),
         (Named, "texts.a.column=b", "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping."),
         (Named, "free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),
@@ -147,6 +205,22 @@ def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(
 )
 def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, expected):
     assert options_from_files(Named, [write(tmp_path, "texts: {a: a.txt}")], [word]) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "value"),
+    [
+        *((key, word, word == "True") for key in ("mask", "resume") for word in ("True", "False")),
+        ("resume", "auto", "auto"),
+        ("resume", "yes", "yes"),
+        ("name", "True", "True"),
+        ("name", "None", None),
+        ("steps", "None", None),
+        ("model", "None", "None"),
+    ],
+)
+def test_quoted_word_of_python_counts_where_a_key_takes_it(key, word, value):
+    assert getattr(from_mapping(Settings, {**NEEDED, key: word}), key) == value
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path):

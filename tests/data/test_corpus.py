@@ -339,7 +339,7 @@ def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
 REFUSALS = {
     "half a pair": (
         {"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'},
-        r"x.jsonl', which cannot be read: 'utf-8' codec can't encode character '\ud83d' in position 0: surrogates not allowed",
+        r"x.jsonl', which cannot be read: line 2 has half a character: 'utf-8' codec can't encode character '\ud83d' in position",
     ),
     "half a pair in a list": (
         {"x.json": b'[{"text": "a"}, {"text": ["\\ud83d"]}]'},
@@ -359,7 +359,7 @@ REFUSALS = {
         "line 1 is no JSON: it has the key 'text' 2 times; expected an object in each line",
     ),
     "an object over lines": ({"x.json": b'{\n"text": "a"}\n'}, "cannot be read: line 1 is no JSON: Expecting property name"),
-    "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list is 1; expected an object or a text. Repair"),
+    "numbers in a list": ({"x.json": b'["a", 1]'}, "value 2 of its list, in line 1, is 1; expected an object or a text. Repair"),
     "lines without rows": ({"x.jsonl": b" \n\n"}, "x.jsonl', which cannot be read: it has no rows. Repair the file"),
     "a broken list": ({"x.json": b'[{"text": "a"},\n{]'}, "cannot be read: Expecting property name enclosed in double quotes"),
     "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),

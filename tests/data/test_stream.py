@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import shutil
 from functools import partial
 
 import pytest
@@ -14,7 +16,8 @@ from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 datasets = pytest.importorskip("datasets")
 
 import pyarrow.parquet  # noqa: E402
-from datasets.distributed import split_dataset_by_node  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 
 from midus_hf.data import stream as stream_module  # noqa: E402
 from midus_hf.data.corpus import read_corpus, stream_rows  # noqa: E402
@@ -31,17 +34,17 @@ def few_texts_at_once(monkeypatch):
     monkeypatch.setattr(stream_module, "_TEXTS_AT_ONCE", 3)
 
 
-def write(folder, kind):
+def write(folder, kind, texts=TEXTS):
     """Write texts in two files of a kind, or each in one of its own; return the corpus."""
     folder.mkdir(exist_ok=True)
     if kind == "saved":
-        datasets.Dataset.from_dict({"text": TEXTS, "title": ["w9"] * len(TEXTS)}).save_to_disk(folder)
+        datasets.Dataset.from_dict({"text": texts, "title": ["w9"] * len(texts)}).save_to_disk(folder)
     elif kind == "txt":
-        for number, text in enumerate(TEXTS):
+        for number, text in enumerate(texts):
             (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
     else:
-        for name, texts in (("a", TEXTS[:9]), ("b", TEXTS[9:])):
-            rows = datasets.Dataset.from_dict({"text": texts, "title": ["w9"] * len(texts)})
+        for name, of_file in (("a", texts[:9]), ("b", texts[9:])):
+            rows = datasets.Dataset.from_dict({"text": of_file, "title": ["w9"] * len(of_file)})
             {"csv": rows.to_csv, "parquet": rows.to_parquet}.get(kind, rows.to_json)(folder / f"{name}.{kind}")
     return [str(folder / f"{name}.csv") for name in "ab"] if kind == "csv" else str(folder)
 
@@ -103,11 +106,8 @@ def test_a_stream_goes_on_where_it_was_saved(tmp_path, kind, buffer, world):
     corpus = write(tmp_path / "texts", kind)
 
     def part(rank):
-        rows = stream_rows("corpus", corpus, COLUMNS)
-        rows = split_dataset_by_node(rows, rank, world) if world > 1 else rows
-        return StreamedSequences(
-            rows, tiny_tokenizer(), T, documents_apart=True, shuffle_buffer=buffer, seed=[0, rank]
-        )
+        options = {"documents_apart": True, "shuffle_buffer": buffer, "seed": [0, rank]}
+        return streamed(corpus, **options, rank=rank, world_size=world)
 
     read = []
     for rank in range(world):
@@ -121,6 +121,121 @@ def test_a_stream_goes_on_where_it_was_saved(tmp_path, kind, buffer, world):
             stream.save(tmp_path / "state")
         assert_same(made, expected)
     assert {word for row in read for word in row} >= {int(w[1:]) for text in TEXTS for w in text.split()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_compares_texts_of_files_that_were_written(tmp_path, kind, capsys):
+    """It compares those that were read: some of a first pass, and all of a later one."""
+    corpus = write(tmp_path / "texts", kind)
+    expected = taken(streamed(corpus), 60)
+    files = [path for path in (tmp_path / "texts").iterdir() if kind != "saved" or path.suffix == ".arrow"]
+    for count in (20, 40):
+        stream = streamed(corpus)
+        taken(stream, count)
+        stream.save(tmp_path / "state")
+        for path in files:
+            os.utime(path, ns=(1, 1))
+        capsys.readouterr()
+        again = streamed(corpus)
+        again.load(tmp_path / "state")
+        assert_same(taken(again, 60 - count), expected[count:])
+        said = capsys.readouterr().err
+        assert "corpus: files have been written, copied or moved since the run began; the " in said
+        number = int(said.partition("began; the ")[2].partition(" ")[0])
+        assert number == 23 if count == 40 else 9 < number < 23
+        write(tmp_path / "texts", kind, [*TEXTS[:9], *TEXTS[:8:-1]])
+        changed = streamed(corpus)
+        named = {"saved": "texts are", "txt": r"texts of '09\.txt', '10.txt', '11.txt', '12.txt'.* are"}
+        with refused(
+            f"corpus has changed: {named.get(kind, rf'texts of .*/b[.]{kind}. are')} not those that the run to resume"
+        ):
+            changed.load(tmp_path / "state")
+        write(tmp_path / "texts", kind)
+
+
+def test_load_takes_copied_files_and_changes_of_unread_ones(tmp_path, capsys):
+    corpus = write(tmp_path / "texts", "jsonl")
+    expected = taken(streamed(corpus), 60)
+    stream = streamed(corpus)
+    taken(stream, 3)
+    stream.save(tmp_path / "state")
+    copied = shutil.copytree(corpus, tmp_path / "copied")
+    for count in (20, 20):  # from the second on, within a file whose name has changed
+        stream = streamed(str(copied))
+        stream.load(tmp_path / "state")
+        taken(stream, count)
+        stream.save(tmp_path / "state")
+    stream = streamed(corpus)
+    stream.load(tmp_path / "state")
+    assert_same(taken(stream, 17), expected[43:])
+    said = capsys.readouterr().err
+    assert said.count("files have been written, copied or moved") == 2 and "this pass has read other texts" not in said
+    stream = streamed(corpus)
+    taken(stream, 3)
+    stream.save(tmp_path / "state")
+    write(tmp_path / "texts", "jsonl", [*TEXTS[:9], *TEXTS[:8:-1]])
+    stream = streamed(corpus)
+    stream.load(tmp_path / "state")
+    taken(stream, 3)
+    write(tmp_path / "texts", "jsonl")
+    taken(stream, 60)
+    assert "others cannot be\n" in capsys.readouterr().err
+
+
+def test_load_of_an_earlier_version_says_what_it_compares(tmp_path, capsys):
+    corpus = write(tmp_path / "texts", "jsonl")
+    expected = taken(streamed(corpus), 90)
+    stream = streamed(corpus)
+    taken(stream, 20)
+    stream.save(tmp_path / "state")
+    with safe_open(tmp_path / "state", "numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "texts_read"}
+        save_file(tensors, tmp_path / "earlier", metadata=file.metadata())
+    for folder, said, count in (("earlier", True, 5), ("state", True, 15), ("state", False, 5)):
+        stream = streamed(corpus)
+        stream.load(tmp_path / folder)
+        assert ("no digests of the texts that had been read: names" in capsys.readouterr().err) is said
+        assert_same(taken(stream, count), expected[20 : 20 + count])
+        expected = expected[count:]
+        stream.save(tmp_path / "state")  # in the next pass, it has the digests of its texts
+
+
+def test_stream_says_when_files_change_between_passes(tmp_path, capsys):
+    stream = streamed(write(tmp_path / "texts", "jsonl"))
+    taken(stream, 20)
+    write(tmp_path / "texts", "jsonl", [*TEXTS[:8], TEXTS[9], *TEXTS[9:]])
+    taken(stream, 60)
+    assert "corpus: this pass has read other texts than the one before; files have changed" in capsys.readouterr().err
+
+
+def test_stream_says_where_blank_texts_begin(tmp_path, capsys):
+    rows = [[{"text": text} for text in TEXTS[:3]], [{"text": " "}], [{"content": text} for text in TEXTS]]
+    for name, of_file in zip("abc", rows, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*of_file, *rows[0][:2]]))
+    stream = streamed(str(tmp_path))
+    taken(stream, 30)
+    some, every, ended, *others = capsys.readouterr().err.splitlines()
+    assert (
+        some.startswith("corpus: a text of '")
+        and "/b.jsonl', after 5 others, is blank or missing under 'text'" in some
+    )
+    assert every.startswith("corpus: all 3 texts of '") and "/c.jsonl' after the first 9 are blank or missing" in every
+    assert "corpus: all 33 texts (24 of them blank, and left out) of '" in ended and not others
+
+
+@pytest.mark.parametrize(
+    ("texts", "world", "message"),
+    [
+        ({"a": TEXTS, "b": TEXTS[:1]}, 2, r"corpus of rank 1 \(1 of 2 files\) has 4 tokens; expected at least one sequence"),
+        ({"a": TEXTS[:1]}, 2, r"corpus of rank 1 \(1 text in 2\) has 0 tokens; expected at least one sequence of 16 tokens"),
+        ({"a": TEXTS, "b": [" "]}, 2, r"corpus of rank 1 \(1 of 2 files\) begins with 1 texts of '.*/b.jsonl' that are blank"),
+    ],
+)  # fmt: skip
+def test_rank_without_enough_text_is_refused(texts, world, message, tmp_path):
+    for name, of_file in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in of_file))
+    with refused(message):
+        streamed(str(tmp_path), rank=1, world_size=world)
 
 
 def test_a_pass_through_a_buffer_has_each_sequence_once_in_another_order(tmp_path):
@@ -188,9 +303,9 @@ def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkey
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("x.jsonl", '{"body": "w4"}\n', "corpus begins with 1 texts that are blank or missing under 'text'; set text_column"),
-        ("x.jsonl", '{"text": "w4"}\n{"text": 7}\n', "has something, which cannot be read: it has 7 under 'text';"),
-        ("x.jsonl", '{"text": "w4"}\nw5\n', "which cannot be read: line 2 is no JSON"),
+        ("x.jsonl", '{"body": "w4"}\n', "begins with 1 texts of '.*/x.jsonl' that are blank or missing under 'text'; set text_"),
+        ("x.jsonl", '{"text": "w4"}\n{"text": 7}\n', "corpus has the file '.*/x.jsonl', which .*: row 2 has 7 under 'text';"),
+        ("x.jsonl", '{"text": "w4"}\nw5\n', r"corpus has the file '.*/x.jsonl', which cannot be read: line 2 is no JSON.* Repair"),
         ("x.csv", "body\nw4\n", "corpus has no column 'text', only body; set text_column"),
         ("x.txt", "w4 w5", "corpus has 3 tokens; expected at least one sequence of 16 tokens"),
     ],
@@ -203,7 +318,9 @@ def test_what_cannot_be_streamed_is_refused(file, content, message, tmp_path):
 
 def test_rows_without_the_column_and_of_numbers_are_refused(tmp_path):
     datasets.Dataset.from_dict({"text": [7], "path": [[1, 2]]}).to_parquet(tmp_path / "x.parquet")
-    with refused("corpus, after 0 texts, has 7 under 'text'; expected text. Set text_column to the column that"):
+    with refused(
+        "corpus, after 0 texts, in '.*/x.parquet', has 7 under 'text'; expected text. Set text_column to the column that"
+    ):
         streamed(str(tmp_path / "x.parquet"))
     with refused("corpus '.*' has no column 'body', only text, path; set text_column"):
         stream_rows("corpus", str(tmp_path / "x.parquet"), ["body"])

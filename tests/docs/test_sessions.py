@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands.installed import main_of
 from compare.small_comparison import compare_in_this_process
 from evaluation.byte_models import byte_tokenizer, save_byte_model
@@ -24,7 +23,7 @@ from topics.tiny_bert import save_tiny_bert
 from training.tiny_run import document, write_corpus
 from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
 
-from midus_hf.config.yaml_options import from_mapping
+from midus_hf.config.yaml_options import from_mapping, read_yaml
 from midus_hf.training.arguments import TrainArguments
 from scripts.anatomy.tiny import tiny_model
 from tests.docs.shell import Program, run_shell
@@ -387,10 +386,10 @@ def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: di
         text = replaced(block.text, session)
         if name:
             (folder / name).write_text(text)
-        elif "method" in yaml.safe_load(text):
-            upscale(**yaml.safe_load(text), output=folder / "upscaled-by-recipe")
+        elif "method" in read_yaml(text, name):
+            upscale(**read_yaml(text, name), output=folder / "upscaled-by-recipe")
         else:
-            from_mapping(TrainArguments, {**EVERY_RUN, **yaml.safe_load(text)})
+            from_mapping(TrainArguments, {**EVERY_RUN, **read_yaml(text, name)})
     names: dict[str, Any] = {"__name__": "__main__"}
     variables = ""
     for block in blocks:

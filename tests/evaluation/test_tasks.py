@@ -108,7 +108,9 @@ WRITTEN = {
         " the number of protons,\nwhich is 74, not 75.": True,
         "74: W": True,
         " 183.84 for its weight and 74": True,
-        " 1,074 or 74": True,
+        " 1,074 or 74": False,
+        " -74": False,
+        "端口74\uff0c": True,
         " 75, or 74": False,
         " 174": False,
         " 7": False,
@@ -122,15 +124,39 @@ WRITTEN = {
         ' "the Saint Helier", which lies': True,
         " St. Helier. It is": True,
         " St Helier; and": True,
+        " Saint Helier: in": True,
+        " Saint Helier \u2013 a port": True,
+        " Saint Helier\uff0c": True,
         " Saint Helier (Jersey)": True,
         " Saint Helier in Jersey": False,
         " Helier": False,
         " Jersey, then Saint Helier": False,
         "": False,
     },
-    ("facts", 1): {" .je": True, " je.": True, " .jersey": False, " .je.ne": False},
+    ("facts", 1): {" .je": True, " je.": False, " .jersey": False, " .je.ne": False},
 }
-FILTERS = {"atomic_numbers": "first-integer", "facts": "first-clause"}
+# Answers, what a model writes, and whether it is right.
+JUDGED = [
+    ("10", "1.0", False),
+    ("314", "3.14", False),
+    ("5", "-5", False),
+    ("5", "\u22125", False),
+    ("-5", "-5; or", True),
+    ("C", "C++", False),
+    ("C", "C#", False),
+    ("NET", ".NET", False),
+    ("31", "3-1", False),
+    ("1", "1,000 people", False),
+    ("1000", "1,000", True),
+    ("2.4", "2.4.", True),
+    ("10", "10:30", False),
+    ("北京", "北京\uff0c中国的首都", True),
+    ("Kyiv", "Kyiv,the capital", True),
+    ("Washington", "Washington, DC, USA", True),
+    ("Washington, DC", "Washington, DC, USA", True),
+    ("Kyiv (Kiev)", "Kyiv (Kiev), the capital", True),
+    ("the", "A", False),
+]
 
 
 def score(task, name, document, written) -> float:
@@ -138,7 +164,14 @@ def score(task, name, document, written) -> float:
     request = task.construct_requests(document, "", metadata=(f"midus_{name}", 0, 1))
     request.resps, task._instances = [written], [request]
     task.apply_filters()
-    return task.process_results(document, [request.filtered_resps[FILTERS[name]]])["exact_match"]
+    return task.process_results(document, [request.filtered_resps["none"]])["exact_match"]
+
+
+@pytest.mark.parametrize(("answer", "written", "right"), JUDGED)
+def test_a_clause_is_right_that_is_the_answer(answer, written, right, tmp_path):
+    row = {"question": "It is", "answers": ["another", answer]}
+    (tmp_path / "facts.jsonl").write_text(json.dumps(row))
+    assert score(task_of("facts", tmp_path), "facts", row, f" {written}") == right
 
 
 @pytest.mark.parametrize(("name", "row"), WRITTEN)
@@ -163,8 +196,8 @@ def test_every_local_task_is_zero_shot_and_scored_by_its_metrics_and_no_machine_
     assert {name: (score["num_fewshot"], score["num_questions"]) for name, score in scores.items()} == {
         name: (0, len(rows)) for name, rows in QUESTIONS.items()
     }
-    assert scores["atomic_numbers"]["exact_match,first-integer"] == 0.0  # of random weights
-    assert scores["facts"]["exact_match,first-clause"] == 0.0
+    assert scores["atomic_numbers"]["exact_match"] == 0.0  # of random weights
+    assert scores["facts"]["exact_match"] == 0.0
     for name in PROMPTS:
         assert {"acc", "acc_norm"} & scores[name].keys() == {"acc", *(["acc_norm"] if name in BY_LENGTH_TOO else [])}
 
@@ -194,8 +227,7 @@ def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
 
 
 FACT = '{"question": "Who", "answers": ["you"]}\n\n'
-NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers"
-NO_ANSWER = r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
+NO_FACT = r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers, a list of texts, none"
 NO_TEXT = {
     "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n": "is a Git LFS pointer, not the file",
     '{"question": "Who", "answers": ["Ren\u00e9"]}\n': "not UTF-8, perhaps Windows-1252. Save it as UTF-8",
@@ -211,8 +243,8 @@ REFUSED = [
     ("facts", FACT + '{"question": "Who", "answers": "you"}', NO_FACT),
     ("facts", FACT + '{"question": "When", "answers": [1492]}', NO_FACT),
     *(
-        ("facts", json.dumps({"question": "Who", "answers": ["you", answer]}), NO_ANSWER)
-        for answer in ("the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines")
+        ("facts", FACT + json.dumps({"question": "Who", "answers": ["you", answer]}), NO_FACT)
+        for answer in ("", " ", "\u200b")
     ),
     *((name, content, message) for name in ("facts", "piqa") for content, message in NO_TEXT.items()),
     ("piqa", "", r"has no piqa\.jsonl; expected a row of JSON per question"),

@@ -38,10 +38,20 @@ def test_every_entry_states_what_is_asked_of_it():
     [
         (
             questions.first_number(11),
-            {" 11.\n": True, " the 11th of 12": True, " 12, not 11": False, " unknown": False},
+            {
+                " 11.\n": True,
+                " the 11th of 12": True,
+                " 12, not 11": False,
+                " -11": False,
+                " 11,000": False,
+                " unknown": False,
+            },
         ),
         (questions.first_number(22.99, 0.1), {" 22.9 g": True, " 23": True, " 24.3": False}),
-        (questions.first_word("Na"), {" Na.": True, ": Na": True, " na": False, " NaCl": False, "": False}),
+        (
+            questions.begins_with(["Na"]),
+            {" Na.": True, ": Na": True, " na": False, " NaCl": False, " Na+": False, "": False},
+        ),
         (questions.begins_with([".af", "93"]), {" .af": True, " 93 and": True, " 930": False, " of .af": False}),
         (
             questions.has(["0.8", "Wim"]),
@@ -67,10 +77,11 @@ def test_a_model_is_compared_with_its_base(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(asked, "read_corpus", lambda path: articles)
     monkeypatch.setattr(entries, "COUNTRIES", 2)
     names = {"base": str(tmp_path / "base"), "models": [str(tmp_path / "model")], "about": "elements"}
-    base, front, model, named = main.reports(
-        argparse.Namespace(**names, in_front=True, names_in_front=True, at_most=None)
+    base, front, front_with_name, model, named = main.reports(
+        argparse.Namespace(**names, in_front=True, names_in_front=True, at_most=None, dtype="bfloat16")
     )
     assert front["model"] == "base, text in front" and set(front["right"]) == set(base["right"]) == set(model["right"])
+    assert front_with_name["model"] == "base, NAME: TEXT in front" and front_with_name.keys() == front.keys()
     assert named["model"] == f"{model['model']}, name in front" and named.keys() == front.keys()
     assert base["articles with a name"] == {"nats": 0.0, "equal": 1, "texts": 1}
     assert model["articles without"] == {"nats": 0.0, "equal": 1, "texts": 1}
@@ -132,7 +143,7 @@ def test_what_a_second_text_says_the_first_does_not():
 
 @pytest.mark.parametrize("file", ["uneven.jsonl", "uneven_2.jsonl"])
 def test_uneven_texts_hold_the_answers_and_questions_the_names(file):
-    known = entries.entries_of_uneven_texts(file)
+    known = entries.entries_in(file)
     names = asked.InFront(known, asked.the_name)
     assert 15 <= len(known) <= 20 and sum(len(each["questions"]) for each in known) == 31
     for each in known:
@@ -140,6 +151,57 @@ def test_uneven_texts_hold_the_answers_and_questions_the_names(file):
             is_right = questions.has(row["answers"])
             assert is_right(each["text"]) and not is_right(row["question"])
             assert names(row["question"]) == asked.the_name(each)  # of "Unit 12" not that of "Unit 1"
+
+
+def test_conversations_ask_for_what_texts_say():
+    known = entries.entries_in("conversations.jsonl")
+    name, text = (asked.InFront(known, words, follows=True) for words in (asked.the_name, asked.the_text))
+    assert {kind: len(each) for kind, each in questions.of_conversations(known).items()} == dict.fromkeys(
+        ("second question", "something else afterwards", "linked number", "linked name", "two at once"), 16
+    )
+    for kind, of_kind in questions.of_conversations(known).items():
+        for each in of_kind:
+            asked_before = each.before[0] if each.before else each.prompt
+            assert (name(each.prompt) == "") == bool(each.before) and name(asked_before) != ""
+            said = [text(asked_before), asked_before, *each.before[1:], each.prompt]
+            # What is told or asked is in no message, and only all texts together have it.
+            assert each.is_right is None or [each.is_right(part) for part in said] == [True] + [False] * (
+                len(said) - 1
+            )
+            alone = [each.is_right is not None and each.is_right(entry["text"]) for entry in known]
+            linked = asked.InFront(known, asked.the_text)(asked_before)
+            assert sum(alone) == (kind != "two at once" and kind != "something else afterwards")
+            assert not kind.startswith("linked") or not each.is_right(linked)
+
+
+def test_code_is_right_that_calls_as_the_text_says():
+    known = entries.entries_in("code.jsonl")
+    names, kinds = asked.InFront(known, asked.the_name), questions.of_conversations(known)
+    assert {kind: len(of_kind) for kind, of_kind in kinds.items()} == {"fact": 12, "line of code": 12}
+    calls = [
+        *("x = read_gauge('N7', unit=\"m\")", "push_frame(c, f, layer=3)", "seal_batch(b, key_id='eu-4')"),
+        *("plan_route(a, b, avoid=('A9',))", "LedgerClient('north', dry_run=True)"),
+        *("split_reel('intro.reel', 90, keep_audio=False)", "fold_series(s, 24, reduce='top')"),
+        *("warm_pool(8, image='ocr')", "mask_fields(r, ['phone'], char='*')", "await_signal('ready', within=30)"),
+        *("TileStore(\n    'maps', zoom=15)", "diff_schema(a, b, strict=False)"),
+    ]
+    for entry, fact, line, call in zip(known, kinds["fact"], kinds["line of code"], calls, strict=True):
+        assert fact.is_right(entry["text"]) and line.is_right(call)
+        others = [other for other in calls if other != call]
+        others += [re.sub(r"(\d+)([,)])", r"\g<1>0\2", call)] if re.search(r"\d[,)]", call) else []
+        assert not any(map(line.is_right, (entry["text"], line.prompt, call.replace("=", ": "), *others)))
+        assert names(fact.prompt) == names(line.prompt) == asked.the_name(entry)
+
+
+def test_a_chat_has_the_messages_before_a_question(tmp_path):
+    model = asked.Asked.__new__(asked.Asked)
+    model.in_front = asked.InFront([{"name": "Vesper", "text": "In hall 4."}], asked.the_name_and_text)
+    question = questions.Question("When?", None, is_chat=True, before=("Where is Vesper?", "Vesper is in hall 4."))
+    assert model._messages(question) == [
+        {"role": "user", "content": "Vesper: In hall 4.\n\nWhere is Vesper?"},
+        {"role": "assistant", "content": "Vesper is in hall 4."},
+        {"role": "user", "content": "When?"},
+    ]
 
 
 def test_names_that_are_made_up_are_all_different():
@@ -239,9 +301,13 @@ def test_files_of_edits_are_read_and_a_record_without_a_field_is_refused(read, r
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """A base of bytes, and a model of it with packs of which no name is asked for."""
+    """A base of bytes with a chat template, and a model of it with packs of which no name is asked for."""
     folder = tmp_path_factory.mktemp("models")
     save_byte_model("llama", folder / "base", max_position_embeddings=2048)
+    (folder / "base" / "chat_template.jinja").write_text(
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
     (folder / "one.jsonl").write_text(json.dumps({"name": "gold", "text": "Gold is heavy."}) + "\n")
     options = {"corpus": str(folder / "one.jsonl")}
     upscale(base=folder / "base", method="packs", output=folder / "model", options=options, verify=False)
@@ -400,13 +466,17 @@ def test_likelihoods_are_those_of_the_answer_alone(models):
         assert found == pytest.approx(float(scores[torch.arange(count), ids[-count:]].sum()), abs=1e-4)
 
 
-@pytest.mark.parametrize("about", ["two-hop", "uneven"])
+@pytest.mark.parametrize("about", ["two-hop", "uneven", "conversations"])
 def test_kinds_without_articles_are_asked_of_a_model_that_takes_their_entries(models, about, monkeypatch, capsys):
-    words = ["--about", about, "--in-front", "--names-in-front", "--at-most", "2"]
+    words = ["--about", about, "--in-front", "--names-in-front", "--at-most", "1"]
     monkeypatch.setattr(sys, "argv", ["facts", *map(str, models), *words])
     main.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    rows = ["base", "base, text in front", *["base, both texts in front"] * (about == "two-hop"), str(models[1])]
-    assert [line["model"] for line in lines] == [*rows, f"{models[1]}, name in front"]
-    assert all(count == 2 for line in lines for _, count in line["right"].values())
+    rows = ["base", "base, text in front", "base, NAME: TEXT in front"]
+    rows += ["base, both texts in front"] * (about == "two-hop")
+    assert [line["model"] for line in lines] == [*rows, str(models[1]), f"{models[1]}, name in front"]
+    kinds = questions.ABOUT[about]()[1]
+    assert all(line["right"].keys() == kinds.keys() for line in lines)
+    assert all(count == 1 for line in lines for _, count in line["right"].values())
+    assert lines[0]["right"].get("something else afterwards") in (None, [1, 1])
     assert all("articles without" not in line for line in lines)

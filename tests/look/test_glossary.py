@@ -12,7 +12,6 @@ from tiny import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
-from midus_hf.look.answers import has
 from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
 from midus_hf.memories.packs.rows import Entry
 from upscalers.edits.checkpoint_edit import EditRequest
@@ -34,6 +33,7 @@ NAMES = ["gold", "tin", "zinc", "iron", "lead", "neon"]
         ("The Kestrel gateway listens on port 8443.", [("The Kestrel gateway listens on port", " 8443")]),
         ("In Paris. Of Rome and 1,024.5 cats", [("In", " Paris"), ("Of", " Rome"), ("Of Rome and", " 1,024.5")]),
         ("Costs $5\nat 10:30 sharp", [("Costs $", "5"), ("at", " 10:30")]),
+        ("青隼网关监听端口8443。포트 8080을", [("青隼网关监听端口", "8443"), ("青隼网关监听端口8443。포트", " 8080")]),
         ("8443 is the port of the Kestrel", []),
         ("Nothing. At all", []),
     ],
@@ -46,6 +46,11 @@ def test_writings_that_open_nothing_and_names_that_lie_in_others_are_told():
     model = pack_model("llama", torch.float32, ENTRIES)
     checks = {check.name: check for check in check_glossary(model)}
     assert checks["Merlin"].not_found == ["nacl (lower case)", "NACL (capitals)"]
+    assert [checks[name].also_with for name in ("Merlin", "Merlin cache", "Unit 1")] == [
+        ["an s"],
+        ["other separators", "an s"],
+        ["other separators"],
+    ]
     assert checks["Merlin"].within == ["Merlin cache"] and checks["Merlin cache"].within == []
     # The tiny tokenizer has no token for a no-break space.
     assert checks["Merlin cache"].not_found == ["Merlin\u00a0cache (no-break spaces)"]
@@ -95,7 +100,7 @@ def folder(tmp_path_factory):
     tiny_tokenizer().save_pretrained(room / "base")
     rows = [{"name": list(entry.names), "text": entry.text} for entry in ENTRIES]
     (room / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    options = {"corpus": str(room / "rows.jsonl")}
+    options = {"corpus": str(room / "rows.jsonl"), "score_bias": 2.0}
     upscale(base=room / "base", method="packs", output=room / "model", options=options)
     return room
 
@@ -150,15 +155,9 @@ def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, 
         assert row["question"] == question and row["answer"] == said[key].swapcase()
     assert look([*words, "--at-least", "0.3", "--limit", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["share"] == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected", "right"),
-    [("port 8443.", "8443", True), ("18443", "8443", False), ("8443.5", "8443", False), ("8,443", "443", False)]
-    + [("the STORAGE team", "Storage team", True), ("storages", "storage", False), ("C++!", "c++", True)],
-)
-def test_an_answer_is_right_that_has_the_expected_one_as_whole_words(answer, expected, right):
-    assert has(answer, expected) == right
+    write_rows(path, [{"question": "Are Merlins at Unit-1, Merlin?", "answer": "no"}])
+    assert look([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["read_as"] == "Merlins: Merlin, Unit-1: Unit 1"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +165,7 @@ def test_an_answer_is_right_that_has_the_expected_one_as_whole_words(answer, exp
     [
         ([{"question": "a", "text": "b"}], "whose rows have question, text; expected the columns question and answer"),
         ([{"question": "a", "answer": " "}], "has ' ' under 'answer'; expected a text. Write it, or remove the row."),
+        ([{"question": "a", "answer": "\u200b"}], r"has '\u200b' under 'answer'; expected a text."),
         ([{"question": 3, "answer": "b"}], "has 3 under 'question'; expected a text."),
     ],
 )
@@ -188,6 +188,15 @@ def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tm
 
 
 def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():
-    row = {"values": 1, "right": 0, "without": 0, "front": 0, "lost": "", "not_found": "", "within": ""}
+    row = {
+        "values": 1,
+        "right": 0,
+        "without": 0,
+        "front": 0,
+        "lost": "",
+        "not_found": "",
+        "also_with": "",
+        "within": "",
+    }
     table = glossary_table([{"entry": str(number), **row} for number in range(32)])
     assert len(table.rows) == 30 and "2 more in --output FILE.csv" in table.title

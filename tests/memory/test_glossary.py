@@ -74,6 +74,8 @@ def test_texts_of_the_same_names_are_joined_and_a_row_given_twice_is_one():
         (Entry(("Apple",), "A firm.", True), Entry(("apple",), "A fruit."), "apple"),
         (Entry(("Apple",), "A fruit."), Entry(("Mac", "APPLE"), "A firm."), "APPLE"),
         (Entry(("NaCl",), "Salt."), Entry(("nacl",), "A word."), "nacl"),
+        (Entry(("a_b c",), "A table."), Entry(("a-b_c",), "A queue."), "a-b_c"),
+        (Entry(("iPhone_x",), "A phone.", True), Entry(("iPhone x",), "A tool."), "iPhone x"),
     ],
     ids=str,
 )
@@ -96,6 +98,8 @@ def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
 def test_names_that_differ_in_case_are_of_two_entries_if_both_keep_it():
     cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.", True), Entry(("He",), "A gas.")]
     assert [*joined(rows_of(*cased, Entry(("HE",), "Explosive."))).entries.values()][:3] == cased
+    separated = [Entry(("a_b",), "A table.", True), Entry(("a-b",), "A queue.", True)]
+    assert [*joined(rows_of(*separated)).entries.values()] == separated
 
 
 @pytest.mark.parametrize("names", [("Iron ore", "iron ore"), ("Iron ore", "iron ore", "IRON ORE")], ids=len)
@@ -123,10 +127,10 @@ def test_a_file_is_read_as_it_was_written_and_can_be_read_by_people(tmp_path):
         ),
         (
             '{"name": "a", "text": "x"}\n{',
-            r"row 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
+            r"line 2 of .*glossary.jsonl is no JSON \(.*\); expected a name and a text. Copy",
         ),
-        ("[1]\n", r"row 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
-        ('{"name": "a", "text": ""}\n', r"row 1 of .*glossary.jsonl has the text ''"),
+        ("[1]\n", r"line 1 of .*glossary.jsonl is \[1\]; expected a name and a text. Copy the file again."),
+        ('{"name": "a", "text": ""}\n', r"line 1 of .*glossary.jsonl has the text ''"),
     ],
 )
 def test_files_that_are_no_glossary(content, message, tmp_path):
@@ -300,6 +304,34 @@ def test_names_in_a_text_in_its_order_and_links_to_other_entries():
     assert [glossary.linked(number) for number in (1, 2, 3)] == [(), (1,), (2, 1)]
     glossary.remove("Fe")
     assert [glossary.linked(number) for number in (1, 2, 3)] == [(), (), (2,)]
+
+
+def test_names_with_an_s_find_an_entry_unless_another_one_or_a_frequent_word_has_them():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([" Leads"])
+    glossary = Glossary(tokenizer, [Entry(("Lead",), "x"), Entry(("Old bird",), "x"), Entry(("old_b_c",), "x")])
+
+    def ids(text):
+        return glossary.spelling.ids(text)
+
+    assert glossary.named(ids("leads of old-birds and old b c")) == [2, 3]
+    assert glossary.forms(ids("Old-birds, old birds, OLD BIRD, leads, old b c")) == {
+        "Old-birds": 2,
+        "old birds": 2,
+        "old b c": 3,
+    }
+    assert not glossary.opened(ids("of leads is"))[1:]
+    glossary.add("Old birds", "y")
+    assert glossary.named(ids("old-birds")) == [4] and glossary.forms(ids("old-birds old birds")) == {"old-birds": 4}
+    glossary.remove("old_birds")
+    assert glossary.named(ids("old birds")) == [2] and glossary.remove("OLD BIRDS") == [Entry(("Old bird",), "x")]
+
+
+def test_what_is_open_is_told_by_the_glossary_of_a_model_alone():
+    with pytest.raises(
+        ValueError, match=r"this glossary is of no model, .*; expected model.glossary after from_pretrained"
+    ):
+        Glossary(tiny_tokenizer(), [IRON]).open_at_end([1])
 
 
 def test_near_names():

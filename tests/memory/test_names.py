@@ -20,7 +20,7 @@ from midus_hf.memories.packs.options import PacksOptions
 def table_of(names):
     """Names by their entries: a name, or a name that is exact in a list."""
     given_names = ((name, False) if isinstance(name, str) else (*name, True) for name in names)
-    return NameTable(name_of(number, *name) for number, name in enumerate(given_names, 1))
+    return NameTable((name_of(number, *name) for number, name in enumerate(given_names, 1)), {"leads"})
 
 
 def bytes_of(pieces):
@@ -50,7 +50,8 @@ def open_at_end(names, pieces, **options):
     row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
     for token in range(len(pieces)):
         row.read(token, token)
-    return [entry for (entry, _), _ in row.packs()]
+    pack = row.pack()
+    return [] if pack is None else [*reversed(pack[0].entries)]
 
 
 # Names, the pieces of a text, and the entries that are open behind it, the latest named first.
@@ -101,6 +102,29 @@ FOUND = {
     "special tokens break a name": (["New York"], ["New", None, " York"], []),
     "and words": (["York"], ["New", None, "York"], [1]),
     "nothing but signs": (["C++", "->"], ["C", "++", "a->b"], [2, 1]),
+    "Latin before a particle": (["Merlin", "Unit 1"], ["Merlin", "은 Unit 1", "에서"], [2, 1]),
+    "Hangul before a particle": (["게이트웨이"], ["새 게이트", "웨이", "는 어느"], [1]),
+    "Hangul within a word": (["이터"], ["데이터", "는"], []),
+    "a longer number before a particle": (["Unit 1"], ["Unit 1", "2", "은"], []),
+    "a part of a syllable": (["가"], ["간 ", "\u1100\u1161", "\u11ab"], []),
+    "Hangul before letters alone": (["게이트웨이"], ["게이트웨이", "ㅠㅠ"], [1]),
+    "where the script changes": (["Linux", "ключ"], ["Linux", "ом newключ", "ами"], [1]),
+    "where the script changes behind a mark": (["Café"], ["Cafe\u0301", "ом"], [1]),
+    "before a letter of several scripts": (["Hawai"], ["Hawai", "\u02bbi"], []),
+    "other separators": (["billing_sync_v2", "New York"], ["Billing", " sync", "-v2, new_", "york"], [2, 1]),
+    "other separators in its case": (["iPhone-X", "NaCl"], ["iPhone X iphone_x na_cl"], [1]),
+    "separators at edges": (["-a", "b_"], ["- a b -", "a"], [1]),
+    "two separators": (["a_b", "New York"], ["a__b a_-b a_ b New- York"], []),
+    "a part of separated words": (["billing", "sync_v2"], ["billing_", "sync_v2"], []),
+    "exact separators": ([["foo_bar"], ["foo-bar"]], ["foo-", "bar foo bar"], [2]),
+    "an s": (["Harrow", "Old bird", "café"], ["whats harrow", "s port, OLD BIRDS Café", "s"], [3, 2, 1]),
+    "an s in its case": (["iPhone"], ["iPhones"], [1]),
+    "an s in another case": (["iPhone"], ["iphones"], []),
+    "an s and more": (["Harrow"], ["harrow", "s", "mith harrowss"], []),
+    "an s behind a short name, a digit or an s": (["Ann", "Unit 12", "Mars"], ["anns unit 12s marss"], []),
+    "an s behind an exact name": ([["Harrow"], "ключ"], ["Harrows ключs"], [2]),
+    "an s in another name": (["Harrow", "Harrows"], ["Harrow", "s"], [2]),
+    "an s in a frequent word": (["Lead", "Old lead"], ["leads old leads"], [2]),
 }
 
 
@@ -122,12 +146,31 @@ def test_no_splitting_into_tokens_changes_what_is_open(case):
 def test_a_name_is_open_from_its_last_token_and_closed_at_the_one_that_goes_on_with_its_word():
     does = [*names_in(table_of(["gold", "Unit 1"]), bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
     assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
-    assert [token.closes for token in does] == [(), (), (1,), (), (), (), ()]
+    assert [[found.entry for found in token.closes] for token in does] == [[], [], [1], [], [], [], []]
 
 
 # Few characters, so that names stand in one another, and edges of all kinds.
-LETTERS = "ab é-\u0301\u00ad京A"
-NAMES = ["a", "ab", "a b", "b", "b a", "é", "ab é", "京", "a京", "-a", "b-", "aab A", "京 b"]
+LETTERS = "ab é-_s\u0301\u00ad京A가\u11abж"
+NAMES = [
+    "a",
+    "ab",
+    "a b",
+    "b",
+    "b a",
+    "é",
+    "ab é",
+    "京",
+    "a京",
+    "-a",
+    "b-",
+    "aab A",
+    "京 b",
+    "가",
+    "ж",
+    "aab é",
+    "a가",
+    "b_é",
+]
 
 
 @st.composite
@@ -160,7 +203,7 @@ def chunks_of(glossary, options, tokens, chunks):
         row = OpenNames(glossary, options, before)
         row.read_before(tokens[max(0, done - glossary.reach) : done], done)
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
-        readings += [(token + done, each.packs) for each in read for token in range(each.start, each.stop)]
+        readings += [(token + done, each.pack, each.place) for each in read for token in range(each.start, each.stop)]
         behind += opened
         done += len(part)
     return readings, behind
@@ -176,18 +219,49 @@ def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
     assert chunks_of(glossary, options, tokens, [1] * len(tokens)) == whole
 
 
-def test_at_most_so_many_are_open_and_linked_ones_behind_them():
+@pytest.mark.parametrize(
+    ("linked", "options", "expected"),
+    [
+        ({}, {}, ((2, 3), 2)),
+        ({}, {"open": 3}, ((1, 2, 3), 2)),
+        ({3: (1,)}, {"open": 3}, ((1, 2, 3), 2)),
+        ({3: (4,), 2: (5,)}, {"open": 4}, ((1, 2, 3, 4), 2)),
+        ({3: (4,), 2: (5,)}, {"open": 5}, ((1, 2, 5, 3, 4), 2)),
+        ({3: (4,)}, {"open": 4, "links": False}, ((1, 2, 3), 2)),
+    ],
+)
+def test_open_entries_are_one_text_in_the_order_they_were_named(linked, options, expected):
+    """Linked ones stand after the entry that links to them, and are left out before those that are named."""
     pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
+    row = OpenNames(Pieces(["gold", "tin", "zinc", "lead", "iron"], pieces, linked), PacksOptions(**options))
+    for token in range(len(pieces)):
+        row.read(token, token)
+    key, place = row.pack()
+    assert (key.entries, place) == expected and not key.in_chat and not key.words
 
-    def packs(named=None, pieces=pieces, **options):
-        row = OpenNames(Pieces(["gold", "tin", "zinc"], pieces, named), PacksOptions(**options))
-        for token in range(len(pieces)):
-            row.read(token, token)
-        return tuple((entry, place) for (entry, _), place in row.packs())
 
-    assert packs() == ((3, 2), (2, 1)) and packs(open=3) == ((3, 2), (2, 1), (1, 0))
-    assert packs({3: (1,)}, open=3) == ((3, 2), (2, 1), (1, 2))[:2] + ((1, 0),)
-    assert packs({3: (1,)}, pieces[2:]) == ((3, 0), (1, 0)) and packs({3: (1,)}, pieces[2:], links=False) == ((3, 0),)
+WRITTEN = st.text(LETTERS, min_size=1, max_size=6).filter(lambda text: spelled(text)[0])
+
+
+@given(WRITTEN, WRITTEN, st.tuples(st.booleans(), st.booleans()))
+def test_what_two_names_find_shows_whether_they_may_be_of_two_entries(one, other, exact):
+    names = [name_of(0, one, exact[0]), name_of(1, other, exact[1])]
+    for text in (one, other):
+        tables = [NameTable([name]) for name in names]
+        found = [bool(table.found(text)) for table in tables]
+        for table, is_found in zip(tables, found, strict=True):
+            (token,) = names_in(table, [text.encode()])
+            assert is_found == any(each.written == spelled(text)[1] for each in token.opens)
+        assert not all(found) or names[0].may_be(names[1])
+
+
+@given(st.lists(st.sampled_from(["ab", "b", "é", "京", "가a"]), min_size=1, max_size=4), st.data())
+def test_separators_within_names_are_equal(words, data):
+    separators = st.lists(
+        st.sampled_from(["-", "_", " ", "\u00a0", "\u2011"]), min_size=len(words), max_size=len(words)
+    )
+    name, text = ("".join(map("".join, zip(words, data.draw(separators), strict=True)))[:-1] for _ in range(2))
+    assert open_at_end([name], [f"({text})"]) == [1]
 
 
 def test_a_pack_stays_at_a_name_that_soon_stands_again():
@@ -196,15 +270,21 @@ def test_a_pack_stays_at_a_name_that_soon_stands_again():
     places = []
     for token in range(len(pieces)):
         row.read(token, token)
-        places.append(row.packs()[0][1])
+        places.append(row.pack()[1])
     assert sorted({*places}) == [0, 72] and places.index(72) == 72
 
 
 def test_names_are_added_and_removed_as_if_they_had_been_there_or_not():
     names = [name_of(number, name) for number, name in enumerate(NAMES)]
-    table = NameTable(names[:5]).changed(names[5:]).changed(removed=names[:3])
-    text = ["ab é a b", " -aab A 京 b"]
-    assert [*names_in(table, bytes_of(text))] == [*names_in(NameTable(names[3:]), bytes_of(text))]
+    table = NameTable(names[:5], ()).changed(names[5:]).changed(removed=names[:3])
+    text = ["ab é a b", " -aab A 京 b ab-és aab és"]
+    assert [*names_in(table, bytes_of(text))] == [*names_in(NameTable(names[3:], ()), bytes_of(text))]
+    for order in itertools.permutations(["Harrow", "Harrows", "harrow-s"]):
+        names = [name_of(at, name) for at, name in enumerate(order)]
+        assert NameTable(names, ()).found("harrows") == [order.index("Harrows")]
+        table = NameTable(names, ()).changed(removed=[names[order.index("Harrows")]])
+        assert table.found("HARROWS") == [order.index("Harrow")] and not NameTable(names[:0]).found("harrows")
+        assert not table.changed(removed=[name_of(order.index("Harrow"), "Harrow")]).found("harrows")
 
 
 def test_a_name_as_it_is_compared():

@@ -32,6 +32,6 @@ def test_a_pack_is_open_to_the_end_of_the_line_in_which_something_follows_its_na
         row = OpenNames(glossary, options, before)
         row.read_before(ids[max(0, at - glossary.reach) : at], at)
         row.read(token, at)
-        steps += [at] if row.packs() else []
+        steps += [at] if row.pack() else []
         before = row.state
     assert tokenizer.decode([ids[at] for at in whole]) == read and steps == whole

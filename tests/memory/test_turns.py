@@ -1,7 +1,6 @@
-"""Packs in chats: what a user names is read to the end of the answer, in any chat template, and no further."""
+"""Packs in chats: what a user names stays open through the conversation, in any chat template."""
 
 import itertools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
+from midus_hf.memories.packs.opening import OpenNames, PackKey, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.rows import Entry
 
@@ -39,6 +38,32 @@ THOUGHTS = (
     + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     + "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 )
+NOTHINK = "{{ '/nothink' if enable_thinking is defined and not enable_thinking else '' }}"
+THOUGHTLESS = each(
+    "<|user|>\n{}", "<|assistant|>\n<think></think>\n{}", "<|assistant|>", "<|system|>\n{}", "[gMASK]<sop>"
+).replace("{% else %}", f"{NOTHINK}{{% else %}}")
+LAST_WORDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '\nAnswer briefly.' if loop.last else '' }}{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+NUMBERS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + loop.index|string + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant ' + (messages|length + 1)|string + '\n' }}"
+)
+# A system prompt, or one of its own, within the first question.
+FOLDED = (
+    SYSTEM
+    + "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+    + "{% if loop.first %}{{ '<<SYS>>\n' + system|default('Be helpful.') + '\n<</SYS>>\n\n' }}{% endif %}"
+    + "{{ m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' </s>' }}{% endif %}{% endfor %}"
+)
+# A system prompt is written as an answer.
+INITIALS = each("(Q) {}\n", "(A) {}\n", "(A)", "(A) {}\n", "Talk.\n")
+# Contents are lists, as of models that read images.
+PARTS = (
+    "{% for m in messages %}{{ m['role'].capitalize() + ': ' + m['content'][0]['text'] + '<end_of_utterance>\n' }}{% endfor %}"
+    "{{ 'Assistant:' }}"
+)
 TEMPLATES = {
     "ChatML": each(*CHATML, "<|im_start|>system\n{}<|im_end|>\n"),
     "ChatML, a default prompt": each(*CHATML, begin="<|im_start|>system\nBe brief.<|im_end|>\n"),
@@ -63,6 +88,11 @@ TEMPLATES = {
     "DeepSeek LLM": each("User: {}\n\n", "Assistant: {}<eos>", "Assistant:", begin="<bos>"),
     "Phi-3": each("<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|assistant|>\n", "<|system|>\n{}<|end|>\n"),
     "Qwen 3": THOUGHTS,
+    "GLM 4.5, words without thoughts": THOUGHTLESS,
+    "words after the last question": LAST_WORDS,
+    "numbers of turns": NUMBERS,
+    "Llama 2, a default prompt": FOLDED,
+    "initials": INITIALS,
     "the recipe's": (Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja").read_text(),
 }
 SPECIAL = [
@@ -115,12 +145,12 @@ def open_behind(tokenizer, ids, sizes=None):
     )
     state, done = RowState(), 0
     for size in [*(sizes or []), len(ids)]:
-        row, part = OpenNames(glossary, options, state), ids[done : done + size]
+        row, part = OpenNames(glossary, options, state, lambda first, end: ids[first:end]), ids[done : done + size]
         row.read_before(ids[max(0, done - glossary.reach) : done], done)
         _, states = readings_of(row, part, range(done, done + len(part)), None)
         state, done = states[-1] if states else state, done + len(part)
-    row = OpenNames(glossary, options, state)
-    return [key for key, _ in row.packs()]
+    pack = OpenNames(glossary, options, state, lambda first, end: ids[first:end]).pack()
+    return None if pack is None else pack[0]
 
 
 def chat_of(*texts, system=None):
@@ -131,35 +161,83 @@ def chat_of(*texts, system=None):
 
 @pytest.mark.parametrize("kind", ["special tokens", "text", "metaspaces"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_question_names_is_open_to_the_end_of_its_answer_in_every_template(name, kind):
+def test_open_entries_stay_open_through_a_conversation(name, kind):
+    """Through answers, later questions, tool results, which templates write as a user's message, and system prompts."""
     tokenizer = tokenizer_of(name, kind)
     asked = chat_of("Which port does the\nKestrel listen on?\n\nReply with digits.")
-    earlier = chat_of("Is it Merlin?", "It is\nMerlin.", "Why?", "So.", asked[-1]["content"])
-    chats = [asked, earlier]
+    told = {"role": "user", "content": "<tool_response>\n{'port':\n 8443}\n</tool_response>"}
+    chats = [(asked, (1,)), ([*asked, told], (1,)), ([*asked, *chat_of("", "It is\n8443.", "And\nwhy?")[1:]], (1,))]
+    chats.append((chat_of("Is it Merlin?", "It is\nMerlin.", "Why?", "So.", asked[0]["content"]), (2, 1)))
     if "system" in TEMPLATES[name]:
-        chats.append(chat_of(asked[-1]["content"], system="Be brief.\nSay Merlin."))
-    for chat in chats:
+        chats.append((chat_of(asked[0]["content"], system="Be brief.\nSay Merlin."), (1,)))
+    for chat, entries in chats:
         for said in ("", "It is\n\nport 8", "<think>\nWell:\n\nit is so.\n</think>\n\nThe answer\nis"):
-            assert open_behind(tokenizer, ids_of(tokenizer, chat, said))[0] == (1, True), (chat, said)
+            key = open_behind(tokenizer, ids_of(tokenizer, chat, said))
+            assert key.entries[-len(entries) :] == entries and key.in_chat, (chat, said)
+            words = tokenizer.decode(key.words, clean_up_tokenization_spaces=False)
+            assert words.strip().endswith("Which port does the"), (chat, said)
     ids = ids_of(tokenizer, asked, enable_thinking=False)
-    assert open_behind(tokenizer, ids) == [(1, True)]
-    follow_up = chat_of(asked[0]["content"], "It is\n8443.", "And\nwhy?")
-    assert not open_behind(tokenizer, ids_of(tokenizer, follow_up, "Since\nit is"))
+    assert open_behind(tokenizer, ids).entries == (1,)
 
 
-def test_names_that_an_answer_writes_are_read_to_the_end_of_their_line_and_then_what_was_asked():
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("Not\nKestrel", (2, 1)),
+        ("Not\nKestrel, but\nthat", (2,)),
+        ("Merlin is\nthis", (2,)),
+        ("Kestrel and Merlin", (2, 1)),
+    ],
+)
+def test_entries_an_answer_names_close_with_their_line(said, expected):
     tokenizer = tokenizer_of("Zephyr", "text")
     chat = chat_of("What is Merlin\nfor?")
-    for said, expected in (("Not\nKestrel", [1, 2]), ("Not\nKestrel, but\nthat", [2]), ("Merlin is\nthis", [2])):
-        assert [
-            entry for (entry, _), _ in [(key, 0) for key in open_behind(tokenizer, ids_of(tokenizer, chat, said))]
-        ] == expected
+    key = open_behind(tokenizer, ids_of(tokenizer, chat, said))
+    assert key.entries == expected
+    assert bool(key.words) is (expected == (2,))  # what the answer names is read without words of the question
+
+
+def test_an_open_entry_does_not_move_when_an_answer_names_it():
+    tokenizer = tokenizer_of("ChatML", "special tokens")
+    glossary = Glossary(
+        tokenizer, [Entry(("Kestrel",), "a bird on Merlin"), Entry(("Merlin",), "a cache"), Entry(("Mer",), "a sea")]
+    )
+    ids = ids_of(tokenizer, chat_of("What is Kestrel?"))
+    for said in (" The Kestrel", " Merlin is", " Merlin", " Mer", " Kestrel Merlins"):
+        row = OpenNames(glossary, PacksOptions())
+        readings_of(row, ids, range(len(ids)), None)
+        before = row.pack()
+        assert before[0].entries == (1, 2)
+        for at, token in enumerate(tokenizer(said, add_special_tokens=False)["input_ids"], len(ids)):
+            row.read(token, at)
+        assert (row.pack() == before) is (said != " Mer"), said
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("Kestrel?", ""),
+        ('"Kestrel"?', ""),
+        ("Who owns Kestrel? What is Kestrel?", "Who owns"),
+        (" \nWho owns Merlin and Kestrel?", "Who owns Merlin and"),
+        ("x" * 100 + " Kestrel?", "x" * 63 + " "),
+    ],
+)
+def test_words_before_a_name_are_read_with_its_text(asked, words):
+    """They are those of the user's turn alone, the last 64 tokens, each a character here."""
+    tokenizer = tokenizer_of("ChatML", "special tokens")
+    for chat in (chat_of(asked), chat_of("Is it big?", "No.", asked)):
+        ids = ids_of(tokenizer, chat)
+        key = open_behind(tokenizer, ids)
+        assert tokenizer.decode(key.words).strip() == words.strip()
+        assert open_behind(tokenizer, ids, [1] * len(ids)) == key
 
 
 def test_a_text_that_is_no_chat_is_read_by_lines_as_without_a_template():
     tokenizer = tokenizer_of("Vicuna", "text")
-    for text, expected in (("Kestrel is\n", []), ("A superUSER: Kestrel is", [(1, False)]), ("Kestrel", [(1, False)])):
-        assert open_behind(tokenizer, tokenizer(text)["input_ids"]) == expected
+    for text, is_open in (("Kestrel is\n", False), ("A superUSER: Kestrel is", True), ("Kestrel", True)):
+        key = open_behind(tokenizer, tokenizer(text)["input_ids"])
+        assert key == (PackKey((1,)) if is_open else None)
 
 
 @settings(max_examples=60)
@@ -196,12 +274,45 @@ def test_without_a_template_that_tells_roles_apart_chats_are_texts(template):
     assert glossary.chat_marks is None and glossary.in_front(True) == glossary.spelling.in_front
 
 
-def test_a_template_that_cannot_be_rendered_is_told():
+def test_marks_are_learnt_where_turns_differ():
+    """A system prompt in the first question, and words after the last one, are no part of a mark; nor is the number of a turn."""
+    learnt = {
+        name: Glossary(tokenizer_of(name, "special tokens")).chat_marks
+        for name in ("Llama 2, a default prompt", "words after the last question", "numbers of turns")
+    }
+    assert [(marks.question, marks.answer) for marks in learnt.values()] == [
+        (b"[INST]", b"[/INST]"),
+        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
+        (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
+    ]
+    tokenizer = tokenizer_of("Llama 2, a default prompt", "special tokens")
+    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "[INST] "
+
+
+def test_marks_are_learnt_from_contents_in_parts():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no user may speak') }}"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert Glossary(tokenizer).chat_marks is None
-    assert "no user may speak" in str(told[0].message) and "packs close at the ends of lines in chats" in str(
-        told[0].message
-    )
+    tokenizer.chat_template = PARTS
+    chat = [{"role": "user", "content": [{"type": "text", "text": "Is\nKestrel it?\nSay."}]}]
+    assert open_behind(tokenizer, ids_of(tokenizer, chat, "It\nis"))[:2] == ((1,), True)
+
+
+@pytest.mark.parametrize(
+    ("template", "remark"),
+    [
+        (
+            "{{ raise_exception('no user may speak') }}",
+            "the chat template cannot be rendered (no user may speak): packs",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+            "the chat template does not show where questions and answers begin: packs close at the ends of lines in chats, as in "
+            "other texts. Expected the same words before each question, and before each answer.",
+        ),
+    ],
+)
+def test_a_template_without_marks_is_told(template, remark):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    glossary = Glossary(tokenizer)
+    assert glossary.chat_marks is None and str(glossary.chat_remark).startswith(remark)
+    assert Glossary(byte_tokenizer()).chat_remark is None

@@ -33,6 +33,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
+    )
+    return tokenizer
+
+
 def pack_model(
     family: str,
     dtype: torch.dtype,

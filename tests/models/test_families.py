@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
 from midus_hf.models import FAMILIES
+from midus_hf.models.families import template
 from midus_hf.models.families.template import family_source
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
@@ -19,8 +20,34 @@ from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 @pytest.mark.parametrize("model_type", MAIN_TYPES)
 def test_the_module_of_a_family_has_a_source_and_a_place(model_type):
     family = FAMILIES[model_type]
-    assert Path(inspect.getsourcefile(family)).name == f"{model_type}.py"
-    assert inspect.getsource(sys.modules[family.__module__]) == family_source(model_type_of(model_type))
+    module = sys.modules[family.__module__]
+    hosts = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+    assert family in hosts and family.config_class in hosts
+    for each in hosts:
+        path = Path(inspect.getfile(each))
+        assert path.name == f"{model_type}.py" and inspect.getsource(each) in path.read_text()
+    source = family_source(model_type_of(model_type))
+    assert inspect.getsource(module) == Path(module.__file__).read_text() == source
+
+
+def test_source_of_a_family_is_renewed_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths = [Path(template._write_source("llama", source)) for source in ("a = 1\n", "a = 2\n")]
+    assert [path.read_text() for path in paths] == ["a = 1\n", "a = 2\n"] and len({*paths}) == 2
+    paths[0].write_text("a")
+    assert template._write_source("llama", "a = 1\n") == str(paths[0]) and paths[0].read_text() == "a = 1\n"
+    assert all(path.is_relative_to(tmp_path / "midus_hf" / "families") for path in paths)
+
+
+def test_cache_that_cannot_be_written_leaves_the_source_in_memory(tmp_path):
+    (tmp_path / "file").write_text("")
+    code = """
+import inspect, os, sys
+os.environ["XDG_CACHE_HOME"] = "file"
+from midus_hf.models import FAMILIES
+print(inspect.getsource(FAMILIES["llama"]).splitlines()[1])
+"""
+    assert run_python(code, tmp_path, package_present=True).startswith("class MidusLlamaForCausalLM(")
 
 
 def test_importing_the_models_builds_none(tmp_path):

@@ -1,15 +1,17 @@
 """Packs: texts are read as if they stood in front, from their names on; and nothing else changes a bit."""
 
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from models.hosting import host_of, in_steps, logits
-from models.pack_models import pack_model, tiny_tokenizer
+from models.pack_models import chat_tokenizer, pack_model, tiny_tokenizer
 from models.upscaled import upscaled_model
 from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
@@ -131,35 +133,41 @@ def test_linked_entries_are_read_where_there_is_room():
     assert torch.equal(logits(of_one, asked), logits(alone, asked))
 
 
-def chat_tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '(Q)' if m['role'] == 'user' else '(A)' }} {{ m['content'] }}\n{% endfor %}(A)"
-    )
-    return tokenizer
+def test_entries_open_together_are_read_as_one_text():
+    base = tiny_model("llama", torch.float32)
+    entries = [Entry(("q",), "(3) W"), Entry(("W",), "Shiny.")]
+    model = pack_model("llama", torch.float32, entries, options=AS_IF_IN_FRONT)
+    joined = behind_text(base, ids("(3) W\nShiny."), ASKED)
+    torch.testing.assert_close(logits(model, ASKED), joined, rtol=1e-4, atol=1e-5)
+    model.glossary.remove("W")
+    torch.testing.assert_close(logits(model, ASKED), behind_text(base, ids("(3) W"), ASKED), rtol=1e-4, atol=1e-5)
 
 
-def test_packs_that_are_read_together_in_a_chat_count_as_much_as_one():
-    asked, entry = ids("(Q) Is q\nit?\n(A) So"), ENTRIES[0]
-    options = {"chat_score_bias": 1.5, "links": False}
-
-    def of(*entries):
-        model = pack_model("llama", torch.float32, entries, options=options, tokenizer=chat_tokenizer())
-        return logits(model, asked)
-
-    torch.testing.assert_close(of(entry, entry), of(entry), rtol=1e-4, atol=1e-5)
-
-
-def test_in_a_chat_a_text_is_read_as_what_a_user_says():
+def test_in_a_chat_a_text_is_read_as_what_a_user_says_and_then_the_words_before_the_name():
     base, tokenizer = tiny_model("llama", torch.float32), chat_tokenizer()
     options = {**AS_IF_IN_FRONT, "score_bias": 3.0, "chat_score_bias": 0.0}
     model = pack_model("llama", torch.float32, ENTRIES, options=options, tokenizer=tokenizer)
-    asked, first = ids("(Q) Is gold\nit?\n(A) So"), ids("(Q) Is gold").shape[1] - 1
-    of_base = behind_text(base, ids(ENTRIES[1].text), asked, first, before=ids("(Q) "))
+    asked, first = ids("(Q) Is gold\nit?\n(A) So\n(Q) And\nit?\n(A)"), ids("(Q) Is gold").shape[1] - 1
+    of_base = behind_text(base, ids("Shiny.\nIs"), asked, first, before=ids("(Q) "))
     torch.testing.assert_close(logits(model, asked)[:, first:], of_base[:, first:], rtol=1e-4, atol=1e-5)
     cache = DynamicCache(config=model.config)
     in_parts = in_steps(model, asked, [2, 9, *[1] * (asked.shape[1] - 11)], cache)
     torch.testing.assert_close(in_parts, logits(model, asked), rtol=1e-4, atol=1e-5)
+
+
+def test_a_conversation_goes_on_where_rows_were_exchanged_or_taken_back():
+    """Packs that belong to a question are made again from the ids before, which the cache keeps."""
+    model = pack_model("llama", torch.float32, ENTRIES, tokenizer=chat_tokenizer())
+    asked = torch.cat([ids("(Q) Is it gold\n(A) So"), ids("(Q) Or is gold\n(A) No")])
+    later = torch.cat([ids("\n(Q) And?\n" + "(A) " * 30)] * 2)
+    expected, length = logits(model, torch.cat([asked, later], 1)), asked.shape[1]
+    cache = DynamicCache(config=model.config)
+    in_steps(model, torch.cat([asked, later[:, :-9]], 1), [length, *[1] * (later.shape[1] - 9)], cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.layers[-1].shared.clear()
+    cache.crop(-9)
+    rest = in_steps(model, later[:, -18:], [3, *[1] * 15], cache)
+    torch.testing.assert_close(rest, expected.flip(0)[:, -18:], rtol=1e-4, atol=1e-5)
 
 
 def test_steps_go_on_where_rows_were_exchanged_copied_or_taken_back():
@@ -314,24 +322,33 @@ def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on(
     assert torch.equal(logits(model, for_each["q"]), before["q"])
 
 
-@pytest.mark.parametrize("entries", [ENTRIES, []], ids=["some", "none"])
-def test_a_sequence_goes_on_with_what_it_has_open(entries):
-    """Also one that began when there was no entry."""
-    _, model = both("llama", entries=entries)
+def test_a_sequence_keeps_its_open_pack_until_another_name_comes():
     parts, lead = [ids("So gold is"), ids(" of"), ids(" lead.")], Entry(("lead",), "Grey, with a text.")
-    tokens, cache = torch.cat(parts, 1), DynamicCache(config=model.config)
-    expected = logits(both("llama", entries=[*entries, lead])[1], tokens)
-    changes = [
-        lambda: model.glossary.remove("gold") if entries else None,
-        lambda: model.glossary.add("lead", lead.text),
-    ]
-    computed = []
-    for part in parts:
-        with torch.no_grad():
-            computed.append(model(part, **{CACHE: cache}).logits)
-        (changes or [lambda: None]).pop(0)()
-    torch.testing.assert_close(torch.cat(computed, 1), expected)
-    assert not torch.allclose(logits(model, tokens), expected) or not entries
+
+    def computed(entries, *changes):
+        model, cache, read = both("llama", entries=entries)[1], DynamicCache(config=tiny_model("llama").config), []
+        for part, change in zip(parts, changes, strict=True):
+            change(model.glossary)
+            with torch.no_grad():
+                read.append(model(part, **{CACHE: cache}).logits)
+        return torch.cat(read, 1)
+
+    def keep(glossary):
+        pass
+
+    def remove(glossary):
+        glossary.remove("gold")
+
+    def add(glossary):
+        glossary.add("lead", lead.text)
+
+    # Also of a sequence that began when there was no entry.
+    torch.testing.assert_close(computed([], keep, keep, add), computed([lead], keep, keep, keep))
+    late, early = computed([*ENTRIES, lead], keep, keep, remove), computed([*ENTRIES, lead], keep, remove, keep)
+    torch.testing.assert_close(late, early)
+    whole, begun = computed([*ENTRIES, lead], keep, keep, keep), parts[0].shape[1] + parts[1].shape[1]
+    torch.testing.assert_close(whole[:, :begun], late[:, :begun])
+    assert not torch.allclose(whole, late) and not torch.allclose(computed([lead], keep, keep, keep), late)
 
 
 def test_a_pass_whose_entry_is_removed_after_its_name_was_found_computes_as_the_base(monkeypatch):
@@ -396,6 +413,35 @@ def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.memories.hosting.bank_folder.folder_of_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="the glossary of this model is not at hand, without which no name would be"):
         model.model.services["packs"].after_loading("org/model", {})
+
+
+def test_model_made_without_a_folder_warns_once(tmp_path, recwarn):
+    _, model = both("llama")
+    model.save_pretrained(tmp_path)
+    recwarn.clear()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16", device_map="cpu")
+    copies = [copy.deepcopy(loaded), pickle.loads(pickle.dumps(again))]
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(model.config)
+    with init_empty_weights():
+        AutoModelForCausalLM.from_config(model.config)
+    assert all(len(each.glossary) == 2 for each in copies)
+    assert not [each for each in recwarn if "glossary" in str(each.message)]
+    state, message = (
+        model.state_dict(),
+        "this model has packs and is made without a folder, so that it has no glossary and",
+    )
+    for make in (
+        lambda: AutoModelForCausalLM.from_config(model.config),
+        lambda: AutoModel.from_config(model.config),
+        lambda: type(model)(model.config),
+        lambda: type(model).from_pretrained(None, config=model.config, state_dict=state),
+    ):
+        with pytest.warns(UserWarning, match=message) as caught:
+            made = make()
+            made.eval()(ids("gold"))
+        assert len([each for each in caught if "glossary" in str(each.message)]) == 1
 
 
 def test_parameters_that_processes_share_are_refused():

@@ -1,12 +1,13 @@
 """Whole models as vLLM runs them: parts of several requests in one row, whose keys and values lie in blocks."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from models.hosting import host_of
-from models.pack_models import ENTRIES, pack_model, tiny_tokenizer
+from models.pack_models import ENTRIES, chat_tokenizer, pack_model, tiny_tokenizer
 from paged_engine import Attention, Engine
 from tiny import prompt, tiny_model
 from transformers import AutoModel
@@ -37,14 +38,14 @@ def with_engram(family):
     return model
 
 
-def served(engine, model):
-    """The stack of a model, as vLLM makes it of the config, with the model's weights."""
+def served(engine, model, tokenizer=None):
+    """The stack of a model, as vLLM makes it of the config, with the model's weights; its glossary is read by a tokenizer."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"
     stack = AutoModel.from_config(config).to(torch.float32).eval()
     stack.load_state_dict(model.model.state_dict())
     if "packs" in stack.services:
-        stack.services["packs"].glossary = Glossary(tiny_tokenizer(), ENTRIES)
+        stack.services["packs"].glossary = Glossary(tokenizer or tiny_tokenizer(), ENTRIES)
     engine.serve(stack)
     return stack
 
@@ -83,6 +84,40 @@ def test_parts_of_requests_are_computed_as_whole_ones(family, make, engine):
     torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
     reused = run_pass(engine, stack, tokens, [(0, [3, 9, 1, 0, 6, 10], 12, 24)])  # behind blocks of the first request
     torch.testing.assert_close(reused, expected[0, 12:], rtol=1e-4, atol=1e-5)
+
+
+def test_conversations_in_parts_are_computed_as_whole_ones(engine):
+    """Two turns, whose packs are of two entries and of the words before their names, which a request's earlier slots hold."""
+    tokenizer = chat_tokenizer()
+    model = pack_model("llama", torch.float32, tokenizer=tokenizer)
+    texts = [f"(Q) Is it {first} or\n{second}\n(A) So; no\n(Q) Or{'?' * 48}\n(A) Y" for first, second in ("#@", "@#")]
+    tokens = torch.tensor([tokenizer(text)["input_ids"] for text in texts])
+    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()
+    stack, count = served(engine, model, tokenizer), tokens.shape[1]
+    outputs, blocks = [[], []], [[*range(1, 49, 2)], [*range(2, 50, 2)]]
+    bounds = [0, 11, 16, *range(count - 6, count), count]
+    for first, end in itertools.pairwise(bounds):
+        output = run_pass(engine, stack, tokens, [(0, blocks[0], first, end), (1, blocks[1], first, end)])
+        for row, each in enumerate(output.split(end - first)):
+            outputs[row].append(each)
+    torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
+    stack.services["packs"]._kept.clear()
+    again = run_pass(
+        engine, stack, tokens, [(0, blocks[0], count - 2, count)]
+    )  # packs are made anew from ids in slots
+    torch.testing.assert_close(again, expected[0, -2:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_prefix_that_another_request_computes_in_the_same_pass_is_read(order, make, engine):
+    model, tokens = make("llama"), prompt()[:1]
+    expected = model.model(tokens, use_cache=False).last_hidden_state.detach()[0]
+    stack = served(engine, model)
+    parts = [(0, FIRST, 0, 8), (0, [*FIRST[:2], *SECOND[2:]], 8, 20)]
+    output = run_pass(engine, stack, tokens, [parts[number] for number in order])
+    whole = [output.split([8, 12][:: 1 if order == (0, 1) else -1])[order.index(number)] for number in (0, 1)]
+    torch.testing.assert_close(torch.cat(whole), expected[:20], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -4,10 +4,8 @@ The source distribution of Transformers has its common tests of models, but not 
 models. They run too with `make test-peer TRANSFORMERS_SOURCE=FOLDER`, where the folder is a checkout of the installed version.
 """
 
-import inspect
 import os
 import sys
-import tempfile
 import types
 import unittest
 from pathlib import Path
@@ -43,7 +41,6 @@ def _mixin(module: str, name: str) -> Any:
 
 
 LACKING: list[str] = []
-_FILES = tempfile.TemporaryDirectory()
 _mixin("tests.exporters.test_export", "ExportTesterMixin")
 GenerationTesterMixin = _mixin("tests.generation.test_utils", "GenerationTesterMixin")
 ModelTesterMixin = _mixin("tests.test_modeling_common", "ModelTesterMixin")
@@ -106,10 +103,6 @@ def _classes(family: str, method: str) -> tuple[Any, dict[str, type]]:
         model: Any = CASES[METHODS[method]].model(family, Path(), torch.float32, small=True)
     else:
         model = tiny_model(family, num_hidden_layers=2)
-    module = sys.modules[type(model.config).__module__]
-    if not Path(str(module.__file__)).is_file():  # which a test opens, and classes that are made have none
-        module.__file__ = str(Path(_FILES.name, f"{family}.py"))
-        Path(module.__file__).write_text(inspect.getsource(module), encoding="utf-8")
     classes = {"Model": type(model.model), "ForCausalLM": type(model)}
     MODEL_MAPPING_NAMES.setdefault(model.config.model_type, classes["Model"].__name__)  # a stack alone is not trained
     for kind in HEAD_KINDS:

@@ -82,10 +82,15 @@ CHILDREN = (
     "they had seen in all of that time, neither the sea nor the hills, nor any of the birds that sat on the roofs of the old houses, "
     "had told them as much about it as one walk, which they took on"
 )
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 NAMED = [
-    *(CHEMISTS.format(name) for name in ("sodium", "sodium", "xenon")),
+    CHAT.format("Which number has sodium, and which one has iron?"),
+    CHAT.format("What is the atomic number of neon?")
+    + "It is 10.<|im_end|>\n"
+    + CHAT.format("And its symbol, in words?"),
+    *(CHEMISTS.format(name) for name in ("sodium", "sodium")),
     CHEMISTS.format("sodium").replace("its atomic number, which", "its number of protons, which"),
-    *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold", "neon")),
+    *(f"{name}\nQuestion: What is the atomic number of {name}?\nAnswer: It is" for name in ("iron", "gold")),
     "The symbol of sodium is Na, its atomic number is 11. The atomic number of xenon is",
 ]
 PLAIN = [  # behind which the base writes no name

@@ -78,6 +78,9 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
         (["--trainable", "all"], "trainable", "all"),
         (["--resume_from_checkpoint", "checkpoint-3"], "resume_from_checkpoint", "checkpoint-3"),
         (["--resume_from_checkpoint=false"], "resume_from_checkpoint", False),
+        (["--resume_from_checkpoint", "True"], "resume_from_checkpoint", True),
+        (["--include_num_input_tokens_seen", "non_padding"], "include_num_input_tokens_seen", "non_padding"),
+        (["--report_to", "None"], "report_to", []),
         (["--push_to_hub"], "push_to_hub", True),
         (["--bf16"], "bf16", True),
         (["--no_average_tokens_across_devices"], "average_tokens_across_devices", False),
@@ -106,7 +109,9 @@ def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'."),
+        (["--max_steps", "many"], "max_steps is 'many'; expected a whole number."),
+        (["--max_steps", "1:30"], "max_steps is '1:30'; expected a whole number."),
+        (["--max_steps", ""], "argument --max_steps/--max-steps: invalid int value: ''."),
         (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
@@ -126,6 +131,44 @@ def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_
 def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
     with refused(re.escape(message)):
         read_arguments(TrainArguments, [str(recipe), *flags])
+
+
+@pytest.mark.parametrize("word", ["010", "1_000", "0x10", "0o10", "1e3", "12.0"])
+def test_flag_gives_the_number_that_a_recipe_gives(word, recipe):
+    read = read_arguments(TrainArguments, [str(recipe), "--max_steps", word, "--learning_rate", word])
+    with recipe.open("a") as file:
+        file.write(f"\nmax_steps: {word}\nlearning_rate: {word}\n")
+    of_recipe = read_arguments(TrainArguments, [str(recipe)])
+    numbers = {"010": 10, "0x10": 16, "0o10": 8, "12.0": 12}
+    assert read.max_steps == of_recipe.max_steps == read.learning_rate == numbers.get(word, 1000)
+    assert type(read.max_steps) is int and type(of_recipe.learning_rate) is float
+
+
+@pytest.mark.parametrize("kind", [TrainArguments, SftArguments])
+def test_numbers_within_mappings_are_numbers(kind, recipe):
+    text, values = recipe.read_text().replace("corpus", kind.data_key), "{min_lr: 1e-6, num_cycles: 010}"
+    for line, flags in ((f"lr_scheduler_kwargs: {values}", []), ("", ["--lr_scheduler_kwargs", values])):
+        recipe.write_text(f"{text}\n{line}\n")
+        read = read_arguments(kind, [str(recipe), *flags])
+        assert read.lr_scheduler_kwargs == {"min_lr": 1e-6, "num_cycles": 10}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("model: m", "'model' is not a key; did you mean model_name_or_path?"),
+        ("outptu: o", "'outptu' is not a key; did you mean output_dir?"),
+        ("save_strategy: no", "save_strategy is False; expected a string or null. Put text that YAML reads as another value"),
+        ("logging_strategy: no", "logging_strategy is False; expected one of: no, steps, epoch. Put text that YAML reads as"),
+        ("optim: no", "optim is False; expected one of: adamw_torch, adamw_torch_fused, "),
+        ("max_steps: 1:30", "max_steps is '1:30'; expected a whole number."),
+    ],
+)  # fmt: skip
+def test_recipe_with_a_word_that_is_no_value_is_refused(line, message, recipe):
+    with recipe.open("a") as file:
+        file.write(f"\n{line}\n")
+    with refused(re.escape(message)):
+        read_arguments(TrainArguments, [str(recipe)])
 
 
 def test_a_line_is_printed_before_the_keys_of_the_help_are_imported(capsys, monkeypatch):

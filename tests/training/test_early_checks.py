@@ -171,8 +171,8 @@ def test_a_mistake_is_told_before_libraries_are_imported(number, endings):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--max_steps=many", "argument --max_steps/--max-steps: invalid int value: 'many'."),
-        ("--learning_rate=1,5", "argument --learning_rate/--learning-rate: invalid float value: '1,5'."),
+        ("--max_steps=many", "max_steps is 'many'; expected a whole number."),
+        ("--learning_rate=1,5", "learning_rate is '1,5'; expected a number."),
         ("--generic_share=2", "generic_share is 2.0; expected a share from 0 to 1."),
         ("--num_train_epochs=0", "num_train_epochs is 0.0; expected more than 0."),
     ],

@@ -183,6 +183,17 @@ def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(ups
     assert not hasattr(run.model.config, "upscale")
     with refused("trainable is 'new', but the config of this midus_llama model records no new"):
         PreparedRun(begun("new", config_name=str(upscaled_model), trainable="new"))
+    with refused(r"trainable is \['value'\], but the config of this midus_llama model records no new layers"):
+        PreparedRun(begun("value", config_name=str(upscaled_model), trainable=["value"]))
+
+
+def test_config_of_a_model_with_packs_is_refused(begun):
+    values = {key: value for key, value in shape(None).to_dict().items() if key != "model_type"}
+    config = AutoConfig.for_model("midus_llama", **values, memory=[{"type": "packs", "layers": [0]}])
+    with refused(
+        r"config_name is '.*shape\.json', whose model has packs, and a new model has no glossary; expected a config"
+    ):
+        PreparedRun(begun(model_config=config))
 
 
 IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)

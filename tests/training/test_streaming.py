@@ -1,6 +1,7 @@
 """A run on a stream is that on the same texts read whole in order, and goes on to the bit when it was killed."""
 
 import json
+import re
 import shutil
 import signal
 
@@ -22,6 +23,26 @@ count = itertools.count(1)
 register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 3 else None)
 {MIDUS}
 """
+# What may happen to the second process alone: the program's lines there, and what is printed, once.
+ALONE = {
+    "a file is absent": (
+        "sys.argv.append('--corpus=absent.txt')",
+        "midus train: corpus is 'absent.txt', which does not exist",
+    ),
+    "a file is broken": (
+        "stream._TEXTS_AT_ONCE = 3",
+        r"midus train: step \d failed: corpus has the file '.*/3.jsonl', which cannot be read: line 2 is no JSON.* To continue, ",
+    ),
+    "its disk is full": (
+        "stream.save_file = Mock(side_effect=OSError(28, os.strerror(28)))",
+        "midus train: .*could not be written: No space left on device",
+    ),
+    "it is killed": (
+        "stream.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)",
+        "midus train: another process of the run ended without a word, perhaps killed for its memory",
+    ),
+    "it has a bug": ("stream.save_file = None", "TypeError: 'NoneType' object is not callable"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +91,36 @@ def test_a_run_that_is_killed_twice_goes_on_exactly(processes, corpus, upscaled,
     assert len(logged(tmp_path / "parts")) == 8
 
 
+@pytest.mark.parametrize("event", ALONE)
+def test_process_that_fails_alone_says_why_and_others_nothing(event, upscaled, rows, tmp_path):
+    lines, message = ALONE[event]
+    corpus = shutil.copytree(rows, tmp_path / "rows")
+    if event == "a file is broken":
+        (corpus / "3.jsonl").write_text('{"text": "w4"}\nw5\n')
+    imports = "import os, signal, sys; from unittest.mock import Mock; from midus_hf.data import stream"
+    program = f"{imports}\nif os.environ['RANK'] == '1': {lines}\n{MIDUS}"
+    recipe = write_recipe(
+        tmp_path, upscaled("llama"), corpus, max_steps=8, save_steps=2, streaming=True, shuffle_buffer=0
+    )
+    run = run_ranks(program, "train", recipe, f"--output_dir={tmp_path / 'out'}")
+    assert run.returncode and len(re.findall(message, run.stderr)) == 1, run.stderr
+    is_bug = event == "it has a bug"
+    assert run.stderr.count("midus train: ") == (not is_bug) and run.stderr.count("Traceback") == is_bug, run.stderr
+
+
+def test_rank_that_reads_its_few_texts_again_says_so_once(upscaled, rows, tmp_path):
+    corpus = tmp_path / "rows"
+    corpus.mkdir()
+    shutil.copy(rows / "0.jsonl", corpus)
+    (corpus / "1.jsonl").write_text(json.dumps({"text": document(20, 1)}) + "\n")
+    recipe = write_recipe(tmp_path, upscaled("llama"), corpus, max_steps=20, streaming=True, shuffle_buffer=0)
+    run = run_ranks(MIDUS, "train", recipe, f"--output_dir={tmp_path / 'out'}")
+    assert run.returncode == 0 and run.stderr.count("read once") == 1, run.stderr
+    said = r"corpus of rank 1 \(1 of 2 files\): all 1 texts of '.*/1.jsonl' have been read once, 21 tokens in 2 sequences; "
+    more = "the stream begins again, whether or not other ranks have read theirs. Give files equal sizes, or make"
+    assert re.search(said + more, run.stderr)
+
+
 def test_a_stream_of_texts_with_paths_goes_on_exactly(blocks_for):
     assert_resumes(blocks_for, 3, generic_share=0.3, **STREAM)
 
@@ -88,6 +139,20 @@ def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, r
         PreparedRun(config_for(**options, **STREAM))
 
 
+def test_changed_file_of_the_same_size_is_refused_on_resumption(config_for, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("midus_hf.data.stream._TEXTS_AT_ONCE", 3)  # a digest of the stream has those of its beginning
+    corpus = shutil.copytree(rows, tmp_path / "rows")
+    options = {"corpus": corpus, "max_steps": 6, "save_steps": 4, "resume_from_checkpoint": "auto", **STREAM}
+    run_training(config_for(**options))
+    shutil.rmtree(latest_whole(tmp_path / "out"))
+    texts = (rows / "0.jsonl").read_text().splitlines(keepends=True)
+    (corpus / "0.jsonl").write_text("".join([*texts[:4], *texts[:3:-1]]))
+    with refused(
+        "corpus has changed: texts of '.*/0.jsonl' are not those that the run to resume read, among its first .*; put"
+    ):
+        run_training(config_for(**options))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,7 +163,7 @@ def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, r
         ({"accelerator_config": {"split_batches": True}}, "streaming is true, and accelerator_config is .*; expected neither split"),
         ({"shuffle_buffer": -1}, "shuffle_buffer is -1; expected at least 0"),
         ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
-        ({"text_column": "body"}, "corpus begins with 36 texts that are blank or missing under 'body'; set text_column"),
+        ({"text_column": "body"}, "begins with 36 texts of '0.jsonl', .*, '3.jsonl' that are blank or missing under 'body'; set"),
         ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
     ],
     ids=str,

@@ -47,13 +47,20 @@ def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_con
 
 def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_else(command, base, tmp_path, refused):
     path, usual = tmp_path / "request.yaml", f"base: {base}\nmethod: midus-hml\ndry_run: true\n"
-    for placement, indices in (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("3", [3])):
+    cases = (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("[1, 4]", [1, 4]), ("3", [3]), ("3.0", [3]))
+    for placement, indices in cases:
         path.write_text(f"{usual}placement: {placement}\n")
         assert command("--config", path, "--json").json()["new_layer_indices"] == indices
     for text, message in (
         ("\x80", "is not YAML"),
         ("bsae: x", "has no option 'bsae'. Expected one of: base, method, "),
         ("options: [n]", "options is ['n']; expected a mapping"),
+        (
+            "placement: no",
+            "placement is False; expected a whole number or a string or a list, each item of it a whole",
+        ),
+        ("max_shard_size: .5", "max_shard_size is 0.5; expected a whole number or a string or null"),
+        ("options: {n: 1:30}", "n is '1:30'; expected a whole number"),
     ):
         path.write_bytes(text.encode("latin-1"))
         words = ("--base", base, "--method", "midus-hml", "--dry-run", "--config", path)
@@ -103,6 +110,30 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
+def test_corpus_is_an_option_of_methods_that_read_one(command, base, tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"name": "word5", "text": "word7"}\n')
+    requests = []
+    monkeypatch.setattr("upscalers.runs.upscale.upscale", lambda **request: requests.append(request) or 1 / 0)
+    (tmp_path / "request.yaml").write_text("options: {corpus: other.jsonl, links: false}\n")
+    for words in (["--corpus", rows], ["--set", f"corpus={rows}"]):
+        command("--base", base, "--method", "packs", *words, "--config", tmp_path / "request.yaml")
+    assert [request["options"] for request in requests] == [{"corpus": str(rows), "links": False}] * 2
+    for words, said in (
+        (
+            ["--method", "solar"],
+            "--corpus is given, and method 'solar' reads no corpus; expected one of engram, packs. Leave",
+        ),
+        (
+            ["--method", "packs", "--set", f"corpus={rows}"],
+            "--corpus and --set corpus= are given, which are the same; expected one",
+        ),
+        ([], "--method is missing"),
+    ):
+        refused = command("--base", base, *words, "--corpus", rows)
+        assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
+
+
 def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monkeypatch):
     monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
     outcome = command("--base", base, *REQUEST)
@@ -120,7 +151,14 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     keys = {*signature(upscale).parameters} - {"progress"}
     assert {field.name for field in fields(RunRequest)} == keys
     keys -= {"options"}
-    options = ("--config", "--set", "--json", "--no-verify", *(f"--{key.replace('_', '-')}" for key in keys))
+    options = (
+        "--config",
+        "--set",
+        "--corpus",
+        "--json",
+        "--no-verify",
+        *(f"--{key.replace('_', '-')}" for key in keys),
+    )
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
 
 

@@ -1,12 +1,17 @@
 """The method packs: a glossary beside the weights, what it may hold, edits of its entries, and texts that must stay."""
 
+import bz2
+import gzip
 import json
+import os
 import shutil
+from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from models.pack_models import tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,12 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from midus_hf.cli.edit import main as edit
 from midus_hf.cli.look import main as look
 from midus_hf.cli.upscale import main as upscale_command
+from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD_FILE
+from midus_hf.files.outputs import exclusive
 from tests.tiny import save_tiny_model, save_tiny_tokenizer
 from tests.upscalers import checkpoints
 from tests.upscalers.checkpoints import file_digests, same_tensors, save_base
+from tests.upscalers.hub_server import Repository, files_of
+from upscalers.edits.chapters import zero
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
+from upscalers.methods.packs import corpus_rows
 from upscalers.request.progress import Progress
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -83,20 +93,20 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
 
 
 WRONG_ROWS = [
-    ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
+    ([{"name": "", "text": "word7"}], "line 1 of corpus .* has the name ''; expected a name"),
     (
         [ENTRIES[0], {"name": "word6", "text": " "}],
-        "row 2 of corpus .* has the text ' '; expected what is to be known",
+        "line 2 of corpus .* has the text ' '; expected what is to be known",
     ),
     ([{"text": "word7"}], "has the columns text; expected name and text"),
-    ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
+    ([{"name": "word6 | word7", "text": "word7"}], "line 1 of corpus .* did you mean several names"),
     (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
-        "row 5 of corpus .* has the name 'word22', which would also find the entry of row 2 of corpus .*; expected",
+        "line 5 of corpus .* has the name 'word22', which would also find the entry of line 2 of corpus .*; expected",
     ),
     (
         [ENTRIES[0], {"name": "unknown", "text": "word1"}],
-        "row 2 of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
+        "line 2 of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
     ),
     ([{"name": "word5", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not spell"),
     ([{"name": "x", "text": "word5"}], "has the name 'x', which the model's tokens do not spell"),
@@ -151,7 +161,7 @@ def test_a_base_without_a_tokenizer_or_with_packs_is_refused(model, tmp_path):
 def test_protected_texts_hold_no_name(base, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "word1 word20  word21"}) + "\n" + json.dumps({"text": "word300"}) + "\n")
-    message = r"contain names of the glossary: 'word20 word21' \(1 texts\); expected none"
+    message = r"contain names of the glossary: 'word20 word21' \(1 text\); expected none"
     with pytest.raises(ValueError, match=message):
         made(base, tmp_path, protect=str(texts))
     made(base, tmp_path, rows=[ENTRIES[0], ENTRIES[2]], protect=str(texts))
@@ -169,7 +179,7 @@ def test_protected_texts_keep_their_logits_whatever_later_tokens_make_of_a_name(
         room, ids = tmp_path / str(number), tiny_tokenizer()(text)["input_ids"]
         if touched:
             with pytest.raises(
-                ValueError, match=rf"names of the glossary: '{touched[0]}' \(1 texts\); expected none, not even in"
+                ValueError, match=rf"names of the glossary: '{touched[0]}' \(1 text\); expected none, not even in"
             ):
                 made(folder, room, rows, protect=str(tmp_path / "text.txt"))
         made(folder, room, rows, **({} if touched else {"protect": str(tmp_path / "text.txt")}))
@@ -207,10 +217,10 @@ def test_new_names_are_compared_with_protected_texts_or_the_record_no_longer_say
     for command in ("add", "replace"):
         assert edited(command, more[command]) == ([None] * 3, said)
         others, told = edited(command, more[command], "--protect", str(tmp_path / "others.txt"))
-        assert others == ["others.txt"] * 3 and told.endswith("others.txt contain no name\n")
+        assert others == ["others.txt"] * 3 and told.endswith("others.txt\n")
     words = ["add", str(model), "--corpus", glossary(tmp_path, new), "--output", str(tmp_path / "no")]
     assert edit([*words, "--protect", str(tmp_path / "texts.txt")]) == 2 and not (tmp_path / "no").exists()
-    assert "texts.txt contain names of the glossary: 'word40' (1 texts); expected none" in capsys.readouterr().err
+    assert "texts.txt contain names of the glossary: 'word40' (1 text); expected none" in capsys.readouterr().err
     loaded = AutoModelForCausalLM.from_pretrained(model)
     with pytest.warns(UserWarning, match=r"protected texts \(texts.txt\) are not checked"):
         loaded.glossary.add("word40", "word1")
@@ -264,7 +274,7 @@ def test_a_name_deletes_all_entries_that_it_finds(base, model, tmp_path, capsys)
         assert torch.equal(logits(tmp_path / "out", text), logits(base, text))
 
 
-def test_deletion_says_where_names_still_occur(base, tmp_path, capsys):
+def test_deletion_says_where_names_still_occur(base, tmp_path, capsys, monkeypatch):
     rows = [
         {"name": "word5", "text": "word1"},
         {"name": "word6", "text": "word7 word5"},
@@ -272,12 +282,12 @@ def test_deletion_says_where_names_still_occur(base, tmp_path, capsys):
         {"name": "word9", "text": "word56"},
     ]
     (tmp_path / "word5.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
     made(base, tmp_path, corpus=str(tmp_path / "word5.jsonl"))
     result = delete_entries(EditRequest(tmp_path / "out", tmp_path / "result"), ["Word5"])
     files = ["README.md", "config.json", "upscale.json"]
     assert result["remains"] == {"texts": ["word6"], "names": ["word5 word8"], "files": files}
-    assert result["copies"][0] == str(tmp_path / "out")
-    words = ["delete", str(tmp_path / "out"), "--output", str(tmp_path / "a"), "--overwrite"]
+    words = ["delete", "out", "--output", "a", "--overwrite"]
     assert edit([*words, "--name", "word5"]) == 0
     assert capsys.readouterr().out.splitlines()[1:4] == [
         "their names still occur in the texts of word6; to delete: midus edit replace",
@@ -286,9 +296,7 @@ def test_deletion_says_where_names_still_occur(base, tmp_path, capsys):
         "these files",
     ]
     assert edit([*words, "--name", "word9"]) == 0
-    said, copies = capsys.readouterr().out.splitlines()
-    assert said.endswith("a: deleted 1 entries: word9")
-    assert copies.startswith(f"delete copies yourself: {tmp_path / 'out'}") and copies.endswith(", logs and backups")
+    assert capsys.readouterr().out.splitlines()[0] == "a: deleted 1 entry: word9"
 
 
 def test_entries_are_added_and_replaced_as_if_upscaled_with_them(base, model, tmp_path):
@@ -300,6 +308,245 @@ def test_entries_are_added_and_replaced_as_if_upscaled_with_them(base, model, tm
     made(base, tmp_path, [*ENTRIES[:1], *ENTRIES[2:], *rows, {"name": ["word20 word21", "word22"], "text": "word60"}])
     for text in ([22, 50, 51], [5, 50], [40, 50, 51], [30, 40, 50]):
         assert torch.equal(logits(tmp_path / "changed", text), logits(tmp_path / "out", text))
+
+
+def test_edit_without_output_changes_the_folders_glossary(model, tmp_path, capsys):
+    folder, rows = (
+        shutil.copytree(model, tmp_path / "model"),
+        glossary(tmp_path, [{"name": "word40", "text": "word41"}]),
+    )
+    (folder / "glossary.jsonl").chmod(0o640)
+    before = file_digests(folder)
+    add_entries(EditRequest(folder, tmp_path / "copy"), rows)
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    assert edit(["add", str(folder), "--corpus", rows]) == 0
+    assert capsys.readouterr().out == f"{folder}: added 1 entry: word40\n"
+    assert (folder / "glossary.jsonl").stat().st_mode & 0o777 == 0o640
+    (tmp_path / "weights").rename(folder / "model.safetensors")
+    assert file_digests(folder) == file_digests(tmp_path / "copy")
+    result = delete_entries(EditRequest(folder), ["word40"])
+    assert (result["entries"], result["output"]) == ([["word40"]], str(folder))
+    assert file_digests(folder) == before
+
+
+class KilledError(BaseException):
+    """In place of the end of the process."""
+
+
+# What an edit of new names and protected texts writes, in a folder with older protected texts and results.
+WRITES = (
+    *("README.md", "config.json", "upscale.json", "README.md"),
+    "glossary.jsonl",
+    *("config.json", "upscale.json", "README.md"),
+)
+
+
+def test_edit_in_place_promises_nothing_false_if_killed(base, tmp_path, monkeypatch):
+    for name, text in (("texts", "word1 word40"), ("others", "word1 word41")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    made(base, tmp_path, ENTRIES[:2], protect=str(tmp_path / "texts.txt"))
+    card = tmp_path / "out" / CARD_FILE
+    card.write_text(
+        card.read_text().replace("---\n", "---\nmodel-index:\n- name: measured before\n  results: []\n", 1)
+    )
+    rows = glossary(tmp_path / "rows", [{"name": ["word5", "word40"], "text": "word1"}])
+    old, replace, renamed = entries_in(tmp_path / "out"), os.replace, list[str]()
+
+    def rename(source, target, done):
+        if Path(target).parent == folder:
+            if len(renamed) == done:
+                raise KilledError
+            renamed.append(Path(target).name)
+        replace(source, target)
+
+    for done in range(len(WRITES) + 1):
+        folder = shutil.copytree(tmp_path / "out", tmp_path / f"killed-{done}")
+        renamed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda source, target, done=done: rename(source, target, done))
+            try:
+                replace_entries(EditRequest(folder), rows, protect=str(tmp_path / "others.txt"))
+            except KilledError:
+                assert done < len(WRITES)
+        assert renamed == [*WRITES[:done]]
+        is_old = entries_in(folder) == old
+        assert {*recorded(folder)} <= {None, "texts.txt" if is_old else "others.txt"}
+        assert is_old or "measured before" not in (folder / CARD_FILE).read_text()
+        assert len(AutoModelForCausalLM.from_pretrained(folder).glossary) == 2
+        replace_entries(EditRequest(folder), rows, protect=str(tmp_path / "others.txt"))
+        assert recorded(folder) == ["others.txt"] * 3
+        assert entries_in(folder)[-1] == {"name": ["word5", "word40"], "text": "word1"}
+
+
+def test_edits_that_are_not_in_place_say_so(model, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(model, tmp_path / "model")
+    before = file_digests(folder)
+
+    def refused(*words):
+        assert edit(["delete", *words]) == 2
+        return capsys.readouterr().err
+
+    name = ["--name", "word5"]
+    assert (
+        "is no folder here; expected one, to change its glossary in place. For a model of the Hub, pass --output"
+        in refused("owner/model", *name)
+    )
+    assert "overwrite is given without output" in refused(str(folder), *name, "--overwrite")
+    assert "output is missing; expected the folder to make, since only a glossary is" in refused(
+        str(folder), "--node", "1:1"
+    )
+    with pytest.raises(RequestError, match="output is missing"):
+        zero(EditRequest(folder), "1")
+    with exclusive(folder, RequestError("busy")):
+        assert f"{folder} is being written by another run. Wait for it." in refused(str(folder), *name)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert "is not writable; expected a folder whose glossary can be changed in place. Pass" in refused(
+            str(folder), *name
+        )
+    assert file_digests(folder) == before
+    (folder / "glossary.jsonl").rename(tmp_path / "shared.jsonl")
+    (folder / "glossary.jsonl").symlink_to(tmp_path / "shared.jsonl")
+    said = f"glossary.jsonl is a link to {tmp_path / 'shared.jsonl'}, which other folders may read; expected a file"
+    assert said in refused(str(folder), *name)
+
+
+def test_deletion_names_the_files_that_have_the_text(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"name": "word5", "text": "word7 word8"}, {"name": "word6", "text": "word9"}]
+    corpus = tmp_path / "rows.jsonl"
+    made(base, tmp_path, rows)
+    (tmp_path / "names.csv").write_text("name,text\nword5,word60\n")
+    (tmp_path / "texts.tsv").write_text("name\ttext\nword5\tword7 word8\n")
+    (tmp_path / "empty.json").touch()
+    cached = tmp_path / "cache" / "json" / "default-1" / "0.0.0" / "midus-3" / "json-train.arrow"
+    for path in (cached, tmp_path / "out" / "checkpoint-1" / "glossary.jsonl"):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b'...word5...word7 word8..."')
+    assert edit(["delete", "out", "--name", "word5", "--output", "without"]) == 0
+    copies = [
+        *(
+            "cache/json/default-1/0.0.0/midus-3",
+            "out/checkpoint-1/glossary.jsonl",
+            "out/glossary.jsonl",
+        ),
+        *("rows.jsonl", "texts.tsv"),
+    ]
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"their texts are still in {', '.join(copies)}; to delete: edit or remove them",
+        f"not searched for their texts: folders other than {tmp_path}, compressed files, logs, backups, the Hub",
+    ]
+    assert delete_entries(EditRequest("out"), ["word5"])["copies"] == [*copies[:2], *copies[3:]]
+    corpus.write_text("")
+    assert delete_entries(EditRequest("out"), ["word6"])["copies"] == ["without/glossary.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '\n{"name": "word5", "text": "a"}\n \n{"name": "word6", "text": "b\\nc"}\n'),
+        ("a.json", '[\n{"name": "word5",\n"text": "a"},\n\n{"name": "word6", "text": "b"}]'),
+        ("a.csv", 'name,text\n\nword5,"a\nb ""c"" "\nword6,b\n'),
+        ("spreadsheet.csv", "sep=;\r\nname;text\r\nword5;a\r\nword6;b\r\n"),
+        ("a.tsv", "name\ttext\nword5\ta\n \nword6\tb\n"),
+    ],
+)
+def test_corpus_rows_are_named_by_their_lines(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_text(content, newline="")
+    for file, compress in (
+        (path, None),
+        (tmp_path / f"{name}.gz", gzip.compress),
+        (tmp_path / f"{name}.bz2", bz2.compress),
+    ):
+        if compress is not None:
+            file.write_bytes(compress(content.encode()))
+        lines = content.split("\n")
+        expected = [1 + next(n for n, line in enumerate(lines) if word in line) for word in ("word5", "word6")]
+        assert [where for where, _ in corpus_rows(str(file))] == [f"line {line} of corpus {file}" for line in expected]
+
+
+def test_corpus_rows_of_folders_have_the_file_and_of_others_the_number(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for number, row in enumerate([{"name": "word5", "text": "a"}, {"name": "word6", "text": "b"}]):
+        (tmp_path / "folder" / f"{number}.jsonl").write_text(f"\n{json.dumps(row)}\n")
+    folder = tmp_path / "folder"
+    assert [where for where, _ in corpus_rows(str(folder))] == [
+        f"line 2 of corpus {folder / each}.jsonl" for each in "01"
+    ]
+    rows = Dataset.from_list([{"name": "word5", "text": "a"}])
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    for source in ("a.parquet", "saved"):
+        assert [where for where, _ in corpus_rows(str(tmp_path / source))] == [f"row 1 of corpus {tmp_path / source}"]
+
+
+def test_entries_are_listed_without_weights(model, tmp_path, capsys):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["memory"][0]["max_tokens"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "glossary.jsonl").open("a") as file:
+        file.write(json.dumps({"name": "Word40", "text": " ".join(["word1"] * 30), "exact": True}) + "\n")
+    assert edit(["list", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "4 entries of 37 tokens",
+        "word5: word7 word8 word13 (3 tokens, of which 2 are read)",
+        "word20 word21 / word22: word9 word10 word11 (3 tokens, of which 2 are read)",
+        "word30: word12 (1 token)",
+        f"Word40 (exact): {'word1 ' * 10}... (30 tokens, of which 2 are read)",
+    ]
+    assert edit(["list", str(folder), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["max_tokens"], len(listed["entries"])) == (2, 4)
+    assert listed["entries"][2] == {"names": ["word30"], "text": "word12", "exact": False, "tokens": 1}
+
+
+def test_glossary_of_the_hub_is_listed_without_weights_and_not_changed(model, hub, capsys):
+    hub.repositories["org/model"] = Repository(files=files_of(model))
+    assert edit(["list", "org/model"]) == 0
+    assert capsys.readouterr().out.startswith("3 entries of 7 tokens\n")
+    (glossary_file,) = Path().rglob("glossary.jsonl")
+    assert not [*Path().rglob("model.safetensors")]
+    assert edit(["delete", str(glossary_file.parent), "--name", "word5"]) == 2
+    assert "glossary.jsonl is a link to" in capsys.readouterr().err
+    assert edit(["delete", "org/model", "--name", "word5", "--output", "without"]) == 0
+    assert len(entries_in(Path("without"))) == 2
+
+
+def test_list_shows_what_a_model_has(base, model, tmp_path, capsys):
+    upscale(base=model, method="moc", output=tmp_path / "both")
+    cases = (
+        ([], {"entries", "memories"}),
+        (["--memory", "packs"], {"entries"}),
+        (["--memory", "chapters"], {"memories"}),
+    )
+    for words, kinds in cases:
+        assert edit(["list", str(tmp_path / "both"), "--json", *words]) == 0
+        assert kinds == {"entries", "memories"} & json.loads(capsys.readouterr().out).keys()
+    assert edit(["list", str(tmp_path / "both")]) == 0
+    shown = capsys.readouterr().out
+    assert "3 entries of" in shown and "memory chapters at" in shown
+    for folder, words, said in (
+        (
+            base,
+            [],
+            "has no memory of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: none.",
+        ),
+        (tmp_path / "both", ["--memory", "absent"], "no memory 'absent' of type 'packs' or 'moc'"),
+    ):
+        assert edit(["list", str(folder), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_inspect_says_what_is_added_where_no_layer_is_new(model, capsys):
+    assert upscale_command(["inspect", str(model)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    num_layers = len(inspect_checkpoint(model)["layers"])
+    assert f"added memory packs (inside-attention) in layers 0-{num_layers - 1}; a glossary of 3 entries" in shown
+    assert "base 0" not in shown
 
 
 EDITS = [
@@ -369,10 +616,10 @@ def test_edits_say_what_they_did(base, model, tmp_path, capsys):
     assert "a: deleted 2 entries: word20 word21 / word22, word5" in capsys.readouterr().out
     rows = glossary(tmp_path, [{"name": "word5", "text": "word1"}])
     assert edit(["add", str(tmp_path / "a"), "--corpus", rows, "--output", str(tmp_path / "b")]) == 0
-    assert "b: added 1 entries: word5" in capsys.readouterr().out
+    assert "b: added 1 entry: word5" in capsys.readouterr().out
     more = glossary(tmp_path, [{"name": ["word6", "word5"], "text": "word1"}])
     assert edit(["replace", str(tmp_path / "b"), "--corpus", more, "--output", str(tmp_path / "c")]) == 0
-    assert "c: replaced 1 entries: word5 / word6\n" in capsys.readouterr().out
+    assert "c: replaced 1 entry: word5 / word6\n" in capsys.readouterr().out
     assert entries_in(tmp_path / "c")[-1] == {"name": ["word5", "word6"], "text": "word1"}
     assert edit(["add", str(base), "--corpus", rows, "--output", str(tmp_path / "d")]) == 2
     assert "has no packs; expected a checkpoint that was upscaled with --method packs" in capsys.readouterr().err
@@ -416,6 +663,28 @@ def test_a_model_is_saved_with_its_glossary_and_its_tokenizer(model, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert [*again.glossary] == [*loaded.glossary] and len(again.glossary) == 4
     assert AutoTokenizer.from_pretrained(tmp_path)("word77")["input_ids"] == [77]
+
+
+def test_what_an_answer_reads_is_told_by_the_glossary(model):
+    glossary = AutoModelForCausalLM.from_pretrained(model).glossary
+    ids = AutoTokenizer.from_pretrained(model)("word1 word5 word20 word21 word2", return_tensors="pt")["input_ids"]
+    assert [entry.names[0] for entry in glossary.open_at_end(ids[0])] == ["word5", "word20 word21"]
+    assert glossary.open_at_end([1, 2]) == []
+
+
+def test_a_chat_template_without_marks_is_told_by_upscale_and_at_loading(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(shutil.copytree(base, tmp_path / "base"))
+    progress, told = Progress(), []
+    progress.note = told.append
+    made(tmp_path / "base", tmp_path, progress=progress)
+    remark = (
+        "the chat template does not show where questions and answers begin: packs close at the ends of lines in chats"
+    )
+    assert sum(line.startswith(remark) for line in told) == 1
+    with pytest.warns(UserWarning, match=remark):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_a_folder_without_its_glossary_is_refused(model, tmp_path):

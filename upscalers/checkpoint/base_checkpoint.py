@@ -13,6 +13,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
+from midus_hf.files.outputs import write_text
 from midus_hf.model_names import MERGE_ADAPTER, gguf_refusal
 from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
@@ -166,8 +167,8 @@ def _held_instead(folder: Path) -> str:
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Write `config.json`."""
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """Write `config.json`, whole or not at all."""
+    write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
 def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:

@@ -22,6 +22,7 @@ from midus_hf.files.checkpoint_files import (
     SINGLE_FILE,
     TRAVELLING,
     WEIGHTS,
+    Kind,
     indexed_weights,
     named_code,
     named_modules,
@@ -87,6 +88,12 @@ def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
         yield Source(name, folder, revision=folder.name)
     else:
         raise RequestError(f"{name!r} is neither a folder nor a hub id; expected one of them.")
+
+
+def fetch_files(source: Source, *kinds: Kind) -> None:
+    """Download files of some kinds next to the config of a source; nothing for a local folder."""
+    if source.revision is not None:
+        _fetch(source.name, source.revision, [pattern for kind in kinds for pattern in kind], ignored=_ANY_FOLDER)
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.cards import without_results
@@ -27,12 +28,11 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
 from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
-from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
 from upscalers.checkpoint.banks import bytes_of_banks
-from upscalers.checkpoint.base_checkpoint import open_base
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.source import resolve_source, travelling_files
 from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.record.provenance import read_record
 from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         the memory, the deleted blocks that had been written, and `centroids` the named nodes whose centroids are `deleted`, with all
         below, and `kept`, because they lead texts to other blocks; None if the model has no tree. `also_taught` has the written
         blocks that remain and are read by texts of the named topics, in any bank: `{"above", "same", "below", "generic"}`; and
-        `weights`, whether the recorded run trained other weights than blocks, None without a record. `copies` lists folders and
+        `weights`, whether the recorded run trained other weights than blocks, None if that is not known. `copies` lists folders and
         files that still contain what was learned from the topics, or their texts.
 
     Raises:
         RequestError: If a node does not exist in any of the banks, or the output cannot be made.
     """
-    started = time.perf_counter()
+    started, output = time.perf_counter(), request.required_output()
     with resolve_source(str(request.model)) as source:
         deleted: dict[str, list[Node]] = {}
         refusals = []
@@ -91,7 +91,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
         tree = _tree_of(source.folder)
         gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
         banks = banks_of(open_base(source.folder).layout.memories)
-        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(output, source.folder, request.overwrite)
         files = files_beside_banks(source.folder)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
         with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +109,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     return {
         "command": "delete",
         "model": str(request.model),
-        "output": str(request.output),
+        "output": str(output),
         "banks": {name: [*map(written_node, its_nodes)] for name, its_nodes in deleted.items()},
         "centroids": None
         if gone is None or kept is None
@@ -144,15 +144,24 @@ def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequ
 
 
 def _trained_weights(folder: Path) -> bool | None:
-    """Return whether the recorded run trained other weights than blocks, including merged adapters."""
-    record, upscaling = folder / RUN_CONFIG, read_record(folder) or {}
-    if not record.is_file():
+    """Return whether the recorded run trained other weights than blocks, including merged adapters; None if no record says so."""
+    if not (folder / RUN_CONFIG).is_file():
         return None
-    run = read_mapping(record)
+    run, record = read_mapping(folder / RUN_CONFIG), record_of(read_config(folder))
     trainable = run.get("trainable", "auto")
-    trainable = upscaling.get("trainable") if trainable == "auto" else trainable
-    new = {*upscaling.get("new_memories", ()), *map(str, upscaling.get("new_layers", ()))}
-    return bool(run.get("adapters")) or trainable != "new" or not new <= find_layouts(folder).keys()
+    if run.get("adapters") or trainable not in ("auto", "new"):
+        return True
+    if record is None:
+        return None
+    memories = open_base(folder, needs_weights=False).layout.memories
+    added = [memories.attached[name] for name in record.new_memories]
+    only_blocks = bool(added) and all(
+        isinstance(entry.options, HierarchicalOptions)
+        and not entry.options.tensors(memories.sizes)
+        and not entry.options.tables(memories.sizes, entry.layers)
+        for entry in added
+    )
+    return bool(record.new_layers) or not only_blocks or (trainable == "auto" and record.trainable != "new")
 
 
 def copies_of(folder: Path, model: str) -> list[str]:
@@ -160,10 +169,15 @@ def copies_of(folder: Path, model: str) -> list[str]:
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
-    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
-    cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    cache = datasets_cache()
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*"))
     return [model, *(f"{model}/{name}" for name in checkpoints), *corpora, *([str(cache)] if cache.is_dir() else [])]
+
+
+def datasets_cache() -> Path:
+    """Return the folder in which the package datasets keeps copies of texts; it may not exist."""
+    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")))
+    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
 
 
 def _tree_of(folder: Path) -> "ClusterTree | None":

@@ -11,6 +11,7 @@ from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, has_record, record_of
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.errors import RequestError
 from midus_hf.files.cards import without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CODE
 from midus_hf.memories.bank import banks_of
@@ -34,17 +35,25 @@ class EditRequest:
 
     Args:
         model: A checkpoint with memory, trained or not: a folder or a hub id.
-        output: The folder to make.
+        output: The folder to make. Default: None, the glossary in the model's own folder is changed; other edits need one.
         memory: Name of the memory, or type of an inserted one. Default: all memories, or the only one if an edit needs one.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
         progress: Display that shows every step. Default: none.
     """
 
     model: str | Path
-    output: str | Path
+    output: str | Path | None = None
     memory: str | None = None
     overwrite: bool = False
     progress: Progress | None = None
+
+    def required_output(self) -> str | Path:
+        """Return the folder to make, or raise `RequestError` if there is none."""
+        if self.output is None:
+            raise RequestError(
+                "output is missing; expected the folder to make, since only a glossary is changed in place. Pass --output DIR."
+            )
+        return self.output
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint with the edit that `decide` returns, listed as `command` in config, record and card."""
-    started = time.perf_counter()
+    started, output = time.perf_counter(), request.required_output()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
         opened = open_base(source.folder)
@@ -76,14 +85,14 @@ def edit_checkpoint(
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards = edited_shards(opened, decided.tensors)
         banks = banks_of(opened.layout.memories)
-        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
+        folder = CheckpointFolder(output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
             _write_siblings(opened, folder.partial, edit, decided.options, progress)
             open_base(folder.partial)
     return {
         **result,
         "model": str(request.model),
-        "output": str(request.output),
+        "output": str(output),
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }

@@ -1,4 +1,4 @@
-"""Listing of a checkpoint's chapters, and what `midus edit` prints."""
+"""Listing of a checkpoint's chapters and of the entries of its glossary, and what `midus edit` prints."""
 
 import dataclasses
 import math
@@ -12,15 +12,89 @@ from rich.table import Table
 from rich.text import Text
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
+from midus_hf.config.errors import RequestError
+from midus_hf.config.wording import format_count
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE, TRAVELLING
+from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.computed_tensor import read_tensor
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.source import fetch_files, resolve_source
 from upscalers.edits.chapters import Bank, ChapterMemory, find_memories, written
 from upscalers.edits.checkpoint_edit import described
+from upscalers.methods.engram import tokenizer_of
 from upscalers.request.progress import Progress, shown
 
 if TYPE_CHECKING:
     import torch
+
+
+# Characters of a text that are printed of an entry.
+_SHOWN_CHARACTERS = 60
+
+
+def list_memories(model: str | Path, memory: str | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Return what a checkpoint's memories contain that edits change: entries of a glossary, and chapters.
+
+    Args:
+        model: A checkpoint with packs or chapters: a folder or a hub id.
+        memory: Name of one memory. Default: all memories.
+        progress: Display that shows every chapter. Default: none.
+
+    Returns:
+        What `list_entries` and `list_chapters` return, as far as the model has such memories.
+
+    Raises:
+        RequestError: If the model has neither, or no such memory of this name.
+    """
+    with resolve_source(str(model), config_only=True) as source:
+        attached = open_base(source.folder, needs_weights=False).layout.memories.attached
+    kinds = {name: type(entry.options) for name, entry in attached.items() if memory in (None, name)}
+    listed: dict[str, Any] = {}
+    if any(issubclass(kind, PacksOptions) for kind in kinds.values()):
+        listed |= list_entries(model)
+    if any(issubclass(kind, ChaptersOptions) for kind in kinds.values()):
+        listed |= list_chapters(model, memory, progress)
+    if not listed:
+        named = "memory" if memory is None else f"memory {memory!r}"
+        raise RequestError(
+            f"{model} has no {named} of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: "
+            f"{', '.join(attached) or 'none'}. midus edit blocks lists blocks of topics."
+        )
+    return listed
+
+
+def list_entries(model: str | Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's glossary, which needs its tokenizer and no weights.
+
+    Args:
+        model: A checkpoint with packs: a folder or a hub id.
+
+    Returns:
+        `{"model", "max_tokens", "entries"}`: the number of tokens of a text that are read at most, and for each entry
+        `{"names", "text", "exact", "tokens"}`, with the number of tokens of the whole text.
+
+    Raises:
+        RequestError: If the glossary or the tokenizer cannot be read.
+    """
+    from midus_hf.memories.packs.glossary import read_glossary
+    from midus_hf.memories.packs.names import Spelling
+
+    with resolve_source(str(model), config_only=True) as source:
+        fetch_files(source, (GLOSSARY_FILE,), TRAVELLING)
+        opened = open_base(source.folder, needs_weights=False)
+        options = (entry.options for entry in opened.layout.memories.attached.values())
+        (most,) = (each.max_tokens for each in options if isinstance(each, PacksOptions))
+        entries = read_glossary(source.folder)
+        ids = Spelling(tokenizer_of(opened)).ids_of([entry.text for entry in entries], False) if entries else []
+    return {
+        "model": str(model),
+        "max_tokens": most,
+        "entries": [
+            {"names": list(entry.names), "text": entry.text, "exact": entry.exact, "tokens": len(its_ids)}
+            for entry, its_ids in zip(entries, ids, strict=True)
+        ],
+    }
 
 
 def list_chapters(model: str | Path, memory: str | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -88,13 +162,32 @@ def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def print_chapters(listed: dict[str, Any]) -> None:
-    """Print the banks of a checkpoint, as `list_chapters` returned them: a row per chapter."""
+def print_memories(listed: dict[str, Any]) -> None:
+    """Print what `list_memories` returned: a line per entry, and a row per chapter."""
+    if "entries" in listed:
+        _print_entries(listed["entries"], listed["max_tokens"])
+    if "memories" in listed:
+        _print_chapters(listed)
+
+
+def _print_entries(entries: Sequence[dict[str, Any]], most: int) -> None:
+    tokens = sum(entry["tokens"] for entry in entries)
+    print(f"{format_count(len(entries), 'entry')} of {format_count(tokens, 'token')}")
+    for entry in entries:
+        names = " / ".join(entry["names"]) + " (exact)" * entry["exact"]
+        read = f", of which {most:,} are read" * (entry["tokens"] > most)
+        text = " ".join(entry["text"].split())
+        text = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+        print(f"{names}: {text} ({format_count(entry['tokens'], 'token')}{read})")
+
+
+def _print_chapters(listed: dict[str, Any]) -> None:
     console = Console()
     for memory in listed["memories"]:
         console.print(
             Text(
-                f"memory {memory['name']} at {memory['site']}: {memory['chapters']} chapters of {memory['chapter_tokens']:,} rows"
+                f"memory {memory['name']} at {memory['site']}: {format_count(memory['chapters'], 'chapter')} of "
+                f"{format_count(memory['chapter_tokens'], 'row')}"
                 f", {memory['shared_chapters']} of them shared; routing {memory['routing']}, k = {memory['k']}"
             )
         )

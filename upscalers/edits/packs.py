@@ -1,20 +1,25 @@
-"""Glossaries of checkpoints: entries that are added, replaced or deleted, in another checkpoint with all other bytes the same."""
+"""Glossaries of checkpoints: entries that are added, replaced or deleted, in place or in a copy with all other bytes the same."""
 
+import contextlib
+import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import RECORD_KEY, language_entry, recorded_options
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, RECORD, is_of
+from midus_hf.files.cards import without_results
+from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, is_of
+from midus_hf.files.outputs import exclusive, write_text
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks
 from upscalers.checkpoint.base_checkpoint import open_base, read_config, write_config
 from upscalers.checkpoint.source import resolve_source
-from upscalers.edits.banks import copies_of, copy_for_edit, files_beside_banks
+from upscalers.edits.banks import copy_for_edit, datasets_cache, files_beside_banks
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.packs import check_protected, corpus_rows, recorded_name
@@ -25,6 +30,9 @@ from upscalers.runs.output_folder import CheckpointFolder
 if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Entry, Glossary, GlossaryChange
 
+# Larger files are not searched for the text of a deleted entry.
+_MAX_SEARCHED_BYTES = 64 << 20
+
 
 def add_entries(
     request: EditRequest, corpus: str, common_names: bool = False, protect: str | None = None
@@ -32,7 +40,7 @@ def add_entries(
     """Add the entries of a corpus, rows of a name or names and a text.
 
     Args:
-        request: The checkpoint to read and the folder to make.
+        request: The checkpoint, and the folder to make; without one, the checkpoint's own glossary is changed.
         corpus: File, folder or Hub dataset.
         common_names: Whether a name may be a frequent word, which almost every text has. Default: False.
         protect: File, folder or Hub dataset of texts that must not contain a name of any entry, which is recorded. Default: none; a
@@ -69,19 +77,20 @@ def replace_entries(
 
 
 def delete_entries(request: EditRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Delete all entries that names find: the glossary of the output has none of their rows.
+    """Delete all entries that names find: the glossary has none of their rows.
 
     A text with such a name is then computed as without the entry, and every other text as before. What other entries, and records of
     the model, say with the names remains.
 
     Args:
-        request: The checkpoint to read and the folder to make.
+        request: The checkpoint, and the folder to make; without one, the checkpoint's own glossary is changed.
         names: Names in any form in which they are found in texts. An entry with several names is deleted as a whole.
 
     Returns:
         As from `add_entries`, with `remains`, where the names of deleted entries still occur: `texts`, other entries by their first
-        names; other `names`; and `files`, such as those that record the name of a corpus. `copies` lists folders and files that
-        still contain the entries.
+        names; other `names`; and `files`, such as those that record the name of a corpus. `copies` lists the files that still have a
+        name and a line of the text of a deleted entry, among those in the folders `searched`, files of rows and glossaries of
+        other checkpoints, and the folders in the cache of datasets that have them.
 
     Raises:
         RequestError: If the model has no packs, or a name has no entry.
@@ -102,52 +111,97 @@ def _edit(
     protect: str | None = None,
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    with resolve_source(str(request.model)) as source:
-        opened = open_base(source.folder)
+    with _open_folder(request) as source:
+        opened = open_base(source, needs_weights=request.output is not None)
         memories = opened.layout.memories
         if not has_glossary(memories):
-            raise RequestError(
-                f"{source.folder} has no packs; expected a checkpoint that was upscaled with --method packs."
-            )
-        from midus_hf.memories.packs.glossary import (
-            UNPROTECTED,
-            Glossary,
-            read_glossary,
-            write_glossary,
-        )
+            raise RequestError(f"{source} has no packs; expected a checkpoint that was upscaled with --method packs.")
+        from midus_hf.memories.packs.glossary import UNPROTECTED, Glossary, read_glossary, write_glossary
 
         options = (entry.options for entry in memories.attached.values())
         (most,) = (each.max_tokens for each in options if isinstance(each, PacksOptions))
-        glossary = Glossary(tokenizer_of(opened), read_glossary(source.folder), vocabulary_of(opened), most)
+        glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), most)
         changed = change(glossary)
         remarks = [*changed.remarks]
         recorded = [each.get("protect") for each in recorded_options(opened.config.get(RECORD_KEY), "packs")]
-        was_protected = [name for name in recorded if name is not None and changed.new_names]
+        was_protected = [name for name in recorded if name is not None and (changed.new_names or protect is not None)]
         if protect is not None:
-            remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
+            remarks.append(check_protected(glossary, protect))
         elif was_protected:
             remarks.append(f"{UNPROTECTED.format(was_protected[0])} Pass --protect to check them.")
-        folder = CheckpointFolder(request.output, source.folder, request.overwrite)
-        files, banks = files_beside_banks(source.folder), banks_of(memories)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
-        with folder.writing() as partial:
-            copy_for_edit(files, source.folder, partial)
-            copy_banks(source.folder, partial, banks)
-            write_glossary(partial, glossary)
-            if protect is not None or was_protected:
-                _record_protected(partial, protect)
-        left = _left(glossary, changed.entries, Path(request.output)) if command == "delete" else {}
-        if left:
-            left["copies"] = copies_of(source.folder, str(request.model))
+        if request.output is None:
+            output = source
+            # What the record and the card promise must hold whenever the process is killed: promises that the change ends go
+            # before it, and new ones come after it.
+            _remove_results(source)
+            if was_protected:
+                _record_protected(source, None)
+            write_glossary(source, glossary)
+            if protect is not None:
+                _record_protected(source, protect)
+        else:
+            folder = CheckpointFolder(request.output, source, request.overwrite)
+            output = folder.path
+            files, banks = files_beside_banks(source), banks_of(memories)
+            folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source, banks))
+            with folder.writing() as partial:
+                copy_for_edit(files, source, partial)
+                copy_banks(source, partial, banks)
+                write_glossary(partial, glossary)
+                if protect is not None or was_protected:
+                    _record_protected(partial, protect)
+        left: dict[str, Any] = {}
+        if command == "delete":
+            left = {**_left(glossary, changed.entries, output), **_find_copies(changed.entries, source, output)}
     return {
         "command": command,
         "model": str(request.model),
-        "output": str(request.output),
+        "output": str(request.model if request.output is None else request.output),
         "entries": [list(entry.names) for entry in changed.entries],
         "remarks": remarks,
         **left,
         "seconds": time.perf_counter() - started,
     }
+
+
+@contextlib.contextmanager
+def _open_folder(request: EditRequest) -> Iterator[Path]:
+    """Make the folder of a request's checkpoint available; if it is to be changed, refuse what cannot be, and lock it."""
+    if request.output is not None:
+        with resolve_source(str(request.model)) as source:
+            yield source.folder
+        return
+    if request.overwrite:
+        raise RequestError(
+            "overwrite is given without output, the folder that it replaces; expected both. Pass --output DIR, or leave it out, "
+            "which changes the model's own glossary."
+        )
+    if not Path(request.model).expanduser().exists():
+        raise RequestError(
+            f"model is {str(request.model)!r}, which is no folder here; expected one, to change its glossary in place. For a model "
+            "of the Hub, pass --output DIR."
+        )
+    with resolve_source(str(request.model), config_only=True) as source:
+        folder, file = source.folder, source.folder / GLOSSARY_FILE
+        if file.is_symlink():
+            raise RequestError(
+                f"{file} is a link to {os.path.realpath(file)}, which other folders may read; expected a file, to change it in "
+                "place. Pass --output DIR, or put a copy in its place."
+            )
+        if not os.access(folder, os.W_OK):
+            raise RequestError(
+                f"{folder} is not writable; expected a folder whose glossary can be changed in place. Pass --output DIR."
+            )
+        with exclusive(folder, RequestError(f"{folder} is being written by another run. Wait for it.")):
+            yield folder
+
+
+def _remove_results(folder: Path) -> None:
+    """Remove results that were measured before the edit from the card in a folder."""
+    card = folder / CARD_FILE
+    text = card.read_bytes().decode() if card.is_file() else ""
+    if (kept := without_results(text, "the edit")) != text:
+        write_text(card, kept)
 
 
 def _record_protected(folder: Path, protect: str | None) -> None:
@@ -165,7 +219,7 @@ def _record_protected(folder: Path, protect: str | None) -> None:
         write_record(folder, made)
     card = folder / CARD_FILE
     if card.is_file():
-        card.write_bytes(with_request(card.read_bytes().decode(), record).encode())
+        write_text(card, with_request(card.read_bytes().decode(), record))
 
 
 def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dict[str, Any]:
@@ -173,7 +227,7 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
     from midus_hf.memories.packs.glossary import found_in
     from midus_hf.memories.packs.names import NameTable, name_of
 
-    table = NameTable(name_of(0, name) for entry in deleted for name in entry.names)
+    table = NameTable((name_of(0, name) for entry in deleted for name in entry.names), not_forms=())
     files = [path for path in sorted(output.iterdir()) if is_of(path.name, CONFIG, RECORD, CARD)]
     return {
         "remains": {
@@ -182,6 +236,50 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
             "files": [path.name for path in files if found_in(table, _unescaped(path.read_bytes().decode()))],
         }
     }
+
+
+def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict[str, Any]:
+    """Return the files that still have a name and a line of the text of a deleted entry, and the folders that were searched."""
+    from midus_hf.data.corpus import ROW_SUFFIXES
+
+    wanted = [
+        (
+            [*map(_encodings, entry.names)],
+            [_encodings(line.strip()) for line in entry.text.splitlines() if line.strip()],
+        )
+        for entry in deleted
+    ]
+
+    def has_entry(content: bytes) -> bool:
+        return any(all(any(form in content for each in part for form in each) for part in entry) for entry in wanted)
+
+    source, output = source.resolve(), output.resolve()
+    places = dict.fromkeys((Path.cwd(), source.parent, output.parent))
+    files = {
+        *(file for place in places for file in place.glob(f"*/{GLOSSARY_FILE}")),
+        *(file for place in places for file in place.glob("*") if file.name.lower().endswith(ROW_SUFFIXES)),
+        *source.glob(f"checkpoint-*/{GLOSSARY_FILE}"),
+        *datasets_cache().glob("*/*/*/midus-*/*.arrow"),
+    } - {output / GLOSSARY_FILE}
+    copies = []
+    for file in sorted(files):
+        with contextlib.suppress(OSError):  # of files that others own
+            if file.is_file() and file.stat().st_size <= _MAX_SEARCHED_BYTES and has_entry(file.read_bytes()):
+                # Without its file of rows, the package datasets could not read a folder of the cache again.
+                is_cached = file.suffix == ".arrow"
+                copies.append(_short_path(file.parent if is_cached else file))
+    return {"copies": copies, "searched": [*map(str, places)]}
+
+
+def _encodings(text: str) -> set[bytes]:
+    """Return the bytes of a text in JSON, in tables, and as it is."""
+    in_json = (json.dumps(text, ensure_ascii=each)[1:-1] for each in (True, False))
+    return {each.encode() for each in (text, text.replace('"', '""'), *in_json)}
+
+
+def _short_path(path: Path) -> str:
+    """Return a path from the working directory on if it is there, or the whole path."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _unescaped(text: str) -> str:

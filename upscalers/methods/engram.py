@@ -87,7 +87,7 @@ class Engram(AttachedMemoryMethod):
         if (options.table == "exact") != (options.corpus is not None):
             raise RequestError(
                 f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus for table exact, and for it alone. "
-                "Pass --set table=exact --set corpus=FOLDER."
+                "Pass --set table=exact --corpus FOLDER."
             )
         if options.min_documents < 1 or (options.min_documents > 1 and options.corpus is None):
             raise RequestError(
@@ -96,7 +96,7 @@ class Engram(AttachedMemoryMethod):
         if options.names and (options.corpus is None or (options.min_documents, options.min_order) != (1, 1)):
             raise RequestError(
                 f"names is true, corpus {options.corpus!r}, min_documents {options.min_documents} and min_order {options.min_order}; "
-                "expected a corpus of names, one a text, of one token or more. Pass --set corpus=FILE and --set min_order=1, and "
+                "expected a corpus of names, one a text, of one token or more. Pass --corpus FILE and --set min_order=1, and "
                 "leave min_documents out."
             )
         if vocabulary_of(base) >= MOST_TOKENS:

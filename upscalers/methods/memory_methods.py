@@ -106,7 +106,13 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             span = option(_SPAN, "of site skip: how many layers after the one that it reads it adds its output")
             places.append(("span", int, span))
         places += cls.own_options
-        cls.options_class = make_dataclass(f"Attached{memory.__name__}", places, bases=(memory,), kw_only=True)
+        cls.options_class = make_dataclass(
+            f"Attached{memory.__name__}",
+            places,
+            bases=(memory,),
+            namespace={"__module__": cls.__module__},
+            kw_only=True,
+        )
 
     def check(self, base: BaseCheckpoint) -> None:
         super().check(base)

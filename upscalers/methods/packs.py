@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few
+from midus_hf.config.wording import first_few, format_count
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
@@ -59,8 +59,8 @@ class Packs(AttachedMemoryMethod):
     def check_machine(self) -> None:
         if self.options.corpus is None:
             raise RequestError(
-                'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass --set '
-                "corpus=FILE."
+                'corpus is missing; expected a file of names and texts, a row {"name": ..., "text": ...} for each entry. Pass '
+                "--corpus FILE."
             )
 
     def check(self, base: BaseCheckpoint) -> None:
@@ -71,7 +71,7 @@ class Packs(AttachedMemoryMethod):
         if has_glossary(base.layout.memories):
             raise RequestError(
                 f"{base.folder} has packs; expected one glossary for a model. Add entries to it: midus edit add {base.folder} "
-                "--corpus FILE --output DIR."
+                "--corpus FILE."
             )
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
@@ -87,7 +87,7 @@ class Packs(AttachedMemoryMethod):
         glossary, protect = self.glossary(base), self.options.protect
         remarks = [*super().remarks(base), *self._remarks]
         if protect is not None:
-            remarks.append(f"protect: {check_protected(glossary, protect):,} texts of {protect} contain no name")
+            remarks.append(check_protected(glossary, protect))
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
@@ -102,7 +102,9 @@ class Packs(AttachedMemoryMethod):
             glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options.max_tokens)
             added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
             self._glossary = glossary
-            self._remarks = [f"{len(glossary):,} entries of {added.tokens:,} tokens", *added.remarks]
+            counts = f"{format_count(len(glossary), 'entry')} of {format_count(added.tokens, 'token')}"
+            chats = [] if glossary.chat_remark is None else [glossary.chat_remark]
+            self._remarks = [counts, *added.remarks, *chats]
         return self._glossary
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
@@ -130,12 +132,12 @@ def recorded_name(source: str) -> str:
 
 
 def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the origin of each row of a corpus for messages, and the row.
+    """Yield where each row of a corpus is, for messages, and the row.
 
     Raises:
         RequestError: If the corpus cannot be read, or lacks a column.
     """
-    from midus_hf.data.corpus import read_rows
+    from midus_hf.data.corpus import locate_rows, read_rows
 
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)
@@ -144,12 +146,11 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
             f"corpus {corpus} has the columns {', '.join(rows.column_names)}; expected name and text. Rename them, or write a row "
             '{"name": ..., "text": ...} for each entry.'
         )
-    for number, row in enumerate(rows, 1):
-        yield f"row {number} of corpus {corpus}", row
+    yield from zip(locate_rows("corpus", corpus, len(rows)), rows, strict=True)
 
 
-def check_protected(glossary: "Glossary", protect: str) -> int:
-    """Return the number of protected texts; refuse those that open an entry.
+def check_protected(glossary: "Glossary", protect: str) -> str:
+    """Refuse protected texts that open an entry; return a line that says how many there are.
 
     Args:
         glossary: The entries.
@@ -167,9 +168,9 @@ def check_protected(glossary: "Glossary", protect: str) -> int:
             name = glossary[entry].names[0]
             held[name] = held.get(name, 0) + 1
     if held:
-        named = [f"{name!r} ({count} texts)" for name, count in held.items()]
+        named = [f"{name!r} ({format_count(count, 'text')})" for name, count in held.items()]
         raise RequestError(
             f"texts of {protect} contain names of the glossary: {first_few(named)}; expected none, not even in front of a token that "
             "goes on with the word, since these texts would change. Remove the names, or protect other texts."
         )
-    return len(texts)
+    return f"protect: no name occurs in {format_count(len(texts), 'text')} of {protect}"

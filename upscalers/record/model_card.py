@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from midus_hf.config.errors import RequestError
+from midus_hf.config.yaml_options import read_yaml, write_yaml
 from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
@@ -115,7 +116,7 @@ def model_card(
 
 
 def _in_yaml(request: Any) -> str:
-    return yaml.safe_dump(request, sort_keys=False, default_flow_style=None)
+    return write_yaml(request, flow=None)
 
 
 def with_request(card: str, change: Callable[[Any], None]) -> str:
@@ -123,8 +124,8 @@ def with_request(card: str, change: Callable[[Any], None]) -> str:
     before, begin, behind = card.partition(_REQUEST)
     text, end, after = behind.partition("```")
     try:
-        request = yaml.safe_load(text)
-    except yaml.YAMLError:  # of another author
+        request = read_yaml(text, "the request of the card")
+    except RequestError:  # of another author
         return card
     change(request)
     return f"{before}{begin}{_in_yaml(request)}{end}{after}" if end else card

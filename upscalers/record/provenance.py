@@ -8,6 +8,7 @@ from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, langu
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
+from midus_hf.files.outputs import write_text
 from midus_hf.files.secrets import for_record
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import MOST_LAYERS, BaseCheckpoint
@@ -68,12 +69,12 @@ def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: 
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write `upscale.json`."""
-    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    """Write `upscale.json`, whole or not at all."""
+    write_text(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None if it is missing, as after further training, or not an object. Invalid JSON is refused."""
+    """Read `upscale.json`; None if it is missing, as where only a model was saved, or not an object. Invalid JSON is refused."""
     path = folder / RECORD_FILE
     if not path.is_file():
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord, has_record
-from midus_hf.files.checkpoint_files import CODE
+from midus_hf.files.checkpoint_files import CODE, GLOSSARY_FILE
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
@@ -24,8 +24,10 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
-        "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has `total` and `new`, and
-        where texts fetch blocks also `fetched` and `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer.
+        "new_memories", "new_tokens", "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has
+        `total` and `new`, and where texts fetch blocks also `fetched` and `bank`. `new_memories` has names of attached memories,
+        `new_tokens` is a number. A folder with a glossary also has `entries`, their number. `layers` has
+        `{"index", "new", "from", "parameters"}` per layer.
         Where memories were edited, `"edits"` lists the edits. A result of `strip` also has `"stripped"`: `{"model", "method",
         "removed_layers", "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other
         keys are only `{"model", "model_type", "num_layers", "parameters"}`.
@@ -75,12 +77,23 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
                 "new": sum(count for name, count in counts.items() if plan.owns(name)) + _in_new_rows(opened, plan),
                 **({"fetched": fetched, "bank": bank} if bank else {}),
             },
+            "new_memories": list(plan.new_memories),
+            "new_tokens": len(plan.new_rows),
+            **_count_entries(source.folder),
             "layers": layers,
             "measurements": record.get("measurements") or [],
             "code": inspect_code(source.folder),
             **({EDITS_KEY: list(upscaled.edits)} if upscaled.edits else {}),
             **stripped,
         }
+
+
+def _count_entries(folder: Path) -> dict[str, int]:
+    if not (folder / GLOSSARY_FILE).is_file():  # without packs, or of the Hub, of which only the config is fetched
+        return {}
+    from midus_hf.memories.packs.glossary import read_glossary
+
+    return {"entries": len(read_glossary(folder))}
 
 
 def _in_new_rows(model: BaseCheckpoint, plan: Plan) -> int:

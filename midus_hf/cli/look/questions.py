@@ -7,6 +7,7 @@ from typing import Any
 from midus_hf.cli.look.request import Model, Texts
 from midus_hf.cli.options import needing_harness
 from midus_hf.config.errors import RequestError, as_request_error
+from midus_hf.config.wording import format_count
 from midus_hf.look.page import Answer
 
 
@@ -122,7 +123,7 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
         failure = f"{share:.1%} of the values come back; expected at least {at_least:.1%} (--at-least)."
     return Answer(
         title="What the model reproduces of a glossary",
-        summary=f"{asked.name}: {len(rows):,} entries.",
+        summary=f"{asked.name}: {format_count(len(rows), 'entry')}.",
         report={"model": asked.name, "share": share, "rows": rows},
         finding=entries.glossary_finding(rows),
         tables=[entries.glossary_table(rows)],

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +16,25 @@ from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.layer import CopiedLock
-from midus_hf.memories.packs.names import Found, NameTable, Spelling, longest_of, names_in, spelled, whole_words
+from midus_hf.memories.packs.names import (
+    Found,
+    NameTable,
+    Spelling,
+    compared,
+    longest_of,
+    names_in,
+    spelled,
+    whole_words,
+)
 from midus_hf.memories.packs.rows import Entry, entry_of, joined, names_of
-from midus_hf.memories.packs.turns import chat_marks
+from midus_hf.memories.packs.turns import learn_chat_marks
 
 # Number of names and texts that are tokenised at once.
 _CHECKED_AT_ONCE = 1000
 # The most frequent words of a vocabulary, in whose order frequent tokens come first: almost every text has one.
 _COMMON_WORDS = 1000
+# Frequent words that are no name and an s, such as "leads": so many that most verbs are among them.
+_WORDS_WITH_S = 5000
 UNPROTECTED = "protected texts ({}) are not checked against the new names; the model no longer records that they contain no name."
 
 
@@ -44,14 +55,15 @@ def read_glossary(folder: Path) -> list[Entry]:
         ) from None
     entries = []
     for number, line in enumerate(lines, 1):
-        where = f"row {number} of {path}"
+        where = f"line {number} of {path}"
         if not line.strip():
             continue
         try:
             row = parse_json(line, unique_keys=True)
         except ValueError as error:
+            reason = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise RequestError(
-                f"{where} is no JSON ({error}); expected a name and a text. Copy the file again."
+                f"{where} is no JSON ({reason}); expected a name and a text. Copy the file again."
             ) from None
         if not isinstance(row, dict):
             raise RequestError(f"{where} is {row!r}; expected a name and a text. Copy the file again.")
@@ -86,7 +98,7 @@ class GlossaryChange(NamedTuple):
 class Glossary:
     """Entries that a model knows, each with a unique number from 1. Changes take effect in the next pass.
 
-    Passes may run while entries change: a running generation keeps its open entries.
+    Passes may run while entries change: a running generation keeps the pack that it reads until another name is found.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -108,13 +120,17 @@ class Glossary:
         self.spelling, self.vocab_size, self.max_tokens = Spelling(tokenizer), vocab_size, max_tokens
         #: What `upscale` recorded in the model's config, where new names end what it says of protected texts; None without.
         self.recorded: Any = None
+        #: Function of a loaded model that returns the entries that the last of some tokens reads, and others that they name.
+        self.find_open: Callable[[list[int]], tuple[list[int], list[int]]] | None = None
         self._changing = CopiedLock()
         self._entries = dict(enumerate(entries, 1))
         self._next = len(self._entries) + 1
-        self.table = NameTable(name for number, entry in self._entries.items() for name in names_of(number, entry))
+        self._frequent = _frequent_words(self.spelling, _WORDS_WITH_S)
+        names = (name for number, entry in self._entries.items() for name in names_of(number, entry))
+        self.table = NameTable(names, {word for word in self._frequent if word.endswith("s")})
         self._links: dict[int, tuple[NameTable, tuple[int, ...]]] = {}
-        #: What the tokenizer's chat template writes around questions; None without one.
-        self.chat_marks = chat_marks(self.spelling)
+        #: What the tokenizer's chat template writes around questions, and why it is None in spite of a template.
+        self.chat_marks, self.chat_remark = learn_chat_marks(self.spelling)
 
     @property
     def reach(self) -> int:
@@ -144,7 +160,8 @@ class Glossary:
         Args:
             names: A name, or several.
             text: What the model should know about them.
-            exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
+            exact: Whether names match only with their case and separators, and without an s. Default: false; short names and those
+                with a capital inside keep their case.
             common_names: Whether a name may be a frequent word, which almost every text has. Default: false.
 
         Raises:
@@ -241,7 +258,7 @@ class Glossary:
             if has := [other.entry for other in others if other.entry not in replaced]:
                 raise RequestError(
                     f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
-                    "Replace or delete that entry, or, where only case differs, give both entries exact names."
+                    "Replace or delete that entry, or, where only case or separators differ, give both entries exact names."
                 )
             if all(other.written not in (None, name.written) for other in others):
                 yield given
@@ -307,11 +324,7 @@ class Glossary:
             )
 
     def _refuse_common(self, names: Sequence[str]) -> None:
-        frequent: set[str] = set()
-        for word in whole_words(self.spelling) if names else ():
-            frequent.add(word.lower())
-            if len(frequent) == _COMMON_WORDS:
-                break
+        frequent = {*self._frequent[:_COMMON_WORDS]}
         common = [name for name in names if len(name) < 2 or {name, name.lower()} & frequent]
         if common:
             raise RequestError(
@@ -336,7 +349,7 @@ class Glossary:
 
     def near(self, text: str) -> list[str]:
         """Return names that are similar to words of a text: at most three, which share most characters with one or two words."""
-        words = spelled(text)[0].split(" ")
+        words = compared(text)[0].split(" ")
         parts = {*words, *map(" ".join, itertools.pairwise(words))} - {""}
         near = (match for part in parts for match in difflib.get_close_matches(part, self.table.by_folded, 3, 0.8))
         return [self[self.table.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
@@ -345,7 +358,7 @@ class Glossary:
         """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
         return self.chat_marks.in_front if in_chat and self.chat_marks else self.spelling.in_front
 
-    def texts_of(self, entries: Iterable[Entry], max_tokens: int, in_chat: bool) -> list[list[int]]:
+    def texts_of(self, entries: Iterable[Entry], max_tokens: int) -> list[list[int]]:
         """Return the tokens of the texts of entries that are read, at most `max_tokens` each."""
         ids = self.spelling.ids_of([entry.text for entry in entries], special_tokens=False)
         return [each[:max_tokens] for each in ids]
@@ -363,12 +376,55 @@ class Glossary:
 
     def named(self, ids: Iterable[int]) -> list[int]:
         """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
+        return list(dict.fromkeys(each.entry for each in self._found(ids)))
+
+    def forms(self, ids: Iterable[int]) -> dict[str, int]:
+        """Return names in the tokens of a text that are not spelled as an entry has them: with other separators, or an s.
+
+        Returns:
+            The number of the entry by the name as the text has it, in the order of the text.
+        """
+        found = {each.written: each.entry for each in self._found(ids)}
+        return {
+            written: number
+            for written, number in found.items()
+            if spelled(written)[0] not in {spelled(name)[0] for name in self[number].names}
+        }
+
+    def _found(self, ids: Iterable[int]) -> list[Found]:
+        """Return the names in the tokens of a text, in order, without those within longer names."""
         found: list[Found] = []
         for token in names_in(self.table, map(self.spelling.piece, ids)):
-            for entry in token.closes:
-                found.pop(max(at for at, each in enumerate(found) if each.entry == entry))
+            for each in token.closes:
+                found.remove(each)
             found += token.opens
-        return list(dict.fromkeys(each.entry for each in longest_of(found)))
+        return longest_of(found)
+
+    def open_at_end(self, ids: Iterable[int]) -> list[Entry]:
+        """Return the entries that the last token of a text reads, as the answer of `generate` does from its first token on.
+
+        Args:
+            ids: Ids as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
+
+        Returns:
+            The entries in the order in which they are read, the latest named last; none if the answer begins without the glossary.
+
+        Raises:
+            RequestError: If the glossary is not that of a model that `from_pretrained` loaded.
+        """
+        if self.find_open is None:
+            raise RequestError(
+                "this glossary is of no model, whose options say what is open; expected model.glossary after from_pretrained."
+            )
+        numbers, _ = self.find_open([int(token) for token in ids])
+        return [self[number] for number in numbers]
+
+    def names_in_front(self, text: str) -> str:
+        """Return the first names of the entries that a text names, each on a line, to put before the text as `midus ask` does.
+
+        All words of a question read an entry whose name stands before it, which models of 0.5B parameters answer more often.
+        """
+        return "".join(f"{self[number].names[0]}\n" for number in self.named(self.spelling.ids(text)))
 
     def opened(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """Return where a pass over tokens opens an entry: the number of the token, from 0, and of the entry, in order.
@@ -381,6 +437,16 @@ class Glossary:
         """
         does = names_in(self.table, map(self.spelling.piece, ids))
         return [(at, found.entry) for at, token in enumerate(does) for found in token.opens]
+
+
+def _frequent_words(spelling: Spelling, count: int) -> list[str]:
+    """Return the most frequent words of a vocabulary in lower case, the most frequent first."""
+    words: dict[str, None] = {}
+    for word in whole_words(spelling):
+        words[word.lower()] = None
+        if len(words) == count:
+            break
+    return [*words]
 
 
 def found_in(table: NameTable, text: str) -> list[Found]:

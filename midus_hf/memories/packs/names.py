@@ -5,8 +5,10 @@ import functools
 import itertools
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import regex
 
 from midus_hf.config.errors import RequestError
 
@@ -15,8 +17,16 @@ _KEEPS_CASE = 3
 # Typographic characters that are compared as the plain ones.
 _APOSTROPHES, _HYPHENS = "\u2018\u2019\u201a\u201b\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
 _PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-")})
-# First words of Unicode character names, for scripts that are written without spaces between words.
-_WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "THAI", "LAO", "KHMER", "MYANMAR", "BOPOMOFO")
+# Unicode's classes of line breaks, for scripts in which a line may break between any two letters, or where a dictionary says.
+_WITHOUT_SPACES = r"[\p{lb=ID}\p{lb=CJ}\p{lb=NS}\p{lb=SA}\p{lb=AK}\p{lb=AP}\p{lb=AS}]"
+# Vowels and final consonants of Hangul, which end a syllable.
+_ENDS_SYLLABLE = r"[\p{lb=JV}\p{lb=JT}]"
+# First word of the Unicode names of letters of the script whose words have particles attached.
+_WITH_PARTICLES = "HANGUL"
+# Characters within names that are compared as a space.
+_NAME_SEPARATORS = ("-", "_")
+# Names with at least this many letters are also found with an s.
+_LETTERS_BEFORE_S = 4
 # Number of tokens after which text before a name is ignored, so that a window of tokens gives the same result as the whole text.
 _REACH = 16
 
@@ -29,7 +39,8 @@ class Character(NamedTuple):
         written: The character with its case; empty after the first of several folded ones.
         is_word: Whether it is part of a word or a number.
         joins: Whether words of its script are written without spaces.
-        is_mark: Whether it is a combining mark of the letter before it, in any script.
+        is_mark: Whether it is a part of the letter before it: a combining mark, or a vowel or final consonant of a Hangul syllable.
+        script: The script of a letter; empty for others, and for letters of several scripts.
     """
 
     folded: str
@@ -37,34 +48,69 @@ class Character(NamedTuple):
     is_word: bool
     joins: bool
     is_mark: bool = False
+    script: str = ""
+
+    @property
+    def is_alphanumeric(self) -> bool:
+        """Whether it is a letter or digit, or a mark on one."""
+        return self.is_word and self.folded != "_"
 
 
 @functools.cache
 def characters_of(character: str) -> tuple[Character, ...]:
     """Return a character for the comparison of names: its compatibility decomposition, without format characters."""
     read: list[Character] = []
+    # Without letters of Hangul that stand alone, which the compatibility decomposition makes vowels of a syllable.
+    canonical = unicodedata.normalize("NFD", character)
     for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN_CHARACTERS):
         kind = unicodedata.category(plain)
         if plain.isspace():
             read.append(Character(" ", " ", False, False))
         elif kind != "Cf":
             is_word = kind[0] in "LNM" or plain == "_"
-            joins = unicodedata.name(plain, "").split(" ")[0] in _WITHOUT_SPACES
+            joins = regex.match(_WITHOUT_SPACES, plain) is not None
+            is_mark = kind[0] == "M" or (plain in canonical and regex.match(_ENDS_SYLLABLE, plain) is not None)
+            has_script = kind[0] == "L" and not regex.match(r"\p{sc=Common}", plain)
+            script = unicodedata.name(plain, "").split(" ")[0] if has_script else ""
             # Decomposed again, since folding may compose.
             folded = unicodedata.normalize("NFKD", plain.casefold())
             for at, each in enumerate(folded):
-                read.append(Character(each, "" if at else plain, is_word, joins, kind[0] == "M" and not at))
+                read.append(Character(each, "" if at else plain, is_word, joins, is_mark and not at, script))
     return tuple(read)
 
 
-def spelled(text: str) -> tuple[str, str]:
-    """Return a text for the comparison of names, folded and as written: runs of white space are one space, and none at the ends."""
+def is_within_word(before: Character, character: Character) -> bool:
+    """Return whether a character continues a word: words end at spaces and signs, and where the script changes or has no spaces."""
+    if not (before.is_word and character.is_word):
+        return False
+    changes = before.script != character.script and "" not in (before.script, character.script)
+    return character.is_mark or not (before.joins or character.joins or changes)
+
+
+def _read_characters(text: str) -> list[Character]:
+    """Return the characters of a text: runs of white space are one space, and none at the ends."""
     read: list[Character] = []
     for character in (each for raw in text for each in characters_of(raw)):
         if character.folded != " " or (read and read[-1].folded != " "):
             read.append(character)
     if read and read[-1].folded == " ":
         read.pop()
+    return read
+
+
+def spelled(text: str) -> tuple[str, str]:
+    """Return a text as it is spelled, folded and as written: runs of white space are one space, and none at the ends."""
+    read = _read_characters(text)
+    return "".join(each.folded for each in read), "".join(each.written for each in read)
+
+
+def compared(text: str) -> tuple[str, str]:
+    """Return a text as names are compared, folded and as written: a hyphen or "_" between letters or digits is a space."""
+    read = _read_characters(text)
+    for at in range(1, len(read) - 1):
+        is_within = read[at - 1].is_alphanumeric and read[at + 1].is_alphanumeric
+        if is_within and read[at].folded in _NAME_SEPARATORS:
+            read[at] = Character(" ", " ", False, False)
     return "".join(each.folded for each in read), "".join(each.written for each in read)
 
 
@@ -75,23 +121,49 @@ class Name(NamedTuple):
         entry: Number of the entry.
         folded: The name as it is compared.
         written: The name with its case, if case matters; else None.
+        is_exact: Whether `written` has the name's own separators.
     """
 
     entry: int
     folded: str
     written: str | None
+    is_exact: bool = False
+
+    def is_written(self, text: str) -> bool:
+        """Return whether a text that has the name once it is folded has it as written, too."""
+        return (
+            self.written is None or self.written == text or (not self.is_exact and self.written == compared(text)[1])
+        )
 
     def may_be(self, other: "Name") -> bool:
         """Return whether a text could have both names at the same place."""
-        return self.folded == other.folded and (None in (self.written, other.written) or self.written == other.written)
+        if None in (self.written, other.written):
+            return self.folded == other.folded
+        is_either = self.is_written(str(other.written)) or other.is_written(str(self.written))
+        return self.folded == other.folded and is_either
 
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
-    """Return a name; `exact`, a name of at most three characters, and one with a capital within a word keep their case."""
-    folded, written = spelled(name)
+    """Return a name; `exact`, a name of at most three characters, and one with a capital within a word keep their case.
+
+    Args:
+        entry: Number of the entry.
+        name: The name.
+        exact: Whether it is found only with its case and its separators, and without an s. Default: false.
+    """
+    folded, written = compared(name)
     within = any(before.isalnum() and each.isupper() for before, each in itertools.pairwise(written))
-    keeps = exact or len(written) <= _KEEPS_CASE or within
-    return Name(entry, folded, written if keeps else None)
+    if exact:
+        return Name(entry, folded, spelled(name)[1], True)
+    return Name(entry, folded, written if len(written) <= _KEEPS_CASE or within else None)
+
+
+def _with_s(name: Name) -> Name | None:
+    """Return the plural or possessive form of a name, without an apostrophe; None for a name that is short, or has no such form."""
+    is_long = sum(map(str.isalpha, name.folded)) >= _LETTERS_BEFORE_S and not name.folded.endswith("s")
+    if name.is_exact or not is_long or not regex.search(r"\p{sc=Latin}\p{M}*\Z", name.folded):
+        return None
+    return Name(name.entry, f"{name.folded}s", name.written and f"{name.written}s")
 
 
 def _reach_of(folded: str) -> int:
@@ -105,16 +177,31 @@ class NameTable:
 
     Args:
         names: The names.
+        not_forms: Words that are not a name and an s, such as frequent ones. Default: names are not found with an s.
     """
 
-    def __init__(self, names: Iterable[Name] = ()):
+    def __init__(self, names: Iterable[Name] = (), not_forms: Collection[str] | None = None):
         self.by_folded: dict[str, tuple[Name, ...]] = {}
+        # Names with an s. A name of an entry hides those that are the same.
+        self._forms: dict[str, tuple[Name, ...]] = {}
+        self._not_forms = not_forms
         for name in names:
-            self.by_folded[name.folded] = (*self.by_folded.get(name.folded, ()), name)
-        self._ordered = sorted(self.by_folded)
+            self._add(name)
+        self._ordered = sorted({**self.by_folded, **self._forms})
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
         # Tokens that are read again after a pass: a name has at most one for each of its bytes, plus some for spaces and format.
         self.reach = max(map(_reach_of, self._ordered), default=2 * _REACH)
+
+    def _readings(self, name: Name) -> Iterator[tuple[dict[str, tuple[Name, ...]], Name]]:
+        """Yield a name, and its form with an s, each with the names that it is one of."""
+        yield self.by_folded, name
+        form = None if self._not_forms is None else _with_s(name)
+        if form is not None and form.folded not in (self._not_forms or ()):
+            yield self._forms, form
+
+    def _add(self, name: Name) -> None:
+        for names, each in self._readings(name):
+            names[each.folded] = (*names.get(each.folded, ()), each)
 
     @property
     def root(self) -> tuple[int, int, int]:
@@ -123,27 +210,28 @@ class NameTable:
 
     def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
         """Return a table with some names added and some removed."""
-        table = NameTable()
-        table.by_folded, table._ordered = dict(self.by_folded), list(self._ordered)
-        for name in removed:
-            left = tuple(other for other in table.by_folded.pop(name.folded) if other != name)
+        table = NameTable((), self._not_forms)
+        table.by_folded, table._forms = dict(self.by_folded), dict(self._forms)
+        for names, name in itertools.chain.from_iterable(map(table._readings, removed)):
+            left = tuple(other for other in names.pop(name.folded) if other != name)
             if left:
-                table.by_folded[name.folded] = left
-            else:
-                del table._ordered[bisect_left(table._ordered, name.folded)]
+                names[name.folded] = left
         for name in added:
-            if name.folded not in table.by_folded:
-                table._ordered.append(name.folded)
-            table.by_folded[name.folded] = (*table.by_folded.get(name.folded, ()), name)
-        table._ordered.sort()
-        table.reach = max(self.reach, *(_reach_of(name.folded) for name in added), 0)
+            table._add(name)
+        before = [each for each in self._ordered if each in table.by_folded or each in table._forms]
+        new = {each.folded for name in added for _, each in table._readings(name)}.difference(before)
+        table._ordered = sorted([*before, *new])
+        table.reach = max(self.reach, *map(_reach_of, new), 0)
         return table
 
     def found(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds."""
-        folded, written = spelled(name)
-        found = (each.entry for each in self.by_folded.get(folded, ()) if each.written in (None, written))
+        folded, written = compared(name)[0], spelled(name)[1]
+        found = (each.entry for each in self._named(folded) if each.is_written(written))
         return [*dict.fromkeys(found)]
+
+    def _named(self, folded: str) -> tuple[Name, ...]:
+        return self.by_folded.get(folded) or self._forms.get(folded, ())
 
     def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
         """Return the node that a character leads to; None if no name continues with it."""
@@ -164,7 +252,7 @@ class NameTable:
         """Return the names that end at a node."""
         first, _, depth = node
         name = self._ordered[first]
-        return self.by_folded[name] if len(name) == depth else ()
+        return self._named(name) if len(name) == depth else ()
 
 
 class Found(NamedTuple):
@@ -175,19 +263,21 @@ class Found(NamedTuple):
         token: Number of the token in which the name begins.
         first: Number of the name's first character.
         end: Number of the character after its last.
+        written: The name as the text has it.
     """
 
     entry: int
     token: int
     first: int
     end: int
+    written: str = ""
 
 
 class TokenNames(NamedTuple):
-    """Result of a token: names that end in it, in order, and entries whose name ended before it but continues as another word."""
+    """Result of a token: names that end in it, in order, and names that ended before it but continue as another word."""
 
     opens: tuple[Found, ...] = ()
-    closes: tuple[int, ...] = ()
+    closes: tuple[Found, ...] = ()
 
 
 _NO_NAMES = TokenNames()
@@ -203,12 +293,13 @@ def longest_of(names: Sequence[Found]) -> list[Found]:
 
 
 class _Begun(NamedTuple):
-    """A name that has begun: its node, token and character, and the text since."""
+    """A name that has begun: its node, token and character, the text since, and whether that ends in a hyphen or "_" as a space."""
 
     node: tuple[int, int, int]
     token: int
     first: int
     written: str
+    is_separated: bool = False
 
 
 class NameScan:
@@ -242,40 +333,48 @@ class NameScan:
             self._before = None
         self._begun = [each for each in self._begun if each.token > self._token - self.table.reach + _REACH]
         opens: list[Found] = []
-        closes: list[int] = []
+        closes: list[Found] = []
         for character in (each for raw in self._decoder.decode(piece) for each in characters_of(raw)):
             self._advance(character, opens, closes)
         if not (opens or closes):
             return _NO_NAMES
         return TokenNames(tuple(opens), tuple(closes))
 
-    def _advance(self, character: Character, opens: list[Found], closes: list[int]) -> None:
+    def _advance(self, character: Character, opens: list[Found], closes: list[Found]) -> None:
         before = self._before[1] if self._before is not None else None
         if character.folded == " " and before is not None and before.folded == " ":
             return
-        are_words = before is not None and character.is_word and before.is_word
-        goes_on = before is not None and are_words and (character.is_mark or not (character.joins or before.joins))
+        is_within = before is not None and is_within_word(before, character)
+        if before is not None and is_within and character.is_mark:
+            character = character._replace(script=before.script)
         if self._ended:
+            goes_on = is_within and (character.is_mark or character.script != _WITH_PARTICLES)
             for token, found in self._ended if goes_on else ():
                 if token == self._token:
                     opens.remove(found)
                 else:
-                    closes.append(found.entry)
+                    closes.append(found)
             self._ended = []
-        if not goes_on and character.folded != " ":
+        if not is_within and character.folded != " ":
             self._begun.append(_Begun(self.table.root, self._token, self.count, ""))
         self.count += 1
         self._before = self._token, character
+        if not self._begun:
+            return
+        separates = character.folded in _NAME_SEPARATORS and before is not None and before.is_alphanumeric
         begun: list[_Begun] = []
         for each in self._begun:
-            node = self.table.step(each.node, character.folded)
-            if node is None:
+            if each.is_separated and not character.is_alphanumeric:
                 continue
-            now = _Begun(node, each.token, each.first, each.written + character.written)
-            begun.append(now)
+            written = each.written + character.written
+            if separates and (node := self.table.step(each.node, " ")) is not None:
+                begun.append(_Begun(node, each.token, each.first, written, True))
+            if (node := self.table.step(each.node, character.folded)) is None:
+                continue
+            begun.append(_Begun(node, each.token, each.first, written))
             for name in self.table.at(node):
-                if name.written is None or name.written == now.written:
-                    found = Found(name.entry, now.token, now.first, self.count)
+                if name.is_written(written):
+                    found = Found(name.entry, each.token, each.first, self.count, written)
                     opens.append(found)
                     if character.is_word:
                         self._ended.append((self._token, found))

@@ -1,17 +1,15 @@
-"""Which packs each token of a pass reads, from the names in its text."""
+"""Which pack each token of a pass reads, from the names in its text."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.names import NameScan
+from midus_hf.memories.packs.names import Found, NameScan
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.turns import ANSWER, QUESTION, TEXT, TurnScan
-
-# An entry, and whether its text is read as what a user says in a chat.
-PackKey = tuple[int, bool]
 
 # If an open name occurs again within this many positions, its pack is not moved, so that texts that repeat a name do not
 # read the pack at each place.
@@ -22,24 +20,47 @@ _CHARACTERS = 1 << 16
 _LINE_REACH = 16
 # A line break at most this many tokens after a special token belongs to a chat template, as in `<|im_start|>assistant`, line break.
 _BESIDE_SPECIAL = 3
+# Largest number of tokens of a user's turn that are read with the text of an entry which the turn names.
+_MAX_WORDS = 64
+
+# Function of two positions that returns the ids of the tokens from the first to before the second.
+TokensAt = Callable[[int, int], Sequence[int]]
+
+
+class PackKey(NamedTuple):
+    """What a pack is computed from.
+
+    Args:
+        entries: Numbers of the entries whose texts are read as one text, in their order.
+        in_chat: Whether the texts are read as what a user says in a chat.
+        words: Ids that are read after the texts: the words of the user's turn before the name.
+    """
+
+    entries: tuple[int, ...]
+    in_chat: bool = False
+    words: tuple[int, ...] = ()
 
 
 class Opening(NamedTuple):
-    """An opening of an entry's pack.
+    """An opening of an entry by its name.
 
     Args:
         entry: Number of the entry.
         begins: Place in the text at which the name begins, its token's position times `_CHARACTERS` and the character's number in it.
         place: Position of the token to which the pack is moved, the last of a name.
         ends: Place in the text after the name.
-        is_asked: Whether the name is in what a user asks, so that the pack is open to the end of the answer.
+        stays: Whether the entry is open until newer names replace it, as in a chat; otherwise to the end of a line.
+        turn: Position of the first token of the user's turn that the name is in; -1 if it is in none.
+        words: Position of the token in which the name begins, up to which the words of the turn are read.
     """
 
     entry: int
     begins: int
     place: int
     ends: int
-    is_asked: bool = False
+    stays: bool = False
+    turn: int = -1
+    words: int = -1
 
     @property
     def seen(self) -> int:
@@ -48,18 +69,20 @@ class Opening(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """What a row has open after a token, the latest opening first, and whose turn it is."""
+    """What a row has open after a token, the latest opening first, whose turn it is, and the position of the turn's first token."""
 
     openings: tuple[Opening, ...] = ()
     turn: int = TEXT
+    begins: int = 0
 
 
 class Reading(NamedTuple):
-    """Packs that some tokens of a row read: the tokens from `start` to before `stop`, and each pack with its place."""
+    """The pack that some tokens of a row read: the tokens from `start` to before `stop`, and the position to which it is moved."""
 
     start: int
     stop: int
-    packs: tuple[tuple[PackKey, int], ...]
+    pack: PackKey
+    place: int
 
 
 class OpenNames:
@@ -69,14 +92,22 @@ class OpenNames:
         glossary: The entries.
         options: Options of the memory.
         before: The state before the first token. Default: nothing is open.
+        earlier: Ids of the tokens before the first one, by their positions. Default: there are none.
     """
 
-    def __init__(self, glossary: Glossary, options: PacksOptions, before: RowState = RowState()):  # noqa: B008
+    def __init__(
+        self,
+        glossary: Glossary,
+        options: PacksOptions,
+        before: RowState = RowState(),  # noqa: B008
+        earlier: TokensAt | None = None,
+    ):
         self.glossary, self.options = glossary, options
         self.scan, self.turns = NameScan(glossary.table), TurnScan(glossary.chat_marks, before.turn)
         self.openings = [*before.openings]
-        # Position of each token that the scan has read, and the number of characters before it.
-        self._tokens: list[tuple[int, int]] = []
+        self._turn_begins, self._earlier = before.begins, earlier
+        # Position (-1 for padding) and id of each token that the scan has read, and the number of characters before it.
+        self._tokens: list[tuple[int, int, int]] = []
         # Numbers of the last special token, and of the last one with a letter or digit of its line.
         self._special = self._written = -_LINE_REACH
 
@@ -89,18 +120,19 @@ class OpenNames:
         """Begin another document."""
         self.openings, self.scan, self._tokens = [], NameScan(self.scan.table), []
         self.turns = TurnScan(self.turns.marks)
+        self._turn_begins, self._earlier = 0, None
         self._special = self._written = -_LINE_REACH
 
     @property
     def state(self) -> RowState:
         """The state after the latest token."""
-        return RowState(tuple(self.openings), self.turns.turn)
+        return RowState(tuple(self.openings), self.turns.turn, self._turn_begins)
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens before the one at a position, whose openings and turn are known."""
         turn, spelling = self.turns.turn, self.glossary.spelling
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
-            self._tokens.append((position - before, self.scan.count))
+            self._tokens.append((position - before if token >= 0 else -1, token, self.scan.count))
             self.turns.read(spelling.written(token))
             self.scan.read(spelling.piece(token))
             self._line_ends(token)
@@ -123,40 +155,45 @@ class OpenNames:
 
     def read(self, token: int, position: int) -> bool:
         """Read the next token; return whether openings or the turn changed."""
-        self._tokens.append((position, self.scan.count))
-        has_turned = self._turns(token)
+        self._tokens.append((position if token >= 0 else -1, token, self.scan.count))
+        has_turned = self.turns.read(self.glossary.spelling.written(token))
+        if has_turned:
+            self._turn_begins = position + 1
+        if has_turned and self.turns.turn == QUESTION:
+            self.openings = [each._replace(stays=True) for each in self.openings]
         written = self._line_ends(token)
-        ended = [each for each in self.openings if written is not None and each.seen < written and not each.is_asked]
+        ended = [each for each in self.openings if written is not None and each.seen < written and not each.stays]
         self.openings = [each for each in self.openings if each not in ended]
         does = self.scan.read(self.glossary.spelling.piece(token))
-        for entry in does.closes:
-            latest = next((each for each in self.openings if each.entry == entry), None)
+        for found in does.closes:
+            name = found.entry, self._place(found.token, found.first)
+            latest = next((each for each in self.openings if (each.entry, each.begins) == name), None)
             if latest is not None:
                 self.openings.remove(latest)
         end = None
         for found in does.opens:
+            # An answer reads what is open from where the question named it.
+            if self.turns.turn == ANSWER and found.entry in self._read():
+                continue
             if found.end != end:  # then names before it cannot continue
                 self.openings, end = self._counting(), found.end
-            begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
-            before = next((each for each in self.openings if each.entry == found.entry), None)
-            stays = before is not None and position - before.seen < _STAYS
-            place = before.place if before is not None and stays else position
-            is_asked = self.turns.turn == QUESTION or (before is not None and before.is_asked)
-            self.openings = [Opening(found.entry, begins, place, ends, is_asked), *self.openings][: self.num_kept]
+            self.openings = [self._opening(found, position), *self.openings][: self.num_kept]
         return bool(does.closes or does.opens or ended or has_turned)
 
-    def _turns(self, token: int) -> bool:
-        """Tell from the next token whose turn it is. A question closes what the turn before had open, and keeps what is around it."""
-        before = self.turns.turn
-        if not self.turns.read(self.glossary.spelling.written(token)):
-            return False
-        if self.turns.turn == QUESTION:
-            kept = [] if before == ANSWER else self.openings
-            self.openings = [each._replace(is_asked=True) for each in kept]
-        return True
+    def _opening(self, found: Found, position: int) -> Opening:
+        """Return the opening by a name that ends in the latest token. An entry that was named shortly before is read as it was."""
+        begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
+        before = next((each for each in self.openings if each.entry == found.entry), None)
+        asks = self.turns.turn == QUESTION
+        is_near = before is not None and position - before.seen < _STAYS
+        if before is not None and is_near and (not asks or before.turn == self._turn_begins):
+            return before._replace(begins=begins, ends=ends, stays=asks or before.stays)
+        stays = asks or (before is not None and before.stays)
+        turn, words = (self._turn_begins, begins // _CHARACTERS) if asks else (-1, -1)
+        return Opening(found.entry, begins, position, ends, stays, turn, words)
 
     def _place(self, token: int, character: int) -> int:
-        position, before = self._tokens[token - 1]
+        position, _, before = self._tokens[token - 1]
         return position * _CHARACTERS + character - before
 
     def _counting(self) -> list[Opening]:
@@ -172,16 +209,43 @@ class OpenNames:
                 counting.append(each)
         return counting
 
-    def packs(self) -> tuple[tuple[PackKey, int], ...]:
-        """Return each pack that the latest token reads, and its place, the latest named first."""
-        read: dict[int, int] = {}
-        for each in self._counting():
-            read.setdefault(each.entry, each.place)
-        for entry, place in [*read.items()] if self.options.links else ():
-            for linked in self.glossary.linked(entry):
-                read.setdefault(linked, place)
+    def _read(self) -> dict[int, Opening]:
+        """Return the entries that the latest token reads, by their openings: named ones, the latest first, then linked ones."""
+        read = {each.entry: each for each in self._counting()}
+        for each in [*read.values()] if self.options.links else ():
+            for linked in self.glossary.linked(each.entry):
+                read.setdefault(linked, each)
+        return dict([*read.items()][: self.options.open])
+
+    def pack(self) -> tuple[PackKey, int] | None:
+        """Return the pack that the latest token reads, and its place; None if nothing is open.
+
+        Texts stand in the order in which they were named, and a linked one after the one that links to it.
+        """
+        read = self._read()
+        if not read:
+            return None
+        openings = [*dict.fromkeys(read.values())]
+        entries = [entry for opening in reversed(openings) for entry, by in read.items() if by == opening]
         in_chat = self.turns.turn != TEXT
-        return tuple(((entry, in_chat), place) for entry, place in read.items())[: self.options.open]
+        words = self._words(openings[0]) if in_chat else ()
+        return PackKey(tuple(entries), in_chat, words), max(each.place for each in openings)
+
+    def _words(self, opening: Opening) -> tuple[int, ...]:
+        """Return the last words of a user's turn before the name that opens an entry; none without a letter or digit."""
+        if opening.turn < 0:
+            return ()
+        first, end, piece = max(opening.turn, opening.words - _MAX_WORDS), opening.words, self.glossary.spelling.piece
+        at, stop = (bisect_left(self._tokens, (position,)) for position in (first, end))
+        ids = [token for _, token, _ in self._tokens[at:stop]]
+        known = self._tokens[0][0] if self._tokens else end
+        if first < known and self._earlier is not None:
+            ids = [*self._earlier(first, min(known, end)), *ids]
+        said = [(token, spelled) for token in ids if (spelled := piece(token)) is not None]
+        while said and not said[0][1].strip():
+            del said[0]
+        text = b"".join(spelled for _, spelled in said).decode("utf-8", "replace")
+        return tuple(token for token, _ in said) if any(map(str.isalnum, text)) else ()
 
 
 def kept_openings(options: PacksOptions) -> int:
@@ -202,7 +266,7 @@ def readings_of(
     """
     readings: list[Reading] = []
     behind: list[RowState] = []
-    packs, start, state = row.packs(), 0, row.state
+    pack, start, state = row.pack(), 0, row.state
     for at, (token, position) in enumerate(zip(tokens, positions, strict=True)):
         changes = False
         if begins is not None and begins[at]:
@@ -210,22 +274,29 @@ def readings_of(
             changes = True
         changes |= row.read(token, position)
         if changes:
-            now, state = row.packs(), row.state
-            if now != packs:
-                if packs and at > start:
-                    readings.append(Reading(start, at, packs))
-                packs, start = now, at
+            now, state = row.pack(), row.state
+            if now != pack:
+                if pack is not None and at > start:
+                    readings.append(Reading(start, at, *pack))
+                pack, start = now, at
         behind.append(state)
-    if packs and len(tokens) > start:
-        readings.append(Reading(start, len(tokens), packs))
+    if pack is not None and len(tokens) > start:
+        readings.append(Reading(start, len(tokens), *pack))
     return readings, behind
 
 
 def states_tensor(rows: Sequence[Sequence[RowState]], kept: int) -> torch.Tensor:
-    """Return states after tokens, `[B, T, 1 + kept, 5]`, int64: the turn, and openings, of which an entry of 0 means none."""
-    none = Opening(0, 0, 0, 0)
+    """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings, of which an entry of 0 means none."""
+    none, size = Opening(0, 0, 0, 0), len(Opening._fields)
     filled = [
-        [[(state.turn, 0, 0, 0, 0), *state.openings, *[none] * (kept - len(state.openings))] for state in row]
+        [
+            [
+                (state.turn, state.begins, *[0] * (size - 2)),
+                *state.openings,
+                *[none] * (kept - len(state.openings)),
+            ]
+            for state in row
+        ]
         for row in rows
     ]
     return torch.tensor(filled, dtype=torch.int64).view(len(rows), -1, *state_shape(kept))
@@ -237,7 +308,7 @@ def state_shape(kept: int) -> tuple[int, int]:
 
 
 def state_of(kept: torch.Tensor) -> RowState:
-    """Return the state in a tensor `[1 + kept, 5]`."""
-    (turn, *_), *rows = kept.tolist()
-    openings = [Opening._make(row) for row in rows if row[0]]
-    return RowState(tuple(each._replace(is_asked=bool(each.is_asked)) for each in openings), turn)
+    """Return the state in a tensor `[1 + kept, 7]`."""
+    (turn, begins, *_), *rows = kept.tolist()
+    openings = (Opening._make(row) for row in rows if row[0])
+    return RowState(tuple(each._replace(stays=bool(each.stays)) for each in openings), turn, begins)

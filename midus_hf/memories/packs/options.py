@@ -18,14 +18,12 @@ class PacksOptions(MemoryOptions):
     sites = ("inside-attention",)
     attends = True
 
-    open: int = option(2, "entries that a token reads at most, the latest named in front of it")
+    open: int = option(2, "entries that a token reads at most, the latest named in front of it, as one text")
     score_bias: float = option(
         0.4,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
-    chat_score_bias: float = option(
-        1.1, "the same in a chat, less the logarithm of how many packs a token reads, which share it"
-    )
+    chat_score_bias: float = option(1.1, "the same in a chat")
     distance: int = option(
         4,
         "positions between a pack and the last token of its name, wherever the name stands; 0: the pack ends right before that token",

@@ -1,5 +1,6 @@
 """Packs in vLLM: what requests have open, in a table with a row per slot, and attention to packs beside vLLM's cache."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from midus_hf.memories.packs.layer import Packs
 from midus_hf.memories.packs.opening import (
     OpenNames,
     Reading,
+    RowState,
     kept_openings,
     readings_of,
     state_of,
@@ -167,7 +169,10 @@ class PagedOpens(OpensPacks):
                 )
 
     def _readings_of_requests(self, attention: Any, slots: Slots, ids: torch.Tensor) -> dict[int, list[Reading]]:
-        """Return what the tokens of each request read, and keep their ids and openings by slots."""
+        """Return what the tokens of each request read, and keep their ids and openings by slots.
+
+        A request may begin after a prefix that another one computes in the same pass, and is then read after it.
+        """
         glossary, size = self.glossary, kept_openings(self.options)
         assert glossary is not None, "the glossary was opened"
         numbers = ids.long() + 1
@@ -175,26 +180,40 @@ class PagedOpens(OpensPacks):
         openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, *state_shape(size)))
         starts = slots.starts.tolist()
         requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
+        tokens_kept[slots.own[: starts[-1]]] = numbers[: starts[-1]]
+        tokens_kept[-1] = 0
         number = torch.tensor(requests, device=ids.device)
         first = slots.position[slots.starts[number]]
         reach = glossary.reach
         before = slots.at(number[:, None], first[:, None] - torch.arange(reach, 0, -1, device=ids.device))
         ids_before = (tokens_kept[before] - 1).tolist()
         open_before = openings_kept[before[:, -1]].cpu()
-        tokens, positions = ids.tolist(), slots.position.tolist()
+        tokens, positions, own = ids.tolist(), slots.position.tolist(), slots.own.tolist()
         rows: dict[int, list[Reading]] = {}
-        behind = []
-        for at, request in enumerate(requests):
-            span = slice(starts[request], starts[request + 1])
-            names = OpenNames(glossary, self.options, state_of(open_before[at]))
+        states: dict[int, RowState] = {}  # after the tokens of the pass, by slot
+        waiting = deque(enumerate(requests))
+        coming = {*own[: starts[-1]]} - {slots.num_slots}
+        while waiting:
+            at, request = waiting.popleft()
+            span, last = slice(starts[request], starts[request + 1]), int(before[at, -1])
+            if last in coming:
+                waiting.append((at, request))
+                continue
+
+            def earlier(first: int, end: int, number: torch.Tensor = number[at, None, None]) -> list[int]:
+                there = slots.at(number, torch.arange(first, end, device=ids.device)[None])
+                found: list[int] = (tokens_kept[there[0]] - 1).tolist()
+                return found
+
+            state = states[last] if last in states else state_of(open_before[at])
+            names = OpenNames(glossary, self.options, state, earlier)
             names.read_before(ids_before[at], positions[span.start])
-            rows[request], states = readings_of(names, tokens[span], positions[span], None)
-            behind += states
-        opened = states_tensor([behind], size)[0].to(ids.device)
-        own = slots.own[: len(behind)]
-        tokens_kept[own] = numbers[: len(behind)]
-        openings_kept[own] = opened
-        tokens_kept[-1] = openings_kept[-1] = 0
+            rows[request], behind = readings_of(names, tokens[span], positions[span], None)
+            states |= zip(own[span], behind, strict=True)
+            coming -= {*own[span]}
+        opened = states_tensor([[*states.values()]], size)[0].to(ids.device)
+        openings_kept[torch.tensor([*states], device=ids.device)] = opened
+        openings_kept[-1] = 0
         return rows
 
     def _group(

@@ -1,7 +1,6 @@
 """Keys and values of entries: computed by a model's pass over their texts, and moved to their places for tokens that read them."""
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from midus_hf.memories.packs.options import PacksOptions
 _TEXTS_AT_ONCE = 64
 # A power of two: the angle of this position gives that of one position precisely, for any dtype of cosines and sines.
 _LATEST_POSITION = 4096
-# Largest number of packs that the tokens of a part read in one row, if no token reads more.
+# Largest number of packs that the tokens of a part read in one row.
 _PACKS_AT_ONCE = 8
 
 
@@ -202,10 +201,9 @@ def open_packs(
         device: Device of the model.
         dtype: Dtype of the model.
     """
-    rows = [
-        [each._replace(packs=tuple(pack for pack in each.packs if pack[0] in packs)) for each in row] for row in rows
-    ]  # an entry may have been removed since its name was found
-    read = {key: packs[key] for row in rows for each in row for key, _ in each.packs}
+    # An entry may have been removed since its name was found.
+    rows = [[each for each in row if each.pack in packs] for row in rows]
+    read = {each.pack: packs[each.pack] for row in rows for each in row}
     lengths = {key: pack.heads[0][0].shape[1] for key, pack in read.items()}
     firsts = dict(zip(read, _sums_before(lengths.values()), strict=True))
     heads = tuple(
@@ -250,11 +248,12 @@ def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
             while at[number] < len(row) and row[at[number]].stop <= start:
                 at[number] += 1
             reading = row[at[number]] if at[number] < len(row) else None
-            read.append(set(reading.packs) if reading is not None and reading.start <= start else set())
+            is_read = reading is not None and reading.start <= start
+            read.append({(reading.pack, reading.place)} if reading is not None and is_read else set())
         if not any(read):
             continue
         both = [before | now for before, now in zip(union, read, strict=True)] if union else read
-        if parts and parts[-1].stop == start and max(map(len, both)) <= max(_PACKS_AT_ONCE, *map(len, read)):
+        if parts and parts[-1].stop == start and max(map(len, both)) <= _PACKS_AT_ONCE:
             parts[-1], union = slice(parts[-1].start, stop), both
         else:
             parts.append(slice(start, stop))
@@ -282,7 +281,7 @@ def _slots(
         columns: dict[tuple[PackKey, int], slice] = {}
         slots.append([])
         moves.append([])
-        for key, place in dict.fromkeys(pack for each in within for pack in each.packs):
+        for key, place in dict.fromkeys((each.pack, each.place) for each in within):
             pack, first = packs[key], firsts[key]
             length = pack.heads[0][0].shape[1]
             columns[key, place] = slice(len(slots[-1]), len(slots[-1]) + length)
@@ -292,11 +291,10 @@ def _slots(
             [
                 (
                     slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start),
-                    columns[pack],
-                    score_bias(pack[0], len(each.packs), options),
+                    columns[each.pack, each.place],
+                    options.chat_score_bias if each.pack.in_chat else options.score_bias,
                 )
                 for each in within
-                for pack in each.packs
             ]
         )
     most = max(map(len, slots))
@@ -308,9 +306,3 @@ def _slots(
             bias[number, read_by, columns_read] = added
     filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, moves)]
     return filled[0], filled[1], mask, bias
-
-
-def score_bias(key: PackKey, num_open: int, options: PacksOptions) -> float:
-    """Return the number that is added to the scores of a pack, which in a chat shares it with the others that a token reads."""
-    _, in_chat = key
-    return options.chat_score_bias - math.log(num_open) if in_chat else options.score_bias

@@ -13,7 +13,8 @@ class Entry(NamedTuple):
     Args:
         names: The names, as they were given.
         text: What the model should know about them.
-        exact: Whether names match only with their case. Default: false, only short names and those with a capital inside do.
+        exact: Whether names match only with their case and separators, and without an s. Default: false; short names and those with
+            a capital inside keep their case.
     """
 
     names: tuple[str, ...]
@@ -100,8 +101,8 @@ def joined(rows: Iterable[tuple[str, Entry]]) -> JoinedRows:
                 if owner != key and name.may_be(other):
                     raise RequestError(
                         f"{where} has the name {given!r}, which would also find the entry of {first}; expected names that find one "
-                        'entry. Give both rows the same names and the same "exact", which joins them, or, where only case differs, '
-                        '"exact": true.'
+                        'entry. Give both rows the same names and the same "exact", which joins them, or, where only case or '
+                        'separators differ, "exact": true.'
                     )
             of_folded.append((name, key, where))
         _, _, its_texts = texts.setdefault(key, (where, entry, {}))

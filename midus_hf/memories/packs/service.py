@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,20 @@ from midus_hf.memories.packs.opening import (
     OpenNames,
     PackKey,
     Reading,
-    RowState,
     kept_openings,
     readings_of,
     state_of,
     state_shape,
     states_tensor,
 )
+from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, Pack, Recording, open_packs, read_texts, rotation_angles
 
 _NO_TOKEN = -1
-# Number of packs that are kept with a cache, those that were read last.
-_MOST_KEPT = 256
+# Largest number of tokens of packs that are kept with a cache, if a pass reads no more: those that were read last.
+_MAX_KEPT_TOKENS = 1 << 15
+# What is read between the texts of entries that are read as one, and before the words of a turn.
+_BETWEEN_TEXTS, _BEFORE_WORDS = "\n", "\n"
 # Argument of a pass in which the keys and values of texts are recorded.
 RECORDING = "pack_recording"
 
@@ -91,6 +94,9 @@ class OpensPacks(BankService, States):
         self._vocab_size, self._recorded = model.config.vocab_size, getattr(model.config, "upscale", None)
         # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
+        parameter = next(model.parameters())
+        if parameter.device.type != "meta" and not hasattr(parameter, "ds_id"):  # as in from_pretrained
+            _warn_without_folder()
 
     def digest(self) -> str | None:
         """Return a digest of the entries; None without a glossary."""
@@ -164,7 +170,9 @@ class OpensPacks(BankService, States):
         kept = {key: tensor.cpu() for key, tensor in (state.kept if state is not None else {}).items()}
         size = kept_openings(self.options)
         carried = () if state is None or not kept else state.shared.pop("rows", CarriedRows()).rows(glossary, state)
-        rows = carried or [OpenNames(glossary, self.options, *_before(kept, row)) for row in range(len(tokens))]
+        rows = carried or [
+            _open_names(glossary, self.options, kept, row, positions[row][0]) for row in range(len(tokens))
+        ]
         readings, behind = [], []
         for row, (names, ids) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if kept and not carried:
@@ -173,18 +181,18 @@ class OpensPacks(BankService, States):
             readings.append(read)
             behind.append(states[-SPARE_TOKENS - 1 :])
         if state is not None:
-            count, batch = glossary.reach + SPARE_TOKENS, len(tokens)
+            batch = len(tokens)
             if begins is not None:  # only of the last document
                 document = torch.tensor(begins).long().cumsum(1)
                 tokens = torch.where(document == document[:, -1:], tokens, _NO_TOKEN)
             opened = states_tensor(behind, size)
-            ids_before = kept["ids"] if kept else tokens.new_full((batch, count), _NO_TOKEN)
+            ids_before = kept["ids"] if kept else tokens.new_full((batch, glossary.reach + SPARE_TOKENS), _NO_TOKEN)
             open_before = kept["open"] if kept else opened.new_zeros(batch, SPARE_TOKENS + 1, *state_shape(size))
             spare = kept["spare"] if kept else tokens.new_full((batch,), SPARE_TOKENS)
             state.shared["rows"] = CarriedRows(rows, state.changes)
             state.keep(
                 {
-                    "ids": torch.cat([ids_before, tokens], 1)[:, -count:],
+                    "ids": torch.cat([ids_before, tokens], 1),
                     "open": torch.cat([open_before, opened], 1)[:, -SPARE_TOKENS - 1 :],
                     "spare": (spare + tokens.shape[1]).clamp(max=SPARE_TOKENS),
                 }
@@ -195,10 +203,10 @@ class OpensPacks(BankService, States):
         self, model: Any, glossary: Glossary, rows: list[list[Reading]], kept: dict[str, Any], device: torch.device
     ) -> dict[PackKey, Pack]:
         """Return the packs that rows read. Those that the sequences opened before are kept with their cache."""
-        wanted = dict.fromkeys(key for row in rows for each in row for key, _ in each.packs)
+        wanted = dict.fromkeys(each.pack for row in rows for each in row)
         made = kept.setdefault("packs", {})
         packs = {key: made.pop(key) for key in wanted if key in made}
-        new = {key: each for key in wanted if key not in packs and (each := glossary.entry(key[0])) is not None}
+        new = _pack_ids(glossary, [key for key in wanted if key not in packs], self.options.max_tokens)
         if new:
             _refuse_shards(model)
 
@@ -207,21 +215,25 @@ class OpensPacks(BankService, States):
 
         if self._angles is None or self._angles[0] != model.dtype:
             self._angles = model.dtype, rotation_angles(run, device)
-        for in_chat in {in_chat for _, in_chat in new}:
-            those = {key: entry for key, entry in new.items() if key[1] == in_chat}
-            texts = glossary.texts_of(those.values(), self.options.max_tokens, in_chat)
-            packs |= zip(those, read_texts(run, texts, glossary.in_front(in_chat), device), strict=True)
+        for in_chat in {key.in_chat for key in new}:
+            texts = {key: ids for key, ids in new.items() if key.in_chat == in_chat}
+            read = read_texts(run, [*texts.values()], glossary.in_front(in_chat), device)
+            packs |= zip(texts, read, strict=True)
         made |= packs
-        for key in [*made][:-_MOST_KEPT]:
-            del made[key]
+        num_tokens = 0
+        for key, pack in reversed([*made.items()]):
+            num_tokens += pack.heads[0][0].shape[1]
+            if num_tokens > _MAX_KEPT_TOKENS and key not in packs:
+                del made[key]
         return packs
 
     def open_at_end(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """Return the entries whose packs the last token of a text reads, and others that the text names."""
         assert self.glossary is not None, "the model has a glossary"
         row = OpenNames(self.glossary, self.options)
-        readings, _ = readings_of(row, ids, range(len(ids)), None)
-        at_end = [entry for (entry, _), _ in readings[-1].packs] if readings and readings[-1].stop == len(ids) else []
+        readings_of(row, ids, range(len(ids)), None)
+        pack = row.pack()
+        at_end = [] if pack is None else [*pack[0].entries]
         return at_end, [entry for entry in self.glossary.named(ids) if entry not in at_end]
 
     @staticmethod
@@ -232,6 +244,12 @@ class OpensPacks(BankService, States):
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
         """Add a mask of padding, since static caches get a mask of another form."""
         self.tokens.prepare_inputs(inputs, attention_mask)
+
+    def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
+        """Open the glossary that lies beside the checkpoint; warn about a model that was made of a state."""
+        if name is None:
+            _warn_without_folder()
+        super().after_loading(name, arguments)
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
         """Read the glossary and the tokenizer, or raise `RequestError` if either is absent, or a row is not an entry."""
@@ -245,7 +263,9 @@ class OpensPacks(BankService, States):
         trusted = arguments.get("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
         self.glossary = Glossary(tokenizer, read_glossary(folder), self._vocab_size, self.options.max_tokens)
-        self.glossary.recorded = self._recorded
+        self.glossary.recorded, self.glossary.find_open = self._recorded, self.open_at_end
+        if self.glossary.chat_remark is not None:
+            warnings.warn(self.glossary.chat_remark, stacklevel=2)
 
     def before_saving(self, folder: str | os.PathLike) -> None:
         """Write the glossary next to the weights, and the tokenizer for finding names, if there is none."""
@@ -259,9 +279,43 @@ class OpensPacks(BankService, States):
         """Allow an upload, which includes files that were written before."""
 
 
-def _before(kept: Mapping[str, torch.Tensor], row: int) -> list[RowState]:
-    """Return the state of a row before a pass, as arguments of `OpenNames`; none at the beginning."""
-    return [state_of(kept["open"][row, -1])] if kept else []
+def _warn_without_folder() -> None:
+    warnings.warn(
+        "this model has packs and is made without a folder, so that it has no glossary and computes as if no text had a name; "
+        "expected from_pretrained(FOLDER), which reads the glossary beside the weights.",
+        stacklevel=2,
+    )
+
+
+def _open_names(
+    glossary: Glossary, options: PacksOptions, kept: Mapping[str, torch.Tensor], row: int, position: int
+) -> OpenNames:
+    """Return the openings of a row before the token at a position, from the state of the rows; none at the beginning."""
+    if not kept:
+        return OpenNames(glossary, options)
+    ids = kept["ids"][row]
+
+    def earlier(first: int, end: int) -> list[int]:
+        found: list[int] = ids[max(len(ids) - (position - first), 0) : len(ids) - (position - end)].tolist()
+        return found
+
+    return OpenNames(glossary, options, state_of(kept["open"][row, -1]), earlier)
+
+
+def _pack_ids(glossary: Glossary, keys: Sequence[PackKey], max_tokens: int) -> dict[PackKey, list[int]]:
+    """Return the ids that each pack is computed from, without entries that were removed, and packs of which none is left."""
+    entries = {
+        number: entry for key in keys for number in key.entries if (entry := glossary.entry(number)) is not None
+    }
+    texts = dict(zip(entries, glossary.texts_of(entries.values(), max_tokens), strict=True)) if entries else {}
+    between, before_words = glossary.spelling.ids_of([_BETWEEN_TEXTS, _BEFORE_WORDS], special_tokens=False)
+    found: dict[PackKey, list[int]] = {}
+    for key in keys:
+        parts = [texts[number] for number in key.entries if number in texts]
+        if parts:
+            joined = [token for part in parts for token in (*between, *part)][len(between) :]
+            found[key] = [*joined, *before_words, *key.words] if key.words else joined
+    return found
 
 
 def _refuse_shards(model: HostStack) -> None:

@@ -1,19 +1,25 @@
 """Turns of a chat: where a user begins to ask and an answer begins, by the marks that the tokenizer's chat template writes."""
 
+import contextlib
+import itertools
 import re
-import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from midus_hf.memories.packs.names import Spelling
 
 # Where a token stands: in a text that is no chat so far, in what a user asks, or in the answer to it.
 TEXT, QUESTION, ANSWER = range(3)
-# Contents of messages in chats that are rendered to see what stands between them.
-_CONTENTS = ("quokka", "wombat", "numbat")
+# Contents of messages in chats that are rendered to see what stands between them, by role.
+_QUESTIONS, _ANSWER, _PROMPT = (b"quokka", b"numbat"), b"wombat", b"bilby"
 # As `Spelling.written` gives it.
 _SPECIAL = rb"\0[^\0]*\0"
+# Special tokens, words and single characters.
+_UNITS = re.compile(rb"\0[^\0]*\0|[0-9A-Za-z\x80-\xff]+|[^\0]", re.DOTALL)
+# What a mark has at least that is only a part of what a template writes: a special token, or a word.
+_IS_CLEAR = re.compile(rb"\0|[A-Za-z\x80-\xff]{3}")
+_READ_AS_TEXT = "packs close at the ends of lines in chats, as in other texts."
 
 
 class ChatMarks(NamedTuple):
@@ -32,41 +38,153 @@ class ChatMarks(NamedTuple):
     reach: int
 
 
-def chat_marks(spelling: Spelling) -> ChatMarks | None:
-    """Return the marks of a tokenizer's chat template; None without a template, or if its roles cannot be told apart."""
-    tokenizer = spelling.tokenizer
-    if not tokenizer.chat_template:
-        return None
-    users = [{"role": "user", "content": _CONTENTS[0]}]
-    chat = [*users, {"role": "assistant", "content": _CONTENTS[1]}, {"role": "user", "content": _CONTENTS[2]}]
-    try:
-        first = _rendered(tokenizer, users)
-        read = [_between(spelling, first), _between(spelling, _rendered(tokenizer, users, enable_thinking=False))]
-        read.append(_between(spelling, _rendered(tokenizer, chat)))
-    except Exception as error:  # a template raises what it likes
-        warnings.warn(
-            f"the chat template cannot be rendered ({error}): packs close at the ends of lines in chats, as in other texts.",
-            stacklevel=2,
+class _Rendering(NamedTuple):
+    """A chat as its template renders it: what stands before the content of each user, and after it up to the answer."""
+
+    text: str
+    ids: list[int]
+    before_users: list[bytes]
+    after_users: list[bytes]
+
+
+def learn_chat_marks(spelling: Spelling) -> tuple[ChatMarks | None, str | None]:
+    """Return the marks that a tokenizer's chat template writes in chats of one and two turns, with and without a system prompt.
+
+    Returns:
+        The marks, and None; or None, and a remark on why chats are read as other texts, if there is a template.
+    """
+    if not spelling.tokenizer.chat_template:
+        return None, None
+    remarks: list[str] = []
+    for in_parts in (False, True):  # templates of models that read images may expect a list
+        try:
+            marks = _learn_marks(spelling, _render_chats(spelling, in_parts))
+        except Exception as error:  # a template raises what it likes
+            remarks.append(f"the chat template cannot be rendered ({error}): {_READ_AS_TEXT}")
+            continue
+        if marks is not None:
+            return marks, None
+        remarks.append(
+            f"the chat template does not show where questions and answers begin: {_READ_AS_TEXT} Expected the same words before "
+            "each question, and before each answer."
         )
+    return None, remarks[0]
+
+
+def _render_chats(spelling: Spelling, in_parts: bool) -> list[_Rendering]:
+    """Render a question, without thoughts and with an earlier one, and with system prompts where the template takes them."""
+
+    def message(role: str, content: bytes) -> dict[str, Any]:
+        text = content.decode()
+        return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+    def render(chat: Sequence[dict[str, Any]], **arguments: Any) -> _Rendering:
+        return _read_rendering(
+            spelling,
+            spelling.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments),
+        )
+
+    first, last = (message("user", each) for each in _QUESTIONS)
+    earlier = [first, message("assistant", _ANSWER), last]
+    renderings = [render([first]), render(earlier), render([first], enable_thinking=False)]
+    for chat in ([first], earlier):
+        with contextlib.suppress(Exception):
+            renderings.append(render([message("system", _PROMPT), *chat]))
+    return renderings
+
+
+def _learn_marks(spelling: Spelling, renderings: Sequence[_Rendering]) -> ChatMarks | None:
+    """Return marks that hold in all renderings; None without."""
+    if not all(rendering.before_users and rendering.after_users for rendering in renderings):
         return None
-    if [len(each) for each in read] != [2, 2, 4]:
-        return None
-    (before, *answers), (_, without_thoughts), (_, behind_user, behind_answer, last) = read
-    answers += [without_thoughts, behind_user, last]
-    answer = _common_beginning(answers)
-    question = _common_beginning([before[::-1], behind_answer[::-1]])[::-1]
+    before = [each for rendering in renderings for each in rendering.before_users]
+    after = [each for rendering in renderings for each in rendering.after_users]
+    for question, answer in itertools.product(_question_marks(before, after), _answer_marks(before, after)):
+        if answer in question or any(question in each for each in after):
+            continue
+        # A token spells at least one byte.
+        reach = max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
+        marks = ChatMarks(question, answer, (), reach)
+        if all(_holds(marks, spelling, rendering.ids) for rendering in renderings):
+            return marks._replace(in_front=(*spelling.ids(""), *_read_before_user(spelling, question, renderings)))
+    return None
+
+
+def _read_rendering(spelling: Spelling, text: str) -> _Rendering:
+    """Read a chat as text. System prompts are a part of what stands before a user's content."""
+    ids = _tokenize(spelling, text)
+    *gaps, end = re.split(b"(%b)" % b"|".join([*_QUESTIONS, _ANSWER]), _spelled(spelling, ids))
+    rendering = _Rendering(text, ids, [], [])
+    is_after_user = False
+    for gap, content in zip(gaps[::2], gaps[1::2], strict=True):
+        if is_after_user:
+            rendering.after_users.append(gap)
+        is_after_user = content in _QUESTIONS
+        if is_after_user:
+            rendering.before_users.append(gap)
+    return rendering._replace(after_users=[*rendering.after_users, end] if is_after_user else [])
+
+
+def _question_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what may mark questions: what stands directly before each, or else what stands before each with more in between."""
+    common = _common_beginning([each[::-1] for each in before])[::-1]
     # From the last special token on by which a question differs from an answer: what ends the message before is left out.
-    parts = [question[found.start() :] for found in re.finditer(_SPECIAL, question)]
-    question = next((part for part in reversed(parts) if not any(part in other for other in answers)), question)
-    question, answer = question.lstrip(b" ").rstrip(), answer.lstrip(b" ").rstrip()
-    if not question.strip() or not answer.strip() or answer in question or any(question in each for each in answers):
-        return None
-    ids = tokenizer(first[: first.index(_CONTENTS[0])], add_special_tokens=False)["input_ids"]
-    begins = (at for at in range(len(ids), -1, -1) if question in _spelled(spelling, ids[at:]))
-    in_front = (*spelling.ids(""), *ids[next(begins) :])
-    # A token spells at least one byte.
-    reach = max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
-    return ChatMarks(question, answer, in_front, reach)
+    parts = [common[found.start() :] for found in re.finditer(_SPECIAL, common)]
+    common = next((part for part in reversed(parts) if not any(part in other for other in after)), common)
+    yield from _stripped([common, *_common_parts(before)])
+
+
+def _answer_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what may mark answers: what stands directly after each question, or else what stands after each with more in between."""
+    parts = [each for each in _common_parts(after) if not any(each in other for other in before)]
+    yield from _stripped([_common_beginning(after), *parts])
+
+
+def _stripped(marks: Sequence[bytes]) -> list[bytes]:
+    """Return marks without white space around them, those that are nothing but signs or initials last."""
+    stripped = [mark for each in marks if (mark := each.lstrip(b" ").rstrip())]
+    return sorted(stripped, key=lambda mark: _IS_CLEAR.search(mark) is None)
+
+
+def _common_parts(texts: Sequence[bytes]) -> list[bytes]:
+    """Return the longest runs of words and special tokens that all texts have, the longest first."""
+    units = _UNITS.findall(min(texts, key=len))
+    parts: list[bytes] = []
+    for first in range(len(units)):
+        end = first
+        while end < len(units) and all(b"".join(units[first : end + 1]) in text for text in texts):
+            end += 1
+        part = b"".join(units[first:end])
+        if _IS_CLEAR.search(part) and not any(part in other for other in parts):
+            parts.append(part)
+    return sorted(parts, key=len, reverse=True)
+
+
+def _holds(marks: ChatMarks, spelling: Spelling, ids: Sequence[int]) -> bool:
+    """Return whether marks tell the turn of each content of a chat, and that of what follows it, an answer."""
+    scan, written, turns = TurnScan(marks), b"", list[int]()
+    for piece in map(spelling.written, ids):
+        scan.read(piece)
+        written += piece
+        turns += [scan.turn] * len(piece)
+    expected = {**dict.fromkeys(_QUESTIONS, QUESTION), _ANSWER: ANSWER}
+    contents = re.finditer(b"|".join(expected), written)
+    return scan.turn == ANSWER and all({*turns[each.start() : each.end()]} == {expected[each[0]]} for each in contents)
+
+
+def _read_before_user(spelling: Spelling, question: bytes, renderings: Sequence[_Rendering]) -> list[int]:
+    """Return the tokens from the mark of a question to a user's content, without a system prompt that some questions have there."""
+    written: list[list[int]] = []
+    for rendering, content in zip(renderings, _QUESTIONS, strict=False):
+        ids = _tokenize(spelling, rendering.text[: rendering.text.index(content.decode())])
+        begins = (at for at in range(len(ids), -1, -1) if question in _spelled(spelling, ids[at:]))
+        written.append(ids[next(begins) :])
+    return min(written, key=len)
+
+
+def _tokenize(spelling: Spelling, text: str) -> list[int]:
+    ids: list[int] = spelling.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _common_beginning(texts: Sequence[bytes]) -> bytes:
@@ -79,18 +197,6 @@ def _common_beginning(texts: Sequence[bytes]) -> bytes:
         common = common[: common.rindex(b"\0")]
     is_within = common[-1:].isalnum() and any(text[len(common) : len(common) + 1].isalnum() for text in texts)
     return re.sub(rb"[0-9A-Za-z]+$", b"", common) if is_within else common
-
-
-def _rendered(tokenizer: Any, chat: Sequence[dict[str, str]], **arguments: Any) -> str:
-    """Return a chat as text, up to where an answer begins."""
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
-
-
-def _between(spelling: Spelling, text: str) -> list[bytes]:
-    """Return what tokens spell before, between and after the contents of messages."""
-    ids = spelling.tokenizer(text, add_special_tokens=False)["input_ids"]
-    contents = "|".join(_CONTENTS).encode()
-    return re.split(contents, _spelled(spelling, ids))
 
 
 def _spelled(spelling: Spelling, ids: Sequence[int]) -> bytes:

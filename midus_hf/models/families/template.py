@@ -1,10 +1,11 @@
 """Modules of the classes that host memory in a type, made from its row in the table of types.
 
 The classes are thin subclasses of the type's own. Their source is a template: one for language models, one for composite models that
-hold a language model. A module behaves as if it came from a file: its classes are pickled by name, and code that checkpoints carry
-is written from its source.
+hold a language model. A module behaves as if it came from a file, which the user's cache has for debuggers and others that open it:
+its classes are pickled by name, and code that checkpoints carry is written from its source.
 """
 
+import contextlib
 import copy
 import hashlib
 import importlib.abc
@@ -13,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,17 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import midus_hf.models.families as families
-from midus_hf.anatomy.types import CompositeType, LayerParts, ModelType, UnknownType, installed_version, type_of
+from midus_hf.anatomy.types import (
+    CompositeType,
+    LayerParts,
+    ModelType,
+    UnknownType,
+    installed_version,
+    type_of,
+    user_cache,
+)
+from midus_hf.config.errors import RequestError
+from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.hosting.parts import LayerNames
 from midus_hf.models.families import FAMILIES, HEAD_KINDS
 
@@ -50,7 +62,7 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
         _check_version(row)
     source = composite_source(row) if isinstance(row, CompositeType) else family_source(row)
     name = f"{families.__name__}.{model_type}"
-    loader = _SourceLoader(f"{families.__path__[0]}/{model_type}.py", source)
+    loader = _SourceLoader(_write_source(model_type, source), source)
     spec: Any = importlib.util.spec_from_file_location(name, loader=loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -91,8 +103,24 @@ def _native_class(row: ModelType | CompositeType) -> Any:
     return next(each[config] for each in mappings if config in each)
 
 
+def _write_source(model_type: str, source: str) -> str:
+    """Write the source of a type's module to a file in the user's cache, and return its path.
+
+    A disk that cannot be written leaves a path without a file: `inspect.getsource` then has the source from the loader.
+    """
+    path = Path(families.__path__[0], f"{model_type}.py")
+    with contextlib.suppress(OSError, RuntimeError, RequestError):  # the last if another process writes it now
+        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        path = user_cache() / "families" / digest / path.name
+        if not path.is_file() or path.read_text(encoding="utf-8") != source:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as partial:
+                partial.write_text(source, encoding="utf-8")
+    return str(path)
+
+
 class _SourceLoader(importlib.abc.SourceLoader):
-    """Loader of a module from its source, with the path that tracebacks show, where no file exists."""
+    """Loader of a module from its source, with the path of a file that has it too."""
 
     def __init__(self, path: str, source: str):
         self._path, self._source = path, source

@@ -81,8 +81,8 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
         rows_alone = bool(record.new_rows) and resolved == "new"
         if not record.new_layers and not record.new_memories and not rows_alone:
             raise RequestError(
-                f"trainable is 'new', but the config of this {kind} model records no new layers in upscale.new_layers; upscale "
-                "the model first, or set trainable: all."
+                f"trainable is {trainable!r}, but the config of this {kind} model records no new layers in upscale.new_layers and no "
+                "memories in upscale.new_memories; upscale the model first, or set trainable: all."
             )
         entries = config.memories().entries if hasattr(config, "memories") else ()
         types = {entry.name: entry.options.type for entry in entries}

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from tiny import WINDOW, prompt
 
 from midus_hf.cli.upscale import RunRequest
+from midus_hf.config.yaml_options import read_mapping
 from tests.upscalers.checkpoints import (
     SMALL,
     layer,
@@ -196,7 +196,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.sta
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_path):
-    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    recipe = read_mapping(RECIPES / f"{name}.yaml")
     parse_options(RunRequest, recipe, name)
     if name == "demo":
         assert "base" not in recipe and "output" not in recipe

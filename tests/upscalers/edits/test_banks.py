@@ -12,13 +12,16 @@ from topics.trees import random_tree
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
 from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run import run_training
 from tests.upscalers.checkpoints import file_digests, load
+from upscalers.edits import banks
 from upscalers.edits.banks import delete
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.runs.strip import strip
@@ -135,7 +138,7 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
 def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, chapters):
     records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
     told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out").out
-    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in told
+    assert "deleted 1 block of hier-ffn and 1 block of hier-lora-vo" in told
     for name in NAMES:
         assert not files_with(tmp_path / "out", records[name][2, 7])
         assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
@@ -215,18 +218,18 @@ def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_
 _KEEPS = {
     "all of a topic": (
         {"trainable": "new"}, ["--node", "1:2", "--node", "1:generic", "--subtree"],
-        "other weights: its run trained only blocks; upscale strip proves whether they are the base's, byte for byte",
+        "other weights: its last run trained only blocks; upscale strip proves whether they are the base's, byte for byte",
     ),
     "the generic memory": (
         {}, ["--node", "1:2", "--subtree"],
         "also trained on its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic --subtree; a run with "
         "--generic_share 0 does not train it",
-        "other weights: its run trained only blocks; upscale strip proves",
+        "other weights: its last run trained only blocks; upscale strip proves",
     ),
     "below": (
         None, ["--node", "1:2", "--node", "2:generic"],
         "also trained on its texts, and kept: blocks below it, 2:7; to delete: --subtree",
-        "other weights: no run is recorded there; upscale strip proves",
+        "other weights: not known, as no run or no upscaling is recorded there; upscale strip proves",
     ),
     "above": (
         {"trainable": "all"}, ["--node", "2:7", "--node", "2:generic"],
@@ -241,10 +244,61 @@ _KEEPS = {
         {}, ["--node", "2:1", "--node", "1:0", "--node", "2:generic", "--memory", NAMES[1]],
         "also trained on its texts, and kept: the topic's own blocks in other banks, 1:0, 2:1; to delete: leave out --memory",
         "also trained on its texts, and kept: the generic memory, 2:generic; to delete: --node 1:generic",
-        "other weights: its run trained only blocks; upscale strip proves",
+        "other weights: its last run trained only blocks; upscale strip proves",
     ),
-    "no topic": ({}, ["--node", "2:generic"], "other weights: its run trained only blocks; upscale strip proves"),
+    "no topic": ({}, ["--node", "2:generic"], "other weights: its last run trained only blocks; upscale strip proves"),
 }  # fmt: skip
+
+
+def _take_away_record_file(folder: Path) -> None:
+    (folder / "upscale.json").unlink()
+
+
+def _change_record(**changes):
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["upscale"] |= changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def _remove_record(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["upscale"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# What was changed in `two`, what its run trained, and whether the run trained other weights than blocks.
+_WEIGHTS = {
+    "no upscale.json": (_take_away_record_file, {}, False),
+    "no upscale.json, new": (_take_away_record_file, {"trainable": "new"}, False),
+    "values alone": (_take_away_record_file, {"trainable": ["value"]}, True),
+    "an inserted layer": (_change_record(new_layers=[1]), {"trainable": "new"}, True),
+    "nothing that fetches": (_change_record(new_memories=[]), {"trainable": "new"}, True),
+    "a method that trains all": (_change_record(trainable="all"), {}, True),
+    "new parts of that method": (_change_record(trainable="all"), {"trainable": "new"}, False),
+    "no record": (_remove_record, {"trainable": "new"}, None),
+    "no record, all": (_remove_record, {"trainable": "all"}, True),
+}
+
+
+@pytest.mark.parametrize("case", _WEIGHTS)
+def test_deletion_tells_what_else_trained_by_the_config(upscaled, tmp_path, case):
+    change, record, expected = _WEIGHTS[case]
+    model = shutil.copytree(upscaled / "two", tmp_path / "model")
+    change(model)
+    (model / RUN_CONFIG).write_text(yaml.safe_dump(record))
+    result = delete(EditRequest(model=model, output=tmp_path / "out"), ["1:2"])
+    assert result["also_taught"]["weights"] is expected
+
+
+def test_run_of_a_memory_with_a_bank_and_weights_trained_both(upscaled, tmp_path, monkeypatch):
+    monkeypatch.setattr(HierFFNOptions, "tensors", lambda self, sizes: {"scale": DeclaredTensor((1,), "gate", ZEROS)})
+    options = {"sizes": [4, 2], "branching": 3}
+    upscale(base=upscaled / "base", method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
+    (tmp_path / "out" / RUN_CONFIG).write_text("trainable: new\n")
+    assert banks._trained_weights(tmp_path / "out") is True
 
 
 @pytest.mark.parametrize("case", _KEEPS)

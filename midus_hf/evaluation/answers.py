@@ -1,0 +1,127 @@
+"""Whether a text has an answer: the one rule by which tasks, `midus look` and experiments judge what a model writes."""
+
+import decimal
+import functools
+import unicodedata
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Literal
+
+import regex
+
+# Letters and digits of scripts that write spaces between words, by the classes of UAX 29, which Chinese, Japanese and Thai letters do
+# not have. Hangul is apart: Korean writes a space before a word, but particles directly after it.
+SPACED = r"[[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Numeric}]--\p{Hangul}]"
+# Around each number of a folded text, so that no part of a number is found; for private use, so that no text has them.
+_OPEN, _CLOSE = "\ue000", "\ue001"
+
+# A boundary before what is looked for, and no point that begins its name (.NET).
+_BEFORE = rf"(?:(?!{SPACED})|(?<!{SPACED}\p{{M}}*_*)(?<!(?<![.\w])\.))(?:(?!\p{{Hangul}})|(?<!\p{{Hangul}}))"
+# A boundary after it: no rest of a number, no mark on its last letter, and no sign that ends a name (C++, C#, A-; not a dash).
+_AFTER = (
+    rf"(?:(?<!{SPACED}\p{{M}}*)|(?!_*{SPACED}|\p{{No}}|[.,]\d))(?!\p{{M}})"
+    rf"(?:(?<!{_CLOSE})|(?!_*{SPACED})|(?=(?:st|nd|rd|th)(?!{SPACED})))"
+    rf"(?:(?<![\p{{L}}\p{{M}}+#♯\-])|(?!\+\+|\+(?![\w{_OPEN}])|[#♯]|-(?![\w{_OPEN}\-])))"
+)
+_NOT_WORDS = rf"[^\w{_OPEN}]*"
+_LEAD = rf"{_NOT_WORDS}(?:(?i:an?|the)\b{_NOT_WORDS})?"
+
+_EXPONENT = r"(?:[eE][+\-]?\d{1,3}(?!\w))?"
+# Digits with separators, as many as there are; not after a letter, nor before a power of ten without a space (10², 5万).
+_NUMBER = regex.compile(
+    rf"(?:(?<!{SPACED}|[\p{{M}}_)\]+\-])(?P<sign>[+\-]))?(?P<currency>\p{{Sc}}?)(?<!{SPACED}\p{{M}}*_*)(?<!\d[.,])"
+    rf"(?P<digits>(?>\d+(?:[.,]\d+|['_\u00a0\u2009\u202f]\d{{3}}(?!\d))*{_EXPONENT}|(?<![.\w])\.\d+{_EXPONENT}))"
+    r"(?![\p{M}\p{No}十百千万萬亿億兆천억])",
+    regex.V1,
+)
+_POINT_FOR_FRACTIONS = regex.compile(r"[1-9]\d{0,2}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
+_COMMA_FOR_FRACTIONS = regex.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})|\d+,\d+")
+_PUNCTUATION_AFTER_WORD = regex.compile(rf"(?<=[\w{_CLOSE}])\p{{Terminal_Punctuation}}+(?=\s|$)")
+_APOSTROPHES, _HYPHENS = "\u2018\u2019\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
+_ARABIC_SEPARATORS = {"\u066b": ".", "\u066c": ","}
+_PLAIN_CHARACTERS = {**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-"), **_ARABIC_SEPARATORS}
+
+
+def has_answer(
+    text: str, answer: str, place: Literal["anywhere", "start", "whole"] = "anywhere", *, match_case: bool = False
+) -> bool:
+    """Return whether a text has an answer.
+
+    An answer is not found within a longer word: at each of its ends, a boundary is asked for between two letters or digits of scripts
+    that write spaces between words (UAX 29; of Korean at the beginning only). Numbers are compared as numbers: 1,000 is 1000 and
+    neither 1 nor 0, 1.0 is 1 and not 10, -5 is not 5. A comma before groups of three digits separates thousands, another single comma
+    is a decimal one; a point is decimal, unless several separate groups of three or a comma follows. Digits with a leading zero, or
+    that read as no number (10.0.0.1), are compared as written. Signs that belong to a name count: C is not found in C++, nor NET in
+    .NET. Width, forms of quotes and dashes, white space, and punctuation after a word do not count.
+
+    Args:
+        text: What a model wrote.
+        answer: The answer.
+        place: Where the answer has to be: `anywhere`, at the `start`, or as the `whole` text. The latter two ignore punctuation and
+            an English article before it, `whole` also punctuation after it. Default: anywhere.
+        match_case: Whether the case of letters counts. Default: False.
+    """
+    wanted = _fold(answer, match_case)
+    if place == "whole":
+        wanted = regex.sub(r"^(?i:an?|the) (?=.)", "", wanted)
+    pattern = f"{_BEFORE}{regex.escape(wanted, special_only=True)}{_AFTER}"
+    if place != "anywhere":
+        pattern = f"^{_LEAD}{pattern}" + f"{_NOT_WORDS}$" * (place == "whole")
+    return bool(wanted) and regex.search(pattern, _fold(text, match_case), regex.V1) is not None
+
+
+def read_numbers(text: str) -> Iterator[Decimal]:
+    """Yield the numbers of a text, as `has_answer` reads them."""
+    for found in _NUMBER.finditer(_plain_text(text)):
+        for _, value in _parts(found):
+            if value is not None:
+                yield value
+
+
+def _fold(text: str, match_case: bool) -> str:
+    """Return a text as it is compared, with each number in one form between marks."""
+    plain = _plain_text(text)
+    folded = plain if match_case else unicodedata.normalize("NFC", plain.casefold())
+    marked = _NUMBER.sub(
+        lambda found: found["currency"] + ",".join(f"{_OPEN}{part}{_CLOSE}" for part, _ in _parts(found)), folded
+    )
+    return " ".join(_PUNCTUATION_AFTER_WORD.sub("", marked).split())
+
+
+def _plain_text(text: str) -> str:
+    return unicodedata.normalize("NFC", "".join(map(_plain, unicodedata.normalize("NFC", text))))
+
+
+@functools.cache
+def _plain(character: str) -> str:
+    """Return the plain form of a character: a digit of ASCII, full width as half, no format characters."""
+    digit = unicodedata.decimal(character, None)
+    if digit is not None:
+        return str(digit)
+    if unicodedata.category(character) == "Cf":
+        return ""
+    # The wide comma is between items of a list, not between digits.
+    if unicodedata.east_asian_width(character) in "FH" and character != "\uff0c":
+        return unicodedata.normalize("NFKC", character)
+    return _PLAIN_CHARACTERS.get(character, character)
+
+
+def _parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
+    """Yield the numbers that digits with separators are, each in one form and as a number; None for those that are none."""
+    digits, sign = regex.sub(r"['_\s]", "", found["digits"]), "-" if found["sign"] == "-" else ""
+    for part in [digits] if _value(digits) is not None else digits.split(","):
+        value = _value(part)
+        if value is None:
+            yield sign + part, None
+        else:
+            value = (value.copy_negate() if sign else value) if value else Decimal(0)
+            yield str(value.normalize(decimal.Context(prec=len(part)))), value
+        sign = ""
+
+
+def _value(digits: str) -> Decimal | None:
+    if _COMMA_FOR_FRACTIONS.fullmatch(digits) and not _POINT_FOR_FRACTIONS.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    elif _POINT_FOR_FRACTIONS.fullmatch(digits):
+        digits = digits.replace(",", "")
+    return Decimal(digits) if regex.fullmatch(rf"(?:0|[1-9]\d*)?(?:\.\d+)?{_EXPONENT}", digits) else None
