@@ -85,9 +85,10 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
         shutil.copyfile(path, tmp_path / "sized" / path.name)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     arguments = read_mapping(recipe)
-    for kind, name in ((kind, name) for kind in TEXT_KINDS for name in arguments.get(kind, {})):
-        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
-        words.append(f"{kind}.{name}={room / name}.txt")
+    for kind in TEXT_KINDS:
+        for name in arguments.get(kind, {}):
+            (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
+            words.append(f"{kind}.{name}={room / name}.txt")
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(options_from_files(Comparison, [recipe], words))
