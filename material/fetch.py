@@ -15,7 +15,7 @@ from material.glosses import glosses
 from material.minilm import minilm
 from material.qwen import qwen_500m, qwen_1500m
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama
-from material.stages import stages
+from material.stages import mixed, stages
 
 # Each function fetches the material, unless that has been done, and returns the path.
 FETCH: dict[str, Callable[[], Path]] = {
@@ -40,4 +40,5 @@ FETCH: dict[str, Callable[[], Path]] = {
     "minilm": minilm,
     "glosses": glosses,
     "stages": stages,
+    "mixed": mixed,
 }

@@ -1,6 +1,7 @@
-"""Four domains to learn one after the other: of each a corpus, text to choose rates on and text to measure, which share no text."""
+"""Domains to learn in turn, or two of them mixed: of each a corpus, text to choose rates on and text to measure, none in another."""
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from material.glosses import glosses
 _CHARACTERS = 1000
 _GLOSSES, _HELD_OUT_EVERY = 2400, 12
 _SENTENCES_OF_AN_ELEMENT = 4
+# Of a mixed corpus: some 165,000 tokens of SmolLM2 of each domain.
+_MIXED_CHARACTERS, _MIXED_GLOSSES = 4000, 7000
+_MIXED_VALIDATION = {"addresses": 8, "glosses": 70}
 
 Parts = Mapping[str, Sequence[str]]
 """The texts of `corpus`, `validation` and `text`."""
@@ -29,12 +33,37 @@ def stages() -> Path:
     return cached_folder("stages-1", _write)
 
 
+def mixed() -> Path:
+    """A folder with `corpus.jsonl`, 330,000 tokens of addresses and glosses in random order, and `validation.jsonl`, of both.
+
+    The corpus has the first 4,000 characters of each address that is not held out, and 7,000 glosses that are neither text nor
+    validation of `stages`; validation is the beginning of those of `stages`.
+    """
+    return cached_folder("mixed-1", _write_mixed)
+
+
 def _write(folder: Path) -> None:
     for name, parts_of in _PARTS.items():
         (folder / name).mkdir()
         for part, texts in parts_of().items():
             lines = [json.dumps({"text": text}) + "\n" for text in texts]
             (folder / name / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _write_mixed(folder: Path) -> None:
+    held_out = {
+        part: {name: _texts_of(stages() / name / f"{part}.jsonl") for name in _MIXED_VALIDATION}
+        for part in ("validation", "text")
+    }
+    kept = {text for part in held_out.values() for text in part["glosses"]}
+    order = random.Random(0)
+    corpus = order.sample([text for text in _texts_of(glosses()) if text not in kept], _MIXED_GLOSSES)
+    corpus += [path.read_text(encoding="utf-8")[:_MIXED_CHARACTERS] for path in sorted(addresses().train.iterdir())]
+    order.shuffle(corpus)
+    validation = [text for name, count in _MIXED_VALIDATION.items() for text in held_out["validation"][name][:count]]
+    for part, texts in (("corpus", corpus), ("validation", validation)):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _of_folders(train: Path, held_out: Path) -> Parts:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from midus_hf.anatomy.record import record_of
@@ -107,11 +107,6 @@ def _trained(run: Run, comparison: Comparison) -> Result:
             "text, or a smaller per_device_train_batch_size."
         )
     clear_device_cache(garbage_collection=True)
-    curve: dict[int, dict[str, float]] = {}
-    for event in outcome.log:
-        losses = {name: event[f"eval_{name}_loss"] for name in comparison.texts if f"eval_{name}_loss" in event}
-        if losses:  # the Trainer logs each text by itself
-            curve.setdefault(event["step"], {}).update(losses)
     if comparison.controls and SHUFFLED in allowed_controls(variant, made.get("controls", {})):
         shuffle(trained, folder / "shuffled", run.seed)
         made["saved"] = _losses(str(trained), run, comparison)
@@ -121,7 +116,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
-        curve=[Point(step, curve[step]) for step in sorted(curve)],
+        curve=curve_of(outcome.log, comparison.texts),
         tasks=_tasks(str(trained), comparison),
         control=variant.control,
         control_of=variant.control_of,
@@ -132,6 +127,16 @@ def _trained(run: Run, comparison: Comparison) -> Result:
         is_certified=(trained / CERTIFICATE).is_file(),
         **made,
     )
+
+
+def curve_of(log: Iterable[Mapping[str, Any]], texts: Iterable[str]) -> list[Point]:
+    """Return the losses of texts by name in the log of a Trainer, which logs each text by itself."""
+    curve: dict[int, dict[str, float]] = {}
+    for event in log:
+        losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
+        if losses:
+            curve.setdefault(event["step"], {}).update(losses)
+    return [Point(step, curve[step]) for step in sorted(curve)]
 
 
 def _losses(model: str, run: Run, comparison: Comparison) -> dict[str, float]:

@@ -10,7 +10,7 @@ from evaluation.byte_models import byte_tokenizer
 from evaluation.questions import write_questions
 
 from benchmarks.models import CONFIGS
-from midus_hf.compare.options import Comparison
+from midus_hf.compare.options import TEXT_KINDS, Comparison
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan
 from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
@@ -83,12 +83,12 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     shutil.copyfile(base, tmp_path / "sized" / "config.json")
     for path in (room / "base").glob("tokenizer*"):
         shutil.copyfile(path, tmp_path / "sized" / path.name)
-    for name in ("plants", "stars", "herbs"):
-        (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
     words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     arguments = read_mapping(recipe)
-    texts = {"domain": "plants", "retention": "stars", "validation": "herbs"}
-    words += [f"{kind}.{name}={room / file}.txt" for kind, file in texts.items() for name in arguments.get(kind, {})]
+    for kind in TEXT_KINDS:
+        for name in arguments.get(kind, {}):
+            (room / f"{name}.txt").write_text(f"{name} grow. " * 40)
+            words.append(f"{kind}.{name}={room / name}.txt")
     if "tasks" in arguments:
         words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
     comparison, variants = plan(options_from_files(Comparison, [recipe], words))

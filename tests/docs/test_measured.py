@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.curve import table_rows
 from midus_hf.compare.findings import chosen_rate, paired, spread
-from midus_hf.compare.options import rate_name
+from midus_hf.compare.options import Comparison, rate_name
 from midus_hf.compare.runs import Result, read_result
+from midus_hf.config.yaml_options import options_from_files
 
 ROOT = Path(__file__).parents[2]
 # The runs of each table of what is learned of one text, by what its header begins with.
@@ -86,6 +88,17 @@ def test_the_table_is_what_the_results_say(table):
             ]
         )
     assert rows_of(table) == sorted(expected, key=lambda row: float(row[3].partition(" ")[0]), reverse=True)
+
+
+def test_table_of_the_curve_is_what_the_results_say():
+    recipe = ROOT / "configs" / "compare" / "smollm2-135m-instruct-curve.yaml"
+    runs = ROOT / "experiments" / "results" / recipe.stem / "runs"
+    found = [read_result(path.with_suffix("")) for path in sorted(runs.rglob("seed-*.json"))]
+    assert len({(one.origin["data"], one.origin["base"]) for one in found}) == 1
+    texts = ("domain.addresses", "domain.glosses", "validation.mixed", "retention.articles")
+    comparison = options_from_files(Comparison, [recipe], ["base=BASE", *(f"{text}=TEXT" for text in texts)])
+    heading, *rows = table_rows(comparison, found)
+    assert rows_of(f"| {' | '.join(heading)} |") == rows
 
 
 @pytest.mark.parametrize("table", CONTROLS_OF)

@@ -4,15 +4,17 @@ import json
 import random
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from compare.small_comparison import write_room
+import yaml
+from compare.small_comparison import HEADWISE, keys, write_room
 from pairs import by_default
 from topics.tiny_bert import save_tiny_bert
 from transformers import AutoTokenizer
 
-from experiments import own_training, stages
+from experiments import curve, own_training, stages
 from experiments.facts import __main__ as facts
 
 WORDS = {"greek": ("alpha", "beta", "gamma", "delta"), "numbers": ("one", "two", "three", "four")}
@@ -93,6 +95,55 @@ def test_a_loop_of_ones_own_is_measured(room, tmp_path, capsys, monkeypatch):
     assert result["after"]["greek"] < result["before"]["greek"] and result["tokens"] == 4 * 4 * 32
 
 
+@pytest.fixture
+def draw_curve(room, tmp_path, capsys, monkeypatch):
+    """Return a function that runs `experiments.curve` on a small comparison in this process, and returns its results by name."""
+    pytest.importorskip("matplotlib")
+    variants = {
+        "full": {"rates": [0.02, 0.01]},
+        "midus-hml": {"upscale": HEADWISE, "rates": [{"learning_rate": 0.01, "value_learning_rate": 0.02}]},
+    }
+    train = {"corpus": str(room / "greek" / "corpus.jsonl"), "max_steps": 6, "lr_scheduler_type": "constant"}
+    monkeypatch.setattr(curve, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+
+    def run(name: str, *words: str) -> dict[str, curve.Result]:
+        comparison = keys(room, tmp_path / name, variants, train=train, controls=False)
+        (tmp_path / "curve.yaml").write_text(yaml.safe_dump(comparison))
+        monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "curve.yaml"), *words])
+        with pytest.raises(SystemExit, match="0"):
+            curve.main()
+        runs = tmp_path / name / "runs"
+        files = [path.with_suffix("") for path in runs.rglob("seed-*.json")]
+        return {str(path.relative_to(runs)): curve.read_result(path) for path in files}
+
+    return run
+
+
+def test_curve_that_stops_and_goes_on_measures_as_one_that_does_not(draw_curve, tmp_path, capsys, monkeypatch):
+    models = ["--models", str(tmp_path / "models"), "--steps", "1", "3"]
+    first = draw_curve("stops", *models, "--ends", "2")
+    assert {len(result.curve) for result in first.values()} == {3}
+    second = draw_curve("stops", *models, "--ends", "2", "4")
+    whole = draw_curve("whole", "--models", str(tmp_path / "others"), "--steps", "1", "2", "3", "--ends", "4")
+    assert sorted(second) == ["full/0.01/seed-0", "full/0.02/seed-0", "midus-hml/0.01,value=0.02/seed-0"]
+    for name, result in second.items():
+        assert [point.step for point in result.curve] == [0, 1, 2, 3, 4]
+        assert result.curve == whole[name].curve and result.curve[:3] == first[name].curve
+        assert result.tokens == 4 * 64 and result.losses["plants"] < result.start.losses["plants"]
+    assert second["midus-hml/0.01,value=0.02/seed-0"].starts_at_base
+    capsys.readouterr()
+    draw_curve("stops", *models, "--ends", "2", "4")
+    assert capsys.readouterr().out == ""  # nothing is trained again
+    monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "curve.yaml"), "--picture", str(tmp_path / "curve.png")])
+    curve.main()
+    heading, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert heading == ["one pass", "rate", "64", "128", "192", "256", "stars, 64", "stars, 256"]
+    assert [row[:2] for row in rows] == [["full", "0.02"], ["full", "0.01"], ["midus-hml", "0.02"]]
+    falls = [point.losses["plants"] for point in second["full/0.02/seed-0"].curve]
+    assert rows[0][2:6] == [f"{falls[0] - loss:.3f}" for loss in falls[1:]]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
@@ -101,6 +152,8 @@ def test_a_loop_of_ones_own_is_measured(room, tmp_path, capsys, monkeypatch):
         ("stages", "BASE ROOM/greek --output ROOM/greek --train max_steps=1", "--output is '.*greek', which exists; expected a new"),
         ("stages", "BASE ROOM/greek --output ROOM/new --retention x.txt --train max_steps=1", "--retention is 'x.txt', which does"),
         ("own_training", "BASE ROOM/absent --output ROOM/new", "no file .*absent/corpus.jsonl; expected the folder of a stage"),
+        ("curve", "ROOM/absent.yaml --set base=BASE", "expected --models, the folder to train in, or --picture, the file to dr"),
+        ("curve", "ROOM/absent.yaml --set base=BASE --models ROOM/new", ".*absent.yaml"),
         ("facts", "ROOM/absent", "model is '.*absent', which does not exist; expected the folder of a model"),
     ],
 )  # fmt: skip
@@ -108,5 +161,5 @@ def test_what_is_not_there_is_told_in_a_line(script, words, message, room, capsy
     line = words.replace("BASE", str(room / "base")).replace("ROOM", str(room)).split()
     monkeypatch.setattr(sys, "argv", [script, *line])
     with pytest.raises(SystemExit, match="2"):
-        {"stages": stages, "own_training": own_training, "facts": facts}[script].main()
+        {"curve": curve, "stages": stages, "own_training": own_training, "facts": facts}[script].main()
     assert re.search(f"error: {message}", capsys.readouterr().err)

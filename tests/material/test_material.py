@@ -19,7 +19,7 @@ from material.factbook import factbook
 from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
-from material.stages import stages
+from material.stages import mixed, stages
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.memories.packs.glossary import found_in
@@ -124,6 +124,20 @@ def test_stages_have_parts_of_which_none_holds_a_text_of_another():
         assert len({text for texts in parts.values() for text in texts}) == sum(map(len, parts.values())), stage.name
         assert 18_000 < sum(map(len, parts["corpus"])) < 230_000, stage.name
         assert all(8_000 < sum(map(len, parts[part])) < 26_000 for part in ("validation", "text"))
+
+
+def test_mixed_corpus_has_both_domains_and_no_text_that_is_held_out():
+    corpus = [row["text"] for row in rows_of(mixed() / "corpus.jsonl")]
+    held_out = [
+        stages() / name / f"{part}.jsonl" for name in ("addresses", "glosses") for part in ("text", "validation")
+    ]
+    texts = [row["text"] for path in held_out for row in rows_of(path)]
+    assert len(set(corpus)) > 7_190 and not any(
+        text in addresses for text in texts if len(text) > 900 for addresses in corpus
+    )
+    assert not set(corpus) & set(texts) and {row["text"] for row in rows_of(mixed() / "validation.jsonl")} < set(texts)
+    long = [len(text) > 1_000 for text in corpus]
+    assert sum(long) == 210 and 70 < sum(long[: len(long) // 2]) < 140
 
 
 def test_names_of_elements_are_found_in_articles_as_whole_words_are():
