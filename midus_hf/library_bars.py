@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 # Between two lines of progress where standard error is no terminal.
 _SECONDS_PER_LINE = 60.0
+# Moves the cursor of a terminal up.
+_UP = "\x1b[A"
 
 
 @contextlib.contextmanager
@@ -38,7 +40,12 @@ class _BarLines(io.TextIOBase):
         self._shown_at, self._is_drawing = time.monotonic(), False
 
     def write(self, text: str) -> int:
-        """Drop a bar, which begins with a carriage return, unless a minute has passed, and the end of its line."""
+        """Drop a bar, which begins with a carriage return, unless a minute has passed, and the end of its line.
+
+        Bars below others move the cursor by line breaks and upwards, which is dropped too.
+        """
+        if _UP in text or (len(text) > 1 and not text.strip("\n")):
+            return len(text)
         if text.startswith("\r"):
             self._is_drawing = True
             if text.strip() and time.monotonic() - self._shown_at >= _SECONDS_PER_LINE:

@@ -298,7 +298,7 @@ def test_bars_are_drawn_on_terminals_only(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert [*show_progress("ab", desc="reading")] == ["a", "b"]
     with limit_bars():
-        tqdm(total=2, desc="of a library").close()
+        tqdm(total=2, desc="of a library", position=3).close()  # below other bars
         print("a line", file=sys.stderr)
     printed = capsys.readouterr().err
     assert ("\rreading: " in printed) == ("\rof a library: " in printed) == is_terminal

@@ -103,7 +103,13 @@ METHODS: dict[str, Any] = {
     "hier-ffn": {"options": {"sizes": [4, 3, 2, 0]}},
 }
 SESSIONS = {
-    "README.md": Session(),
+    # The small base has no chat template.
+    "README.md": Session(
+        replace={
+            "printf '%s\\n'": "midus ask model",
+            '"Who owns the cache that it forwards requests to?" | midus ask model': "",
+        }
+    ),
     "docs/quickstart.md": Session(),
     "docs/upscale.md": Session(
         replace={
