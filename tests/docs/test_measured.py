@@ -192,6 +192,15 @@ def answers(kind: str) -> list[dict]:
                 *("number in a chat", "protons in a chat"),
             ),
         ),
+        *(
+            (
+                f"{folder}conversations",
+                "right",
+                f"| {model}, of 16 | base | text in front | packs | packs, name in front |",
+                ("second question", "linked number", "linked name", "two at once", "something else afterwards"),
+            )
+            for folder, model in (("", "SmolLM2"), ("../qwen2.5-coder-0.5b-instruct-facts/", "Qwen2.5-Coder-0.5B"))
+        ),
         (
             "beliefs",
             "counts",
@@ -237,6 +246,7 @@ def test_the_table_on_the_page_of_packs_is_what_the_results_say():
     cells = counts_of(ROOT / "docs" / "methods" / "packs.md", "| right | of |")
     shown = [
         *(("elements", column) for column in ("number in a chat", "protons in a chat", "name last")),
+        *(("conversations", column) for column in ("second question", "linked number", "linked name", "two at once")),
         *((kind, "in a chat") for kind in ("uneven", "uneven-2")),
     ]
     for (kind, column), row in zip(shown, cells, strict=True):
