@@ -10,10 +10,9 @@ from material.chats import chats
 from material.elements import elements
 from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
-from material.gemma import gemma_270m
 from material.glosses import glosses
+from material.joined_models import gemma_270m, qwen_500m, qwen_1500m
 from material.minilm import minilm
-from material.qwen import qwen_500m, qwen_1500m
 from material.smollm2 import smollm2_135m, smollm2_gguf, tiny_llama
 from material.stages import mixed, stages
 

@@ -38,7 +38,7 @@ _NO_TOKEN = -1
 # Largest number of tokens of packs that are kept with a cache, if a pass reads no more: those that were read last.
 _MAX_KEPT_TOKENS = 1 << 15
 # What is read between the texts of entries that are read as one, and before the words of a turn.
-_BETWEEN_TEXTS, _BEFORE_WORDS = "\n", "\n"
+_SEPARATOR = "\n"
 # Argument of a pass in which the keys and values of texts are recorded.
 RECORDING = "pack_recording"
 
@@ -308,13 +308,13 @@ def _pack_ids(glossary: Glossary, keys: Sequence[PackKey], max_tokens: int) -> d
         number: entry for key in keys for number in key.entries if (entry := glossary.entry(number)) is not None
     }
     texts = dict(zip(entries, glossary.texts_of(entries.values(), max_tokens), strict=True)) if entries else {}
-    between, before_words = glossary.spelling.ids_of([_BETWEEN_TEXTS, _BEFORE_WORDS], special_tokens=False)
+    (separator,) = glossary.spelling.ids_of([_SEPARATOR], special_tokens=False)
     found: dict[PackKey, list[int]] = {}
     for key in keys:
         parts = [texts[number] for number in key.entries if number in texts]
         if parts:
-            joined = [token for part in parts for token in (*between, *part)][len(between) :]
-            found[key] = [*joined, *before_words, *key.words] if key.words else joined
+            joined = [token for part in parts for token in (*separator, *part)][len(separator) :]
+            found[key] = [*joined, *separator, *key.words] if key.words else joined
     return found
 
 
