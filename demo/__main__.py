@@ -23,7 +23,7 @@ from material.smollm2 import smollm2_135m
 from midus_hf.compare.origins import machine, short
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.evaluation.report import comparison_table
-from midus_hf.library_bars import limit_bars
+from midus_hf.sources.progress import limit_bars
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 

@@ -15,7 +15,7 @@ from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.library_bars import limit_bars
+from midus_hf.sources.progress import limit_bars
 
 OUTPUT = Path("outputs/demo-chat")
 _NEW_TOKENS = 96

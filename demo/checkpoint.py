@@ -16,7 +16,7 @@ from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.library_bars import limit_bars
+from midus_hf.sources.progress import limit_bars
 
 OUTPUT = Path("outputs/checkpoint")
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"

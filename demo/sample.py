@@ -8,15 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import midus_hf  # noqa: F401 - registers the classes
-from midus_hf.library_bars import limit_bars
-from midus_hf.saved_models import open_ended
+from midus_hf.sources.progress import limit_bars
+from midus_hf.sources.tokenizers import without_suffix_tokens
 
 
 def sample(model_name: str, prompt: str, new_tokens: int) -> dict:
     """Generate `new_tokens` tokens after `prompt`."""
     tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(model_name, trust_remote_code=False).eval()
-    inputs = open_ended(tokenizer)(prompt, return_tensors="pt")
+    inputs = without_suffix_tokens(tokenizer)(prompt, return_tensors="pt")
     greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "temperature": None, "top_p": None}
     with torch.no_grad():
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, **greedy)

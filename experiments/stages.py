@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from midus_hf.config.yaml_options import from_mapping, read_yaml
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import row_losses, text_rows
-from midus_hf.model_names import check_model_name
+from midus_hf.sources.names import check_model_name
 from midus_hf.topics.building import calibrate
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree

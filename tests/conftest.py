@@ -45,7 +45,7 @@ from pairs import Extent, keep_each_value, keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
 
-from midus_hf import library_bars as bars
+from midus_hf.sources import progress as bars
 
 # A busy machine takes longer than any deadline of an example.
 settings.register_profile("without deadline", deadline=None)

@@ -10,7 +10,7 @@ from scripts.imports import ROOT, files_of, imports_of, module_of
 # Rooms of each package. A room may import those before it.
 ROOMS = {
     "upscalers": "request architecture checkpoint plan tensors solvers methods record runs edits".split(),
-    "midus_hf": "config anatomy files ops memories carried models data topics evaluation training look compare cli".split(),
+    "midus_hf": "config anatomy files sources ops memories carried models data topics evaluation training look compare cli".split(),
 }
 # Rooms of `midus_hf` that may import `upscalers`, which may not import them.
 ON_UPSCALERS = ("compare", "cli")
@@ -52,7 +52,7 @@ def test_no_modules_import_one_another_in_a_circle(package):
 
 
 def test_topics_import_what_reads_and_writes_files_alone_and_what_finds_a_path_needs_what_the_core_needs():
-    rooms = {"topics", "data", "config", "files", "saved_models", "model_names", "library_bars"}
+    rooms = {"topics", "data", "config", "files", "sources", "models"}
     for file in files_of("midus_hf/topics"):
         assert rooms_imported(file, "midus_hf") <= rooms, file
     allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "numpy", "midus_hf"}

@@ -13,12 +13,12 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.utils import logging
 
-from midus_hf import library_bars as bars
 from midus_hf.config.wording import first_line
-from midus_hf.library_bars import limit_bars, only_bars, show_progress, without_library_bars
-from midus_hf.model_names import check_model_name, check_sources, usable_device
-from midus_hf.saved_models import load_for_reading, load_model, load_tokenizer, open_ended
-from midus_hf.short_names import short_names
+from midus_hf.models.saved_models import load_for_reading, load_model
+from midus_hf.sources import progress as bars
+from midus_hf.sources.names import check_model_name, check_sources, short_names, usable_device
+from midus_hf.sources.progress import limit_bars, only_bars, show_progress, without_library_bars
+from midus_hf.sources.tokenizers import load_tokenizer, without_suffix_tokens
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,7 +29,7 @@ def test_nothing_else_loads_them():
     result = {file.name for file in files if any(load in file.read_text(encoding="utf-8") for load in loads)}
     # A card shows a reader how to load the model, and a refusal how to write a GGUF file as one. Packs read the tokenizer beside
     # their model, in code that a checkpoint carries.
-    assert result == {"saved_models.py", "cards.py", "model_names.py", "service.py"}
+    assert result == {"tokenizers.py", "cards.py", "names.py", "service.py"}
 
 
 def loads_by_auto_classes(tree: ast.AST) -> Iterator[ast.Call]:
@@ -128,7 +128,7 @@ def test_a_text_that_goes_on_has_what_stands_before_texts_and_nothing_behind(pro
         tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.save_pretrained(folder)
     whole = tokenizer("a text").input_ids
-    for read in (open_ended(tokenizer), load_for_reading(str(folder), "auto", "cpu")[1]):
+    for read in (without_suffix_tokens(tokenizer), load_for_reading(str(folder), "auto", "cpu")[1]):
         assert read("a text").input_ids == [*before, *plain]
         assert read("a text<eos>").input_ids == [*before, *plain, 2]
     assert tokenizer("a text").input_ids == whole
@@ -147,14 +147,17 @@ def test_a_slow_tokenizer_leaves_the_end_token_out_if_it_can(obeys):
 
     tokenizer = Slow()
     if obeys:
-        assert open_ended(tokenizer).build_inputs_with_special_tokens([5]) == [1, 5] and tokenizer.add_eos_token
-        bare = open_ended(tokenizer)
-        assert open_ended(bare) is bare
+        assert (
+            without_suffix_tokens(tokenizer).build_inputs_with_special_tokens([5]) == [1, 5]
+            and tokenizer.add_eos_token
+        )
+        bare = without_suffix_tokens(tokenizer)
+        assert without_suffix_tokens(bare) is bare
     else:
         with pytest.raises(
             ValueError, match=r"puts '</s>' behind every text, .* expected one without it\. Set add_eos_token to"
         ):
-            open_ended(tokenizer)
+            without_suffix_tokens(tokenizer)
 
 
 @pytest.mark.parametrize(

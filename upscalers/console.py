@@ -14,7 +14,7 @@ from tqdm import tqdm
 from midus_hf.config.wording import format_count
 from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
-from midus_hf.library_bars import show_progress
+from midus_hf.sources.progress import show_progress
 from midus_hf.version import __version__
 from upscalers.edits.chapters import written
 from upscalers.edits.checkpoint_edit import described

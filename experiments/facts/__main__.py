@@ -43,7 +43,7 @@ from experiments.facts import beliefs, questions
 from experiments.facts.asked import Asked, InFront, article_ids, changes, the_name, the_name_and_text, the_text
 from experiments.facts.entries import lines_of
 from experiments.facts.picture import draw
-from midus_hf.model_names import check_model_name
+from midus_hf.sources.names import check_model_name
 
 # Kinds whose names articles and other questions may have.
 WITH_ARTICLES = ("elements", "countries", "products")

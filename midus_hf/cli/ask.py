@@ -12,7 +12,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.rows import is_text
-from midus_hf.model_names import check_dtype, check_model_name
+from midus_hf.sources.names import check_dtype, check_model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ def midus_ask(
         asked = [question] if question is not None else _lines_of(str(questions))
         for each in asked:
             _check_text(each)
-    from midus_hf.saved_models import load_for_reading
+    from midus_hf.models.saved_models import load_for_reading
 
     loaded, tokenizer = load_for_reading(model, dtype, device)
     if converses and tokenizer.chat_template is None:

@@ -57,7 +57,7 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
-    from midus_hf.model_names import check_model_name, check_sources, usable_device
+    from midus_hf.sources.names import check_model_name, check_sources, usable_device
 
     check_sources([("corpus", corpus)])
     check_model_name("embedding model", embedding_model)
@@ -110,7 +110,7 @@ def grow(
     device: Device = None,
 ) -> None:
     """Add nodes to a tree for texts that are far from its topics. Old nodes keep their numbers, and banks their blocks."""
-    from midus_hf.model_names import check_sources, usable_device
+    from midus_hf.sources.names import check_sources, usable_device
 
     check_sources([("tree", str(tree)), ("corpus", corpus)])
     from midus_hf.topics.run import grow as grow_tree_of
@@ -145,8 +145,8 @@ def assign(
     A corpus that the tree was built from is not embedded again.
     """
     from midus_hf.files.outputs import atomic_write
-    from midus_hf.library_bars import show_progress
-    from midus_hf.model_names import check_sources, usable_device
+    from midus_hf.sources.names import check_sources, usable_device
+    from midus_hf.sources.progress import show_progress
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
@@ -201,7 +201,7 @@ def report(
 ) -> None:
     """Report how many windows nodes have, and their distinctive words. The nodes are those of a level."""
     from midus_hf.look.page import TextTable
-    from midus_hf.model_names import check_sources
+    from midus_hf.sources.names import check_sources
 
     check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
     from midus_hf.config.wording import print_note
@@ -256,7 +256,7 @@ def nodes_with_words(
 @contextlib.contextmanager
 def _results_alone() -> Iterator[None]:
     """Keep standard output for results within the context, and progress bars of libraries for terminals."""
-    from midus_hf.library_bars import limit_bars
+    from midus_hf.sources.progress import limit_bars
 
     with contextlib.redirect_stdout(sys.stderr), limit_bars():
         yield

@@ -9,7 +9,7 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, format_count, print_note
-from midus_hf.model_names import check_sources
+from midus_hf.sources.names import check_sources
 
 
 def _named_corpus(name: str) -> str:

@@ -12,7 +12,7 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, cli_option, flag, model_argument, needing_harness, show
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.model_names import check_sources
+from midus_hf.sources.names import check_sources
 
 app = command_line()
 
@@ -59,7 +59,7 @@ def midus_eval(
 
     from midus_hf.evaluation.card import check_cards, write_results
     from midus_hf.evaluation.report import comparison_table
-    from midus_hf.library_bars import quiet_libraries
+    from midus_hf.sources.progress import quiet_libraries
 
     if write_card:
         check_cards(models)

@@ -13,7 +13,7 @@ import typer
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import install_extra
-from midus_hf.model_names import check_model_name
+from midus_hf.sources.names import check_model_name
 
 if TYPE_CHECKING:
     from midus_hf.look.page import TextTable

@@ -22,7 +22,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.wording import print_note
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
-from midus_hf.model_names import saved_config
+from midus_hf.sources.names import saved_config
 from midus_hf.training.keys import ENOUGH_STEPS
 from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
 

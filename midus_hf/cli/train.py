@@ -98,7 +98,7 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
 
 def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> Ending | None:
     from midus_hf.cli.run_arguments import read_arguments
-    from midus_hf.model_names import check_sources
+    from midus_hf.sources.names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
     from midus_hf.training.saving import PartialSaveError
     from midus_hf.training.trainer import NotFiniteError

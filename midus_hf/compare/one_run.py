@@ -24,7 +24,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.files.checkpoint_files import CERTIFICATE
-from midus_hf.model_names import saved_config
+from midus_hf.sources.names import saved_config
 
 _SET_PARENT_DEATH_SIGNAL = 1
 # Keys of `midus train` that are refused for a model without trained memories, and do not change its loss.
@@ -162,7 +162,7 @@ def _tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[str, floa
 
     from midus_hf.evaluation.evaluate import evaluate
     from midus_hf.evaluation.settings import EvaluationSettings
-    from midus_hf.library_bars import quiet_libraries
+    from midus_hf.sources.progress import quiet_libraries
 
     if comparison.tasks is None:
         return {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.errors import RequestError
-from midus_hf.model_names import check_model_name, check_sources
+from midus_hf.sources.names import check_model_name, check_sources
 
 # Rate keys of `midus train`, such as `learning_rate`, with their values.
 Rate = Mapping[str, float]

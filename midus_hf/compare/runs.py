@@ -225,7 +225,7 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     _check_corpora(comparison, variants)
     if comparison.tasks is not None:
         from midus_hf.evaluation.harness import Tasks
-        from midus_hf.library_bars import quiet_libraries
+        from midus_hf.sources.progress import quiet_libraries
 
         with quiet_libraries():
             Tasks(comparison.tasks.names, comparison.tasks.data)
@@ -308,8 +308,8 @@ def _check_base(comparison: Comparison) -> None:
 
     from midus_hf.data.corpus import read_corpus
     from midus_hf.data.packing import packed_sequences
-    from midus_hf.library_bars import limit_bars
-    from midus_hf.saved_models import load_tokenizer
+    from midus_hf.sources.progress import limit_bars
+    from midus_hf.sources.tokenizers import load_tokenizer
     from midus_hf.training.loading import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"

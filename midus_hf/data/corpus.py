@@ -17,8 +17,8 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.files.table_text import name_of
-from midus_hf.library_bars import limit_bars
-from midus_hf.model_names import check_hub_id
+from midus_hf.sources.names import check_hub_id
+from midus_hf.sources.progress import limit_bars
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -4,7 +4,7 @@ Every text is tokenised with its tokenizer's default settings and ends in EOS, a
 tokens are cut into sequences of `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than
 1 % of the tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
 
-If the tokenizer puts tokens before a text (`beginning_of`: BOS of Llama and Gemma), every sequence begins with them, as every
+If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), every sequence begins with them, as every
 text that such a model was pretrained on, and every row of an evaluation, does. A sequence that begins with a text has them
 already; one that goes on with a text gets them without a loss, in place of as many tokens of texts.
 """
@@ -68,7 +68,7 @@ def packed_sequences(
 
     With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart at each
     text, and `labels` `[T]`, in which the first token of each text is ignored, since it has no context to be predicted from.
-    Tokens in front of the rest of a text (`beginning_of`) belong to that text. If they are several, rows have `labels` too.
+    Tokens in front of the rest of a text (`prefix_ids`) belong to that text. If they are several, rows have `labels` too.
     `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
@@ -97,11 +97,11 @@ def too_few_tokens(key: str, count: int, sequence_length: int) -> str:
 
 def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the tokens that sequences begin with, or refuse sequences without room behind them, and tokenizers without EOS."""
-    from midus_hf.saved_models import beginning_of
+    from midus_hf.sources.tokenizers import prefix_ids
 
     if tokenizer.eos_token_id is None:
         raise RequestError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
-    beginning = beginning_of(tokenizer)
+    beginning = prefix_ids(tokenizer)
     if sequence_length <= len(beginning):
         raise RequestError(
             f"sequence_length is {sequence_length}, and the tokenizer puts {len(beginning)} tokens before every text; expected "
@@ -210,7 +210,7 @@ def _tokenised(
 
 def tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None) -> dict[str, Any]:
     """Return the tokens of each text, ending in EOS."""
-    from midus_hf.saved_models import check_ids
+    from midus_hf.sources.tokenizers import check_ids
 
     eos, rows = tokenizer.eos_token_id, []
     for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:

@@ -7,7 +7,7 @@ import torch
 from jinja2 import TemplateError
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.saved_models import check_ids
+from midus_hf.sources.tokenizers import check_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase

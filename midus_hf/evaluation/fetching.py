@@ -46,7 +46,7 @@ def open_retriever(model: Any, tree: str | None) -> "MemoryRetriever | None":
         return None
     if not fetches_blocks(model):
         raise RequestError(f"retriever is {tree!r}, and this model fetches no blocks; leave it out.")
-    from midus_hf.library_bars import limit_bars
+    from midus_hf.sources.progress import limit_bars
     from midus_hf.topics.memory_retriever import MemoryRetriever
 
     with limit_bars():

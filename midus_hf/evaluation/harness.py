@@ -20,8 +20,8 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
-from midus_hf.library_bars import only_bars
-from midus_hf.saved_models import check_ids
+from midus_hf.sources.progress import only_bars
+from midus_hf.sources.tokenizers import check_ids
 
 
 class FetchingLM(HFLM):

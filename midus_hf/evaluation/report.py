@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from midus_hf.short_names import short_names
+from midus_hf.sources.names import short_names
 
 ABOUT_THE_TASK = ("num_fewshot", "num_questions", "dataset")
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from midus_hf.config.errors import RequestError
-from midus_hf.model_names import check_dtype
+from midus_hf.sources.names import check_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
-from midus_hf.library_bars import show_progress
-from midus_hf.saved_models import beginning_of, check_ids
+from midus_hf.sources.progress import show_progress
+from midus_hf.sources.tokenizers import check_ids, prefix_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 DOCUMENT_SEPARATOR = "\n\n"
@@ -115,7 +115,7 @@ def text_rows(
 ) -> TextRows:
     """Tokenize documents one by one without special tokens, and cut them into rows in which every token is predicted once.
 
-    If the tokenizer puts tokens before a text (`beginning_of`: BOS of Llama and Gemma), each row begins with them. If it does not
+    If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), each row begins with them. If it does not
     (Qwen, SmolLM), a row begins with the last token of the row before, and the first token of a document is not predicted. Long rows
     come first.
 
@@ -133,7 +133,7 @@ def text_rows(
     Raises:
         RequestError: If an option is out of range, or if the text is too short.
     """
-    beginning = torch.tensor(beginning_of(tokenizer), dtype=torch.int64)
+    beginning = torch.tensor(prefix_ids(tokenizer), dtype=torch.int64)
     lead = max(1, len(beginning))
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = None if limit is None else limit - (lead - 1)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
-from midus_hf.library_bars import show_progress
 from midus_hf.look.page import TextTable
 from midus_hf.look.pictures import Panel, bars
 from midus_hf.models.added_parts import switched_off
 from midus_hf.models.view import ModelView, Part
+from midus_hf.sources.progress import show_progress
 
 HOW_TO_READ = (
     "The effect of a part on a text is how much the text's loss grows without the part. Parts can compensate for one another, so the "

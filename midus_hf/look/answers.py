@@ -7,11 +7,11 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_rows
 from midus_hf.evaluation.answers import has_answer as has
 from midus_hf.evaluation.asking import greedy_answer, question_inputs
-from midus_hf.library_bars import show_progress
 from midus_hf.look.glossary import packs_of, worst_rows
 from midus_hf.look.page import Row, TextTable
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.sources.progress import show_progress
 
 HOW_TO_READ = (
     "The model answers each question greedily, in its chat template if it has one, after the name of an entry that the question "

@@ -11,13 +11,13 @@ import regex
 import torch
 
 from midus_hf.evaluation.answers import SPACED
-from midus_hf.library_bars import show_progress
 from midus_hf.look.page import Row, TextTable, table_of
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.names import names_in
 from midus_hf.models.watched_models import lacking
+from midus_hf.sources.progress import show_progress
 
 HOW_TO_READ = (
     "A value is a number or a capitalised word within a sentence of an entry's text. It comes back if its tokens are the likeliest "

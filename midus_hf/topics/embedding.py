@@ -14,8 +14,9 @@ from transformers.utils.hub import cached_file
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.checkpoint_files import CONFIG, WEIGHTS, refuse_lfs_pointers
 from midus_hf.files.json_text import read_json
-from midus_hf.model_names import usable_device
-from midus_hf.saved_models import check_whole, load_tokenizer
+from midus_hf.models.saved_models import check_no_missing_tensors
+from midus_hf.sources.names import usable_device
+from midus_hf.sources.tokenizers import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 # Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
@@ -55,7 +56,7 @@ class TextEmbedder:
             )
         self.model, loading = loaded
         missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED))
-        check_whole(self.name, missing, "embedding model")
+        check_no_missing_tensors(self.name, missing, "embedding model")
         self.device = torch.device(usable_device(device))
         self.model.eval().to(self.device)
         self.width: int = self.model.config.hidden_size

@@ -78,7 +78,7 @@ def build(
         RequestError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
             called refuses the request, such as `store_windows` or `build_tree`.
     """
-    from midus_hf.library_bars import show_progress
+    from midus_hf.sources.progress import show_progress
 
     output, options = _checked_output(output, overwrite), options or TreeOptions()
     cutter = load_fast_tokenizer(tokenizer)

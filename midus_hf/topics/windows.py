@@ -17,7 +17,7 @@ from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write, exclusive
-from midus_hf.saved_models import load_tokenizer
+from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
 
@@ -98,7 +98,7 @@ def store_windows(
     window_tokens: int = 2048,
 ) -> StoredWindows:
     """Embed the windows of a corpus into a folder, and return them. Windows that are already in the folder are not embedded again."""
-    from midus_hf.library_bars import show_progress
+    from midus_hf.sources.progress import show_progress
 
     request = _request(rows, corpus, column, tokenizer, embedder, window_tokens)
     with only_run(folder):

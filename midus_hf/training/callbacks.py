@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 
 from midus_hf.config.wording import print_note
-from midus_hf.library_bars import show_progress
+from midus_hf.sources.progress import show_progress
 from midus_hf.training.keys import ENOUGH_STEPS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

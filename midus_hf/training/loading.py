@@ -23,7 +23,8 @@ from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING, CARD_FILE, CONFIG, refuse_lfs_pointers
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import check_whole, load_model, load_tokenizer
+from midus_hf.models.saved_models import check_no_missing_tensors, load_model
+from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import resolve_trainable
 from midus_hf.training.saving import new_card
@@ -105,7 +106,7 @@ def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrai
             return made, {CARD_FILE: new_card(arguments, config.model_type)}
         options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
         model, missing = load_model(source, **options)
-    check_whole(source, missing)
+    check_no_missing_tensors(source, missing)
     return model, _accompanying_files(source)
 
 

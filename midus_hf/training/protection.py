@@ -19,14 +19,14 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
-from midus_hf.library_bars import show_progress
 from midus_hf.memories.engram.certificate import digests_of, texts_digest
 from midus_hf.memories.engram.known import TAKEN_OUT, known_ngrams
 from midus_hf.memories.engram.options import MOST_TOKENS
 from midus_hf.memories.engram.tables import named_tables, take_out, trained_tables
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.saved_models import open_ended
+from midus_hf.sources.progress import show_progress
+from midus_hf.sources.tokenizers import without_suffix_tokens
 
 _TOKENS_PER_PASS = 1024
 # Number of removed n-grams that are shown.
@@ -174,7 +174,7 @@ class TextComparison(NamedTuple):
 def compare_texts(model: Any, tokenizer: Any, documents: Sequence[str], memories: Sequence[str]) -> TextComparison:
     """Compare the logits of documents, bit for bit, with and without the named memories, in passes of at most 1,024 tokens."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", _TOKENS_PER_PASS)
-    total, differing, tokenizer = 0, [], open_ended(tokenizer)
+    total, differing, tokenizer = 0, [], without_suffix_tokens(tokenizer)
     with evaluating(model):
         for number, document in enumerate(show_progress(documents, desc="comparing texts", unit=" texts")):
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.int64, device=model.device)

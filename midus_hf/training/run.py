@@ -18,9 +18,9 @@ from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
-from midus_hf.library_bars import limit_bars, without_library_bars
-from midus_hf.model_names import answer_of_hub
 from midus_hf.models.view import ModelView
+from midus_hf.sources.names import answer_of_hub
+from midus_hf.sources.progress import limit_bars, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
 from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, ProgressLines, RunInterrupted, StepSummary
 from midus_hf.training.checkpoints import way_on

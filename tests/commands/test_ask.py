@@ -13,7 +13,7 @@ from tokenizers import processors
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from midus_hf import saved_models
+from midus_hf.models import saved_models
 from tests.tiny import save_tiny_model
 from tests.training.tiny_run import document, letter_tokenizer, save_upscaled
 from upscalers import upscale

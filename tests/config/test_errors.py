@@ -8,7 +8,7 @@ import pytest
 from midus_hf import RequestError
 from midus_hf.config.errors import as_request_error, name_in_request_errors
 from midus_hf.config.options import read_options
-from midus_hf.saved_models import check_ids, load_tokenizer
+from midus_hf.sources.tokenizers import check_ids, load_tokenizer
 
 
 @dataclass

@@ -10,8 +10,8 @@ from training.outcomes import logged
 from training.tiny_run import PreparedRun, document, letter_tokenizer, save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf import library_bars
 from midus_hf.cli.train import main
+from midus_hf.sources import progress as library_bars
 from midus_hf.training import callbacks
 from midus_hf.training.run import measure_texts, run_training
 from midus_hf.training.trainer import MemoryTrainer

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from tiny import NATIVE_FAMILIES
 
-from midus_hf import library_bars
 from midus_hf.cli.upscale import RunRequest
+from midus_hf.sources import progress as library_bars
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, REQUEST, file_digests, save_base
 from tests.upscalers.methods import KINDS, PLAIN
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config

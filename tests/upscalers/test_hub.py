@@ -17,7 +17,7 @@ from huggingface_hub.cli import hf
 from tiny import prompt, save_tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from midus_hf.model_names import check_model_name
+from midus_hf.sources.names import check_model_name
 from tests.upscalers.checkpoints import (
     REQUEST,
     config_of,

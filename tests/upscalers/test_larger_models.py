@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from midus_hf.anatomy.types import UnknownType
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.families import COMPOSITE_FAMILIES
-from midus_hf.saved_models import load_model
+from midus_hf.models.saved_models import load_model
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES

@@ -14,7 +14,7 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import write_text
-from midus_hf.model_names import MERGE_ADAPTER, gguf_refusal
+from midus_hf.sources.names import MERGE_ADAPTER, gguf_refusal
 from upscalers.architecture.layer_tensors import Config, Layout, Shape
 from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from midus_hf.config.errors import RequestError
-from midus_hf.model_names import answer_of_hub
+from midus_hf.sources.names import answer_of_hub
 from upscalers.request.errors import one_line
 
 

@@ -278,7 +278,7 @@ def _held(tokenizer: Any, tokens: list[str]) -> list[str]:
 
 def _lacking(name: str, tokenizer: Any, inside_words: bool) -> tuple[dict[str, "AddedToken"], list[str]]:
     """Return the tokens of another tokenizer that a tokenizer lacks, and remarks on what is left out."""
-    from midus_hf.saved_models import load_tokenizer
+    from midus_hf.sources.tokenizers import load_tokenizer
 
     with as_request_error(f"tokens is {name!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         other = load_tokenizer(name)

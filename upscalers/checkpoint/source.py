@@ -29,7 +29,7 @@ from midus_hf.files.checkpoint_files import (
     refuse_lfs_pointers,
 )
 from midus_hf.memories.bank import bank_patterns
-from midus_hf.model_names import answer_of_hub, gguf_refusal
+from midus_hf.sources.names import answer_of_hub, gguf_refusal
 from upscalers.checkpoint.stored_weights import missing_weights
 from upscalers.request.progress import Progress
 

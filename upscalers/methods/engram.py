@@ -206,9 +206,9 @@ class Engram(AttachedMemoryMethod):
         """Return the keys of the n-grams with which names end, `[N]`, int64, ascending, and record the name of each."""
         import torch
 
-        from midus_hf.library_bars import show_progress
         from midus_hf.memories.packs.names import Spelling
         from midus_hf.ops.engram.addresses import NO_TOKEN, ngram_keys, numbered
+        from midus_hf.sources.progress import show_progress
 
         spelling = Spelling(tokenizer)
         most, fronts = self.options.max_order, merged_fronts(spelling)
@@ -280,7 +280,7 @@ def vocabulary_of(base: BaseCheckpoint) -> int:
 
 def tokenizer_of(base: BaseCheckpoint) -> Any:
     """Return the tokenizer of a checkpoint, or raise `RequestError`."""
-    from midus_hf.saved_models import load_tokenizer
+    from midus_hf.sources.tokenizers import load_tokenizer
 
     with as_request_error(f"the tokenizer of {base.folder} cannot be loaded", OSError, ValueError):
         return load_tokenizer(str(base.folder))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.model_names import usable_device
+from midus_hf.sources.names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import LESA, register_method

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.saved_models import auto_class_of
+from midus_hf.models.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.request.errors import VerificationError

@@ -12,7 +12,7 @@ from typing import Any
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
-from midus_hf.model_names import check_sources
+from midus_hf.sources.names import check_sources
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder

@@ -13,7 +13,7 @@ from midus_hf.cli.look.request import Model, Texts, names_of_tasks, read_documen
 from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
 from midus_hf.config.errors import RequestError
 from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES, Answer
-from midus_hf.model_names import check_sources
+from midus_hf.sources.names import check_sources
 
 app = command_line("Look inside a model: what its memories read and do.")
 

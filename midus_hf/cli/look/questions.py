@@ -77,8 +77,8 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
 
     from midus_hf.look import touched as where_read
     from midus_hf.memories.engram.certificate import check_certificate, read_certificate
-    from midus_hf.model_names import usable_device
-    from midus_hf.saved_models import load_tokenizer
+    from midus_hf.sources.names import usable_device
+    from midus_hf.sources.tokenizers import load_tokenizer
 
     if prove:
         usable_device(asked.device)
@@ -158,15 +158,15 @@ def answers_about(asked: Model, questions: str, limit: int | None, at_least: flo
 
 def heads(models: list[Model], tasks: list[str], data: str | None, limit: int | None) -> Answer:
     """Answer how important each attention head is for right answers, and how much this differs between the heads of a layer."""
-    from midus_hf.library_bars import show_progress
     from midus_hf.look import heads as important_heads
-    from midus_hf.short_names import short_names
+    from midus_hf.sources.names import short_names
+    from midus_hf.sources.progress import show_progress
 
     names = [model.name for model in models]
     rows, tables = {}, []
     with needing_harness():
         from midus_hf.evaluation.harness import Tasks
-        from midus_hf.library_bars import quiet_libraries
+        from midus_hf.sources.progress import quiet_libraries
 
         with quiet_libraries():
             questions = Tasks(tasks, data=data)

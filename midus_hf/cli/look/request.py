@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midus_hf.config.errors import RequestError
-from midus_hf.model_names import check_dtype, check_sources
+from midus_hf.sources.names import check_dtype, check_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +28,8 @@ class Model:
         check_dtype(self.dtype)
 
     def load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load the model, as `midus_hf.saved_models.load_for_reading` does, and its tokenizer."""
-        from midus_hf.saved_models import load_for_reading
+        """Load the model, as `midus_hf.models.saved_models.load_for_reading` does, and its tokenizer."""
+        from midus_hf.models.saved_models import load_for_reading
 
         return load_for_reading(str(Path(self.name).expanduser()), self.dtype, self.device)
 

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midus_hf.library_bars import show_progress
 from midus_hf.memories.engram.options import LONGEST, MOST_TOKENS, NgramOptions
 from midus_hf.ops.engram.addresses import known_rows, ngram_keys, numbered, windows
-from midus_hf.saved_models import open_ended
+from midus_hf.sources.progress import show_progress
+from midus_hf.sources.tokenizers import without_suffix_tokens
 
 # Replaces a removed n-gram in a table: larger than all n-grams of texts.
 TAKEN_OUT = MOST_TOKENS**LONGEST - 1
@@ -35,7 +35,7 @@ def keys_of_texts(
 
     `token_numbers`, `[V]`, int64, are the same for tokens of similar text, by default the ids.
     """
-    starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), open_ended(tokenizer)
+    starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), without_suffix_tokens(tokenizer)
     for first in show_progress(starts, desc="reading n-grams", unit="k texts", leave=False):
         part = list(texts[first : first + _TEXTS_AT_ONCE])
         ids = tokenizer(part, verbose=False)["input_ids"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import read_rows
-from midus_hf.saved_models import beginning_of
+from midus_hf.sources.tokenizers import prefix_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -143,7 +143,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
                 f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
                 "a template of tokens that it has."
             )
-        begins = beginning_of(tokenizer)[:1] == [tokenizer.bos_token_id]
+        begins = prefix_ids(tokenizer)[:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
     elif named is not None:
         try:

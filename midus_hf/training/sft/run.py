@@ -14,7 +14,7 @@ from midus_hf.config.wording import first_line, print_note
 from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig
-from midus_hf.saved_models import check_ids, open_ended
+from midus_hf.sources.tokenizers import check_ids, without_suffix_tokens
 from midus_hf.training.run import TrainResult, run_training
 from midus_hf.training.sft.arguments import SftArguments
 from midus_hf.training.sft.rows import read_chats
@@ -82,7 +82,7 @@ def make_sft_trainer(
         options,
         train_dataset=chats,
         eval_dataset=texts.eval_dataset,
-        processing_class=open_ended(tokenizer),  # TRL appends the end token to completions
+        processing_class=without_suffix_tokens(tokenizer),  # TRL appends the end token to completions
     )
     if options.assistant_only_loss:
         _stop_behind_answers(model, tokenizer, trainer.first_labels)

@@ -4,7 +4,7 @@ import codecs
 import os
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +176,9 @@ def usable_device(name: str | None, precision: str = "float32") -> str:
             f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
         ) from None
     return device
+
+
+def short_names(models: Sequence[str]) -> list[str]:
+    """Return the last part of each folder or hub id if these parts are all different, else the full folders and ids."""
+    short = [Path(model).name or model for model in models]
+    return short if len(set(short)) == len(short) else list(models)
