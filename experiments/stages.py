@@ -34,7 +34,7 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import row_losses, text_rows
 from midus_hf.sources.names import check_model_name
 from midus_hf.topics.building import calibrate
-from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training import TrainArguments, run_training
 from upscalers import upscale

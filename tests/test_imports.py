@@ -22,7 +22,7 @@ FILES = {
     "tests/data/test_rows.py": "from midus_hf.data.rows import read\n",
     "tests/test_ops.py": "from midus_hf import ops\n",
     "tests/test_recipes.py": "from pathlib import Path\nCONFIGS = Path(__file__).parent / 'configs' / '.'\n",
-    "tests/test_rooms.py": "from scripts.imports import ROOT\nROOMS = (ROOT / 'midus_hf').iterdir()\n",
+    "tests/test_import_layers.py": "from scripts.imports import ROOT\nROOMS = (ROOT / 'midus_hf').iterdir()\n",
     "tests/test_program.py": "run('from midus_hf.data import table', '-m midus_hf')\n",
     "tests/test_docs.py": "pages = ROOT.glob('*.md')\n",
     "configs/a.yaml": "",
@@ -66,7 +66,7 @@ def test_a_test_is_chosen_by_what_it_reaches_and_one_that_looks_through_the_repo
     changed, tests, repository
 ):
     chosen = {str(file.relative_to(repository)) for file in chosen_by([repository / changed])}
-    rooms = {"test_rooms"} if changed.startswith("midus_hf") else set()
+    rooms = {"test_import_layers"} if changed.startswith("midus_hf") else set()
     assert chosen == {f"tests/{name}.py" for name in tests | rooms | {"test_docs"}}
 
 

@@ -154,12 +154,11 @@ def assign(
     check_sources([("tree", str(tree)), ("corpus", corpus)])
     from midus_hf.config.wording import print_note
     from midus_hf.data.corpus import read_corpus
-    from midus_hf.topics.assigning import WindowPaths, document_paths, rows_with_paths, stored_paths
-    from midus_hf.topics.known_topics import TopicNames
+    from midus_hf.topics.document_paths import TopicNames, WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.memory_retriever import MemoryRetriever
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.windows import cutter_of, windows_of_corpus
+    from midus_hf.topics.windows import load_window_tokenizer, windows_of_corpus
 
     with _results_alone():
         device = usable_device(device)
@@ -176,7 +175,7 @@ def assign(
             paths = stored_paths(loaded, stored)
         else:
             retriever = MemoryRetriever.load(tree, device=device, batch_size=batch_size)
-            cutter, tokens = cutter_of(loaded, tree)
+            cutter, tokens = load_window_tokenizer(loaded, tree)
             paths = document_paths(retriever, cutter, documents[column], tokens)
         rows = rows_with_paths(documents, paths, loaded)
         dates = [name for name, kind in documents.features.items() if "timestamp" in str(getattr(kind, "dtype", ""))]

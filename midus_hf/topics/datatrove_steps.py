@@ -7,11 +7,10 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from midus_hf.topics.assigning import document_paths, path_columns
-from midus_hf.topics.known_topics import TopicNames
+from midus_hf.topics.document_paths import TopicNames, document_paths, path_columns
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.run import WINDOWS
-from midus_hf.topics.windows import cutter_of
+from midus_hf.topics.windows import load_window_tokenizer
 
 # Number of documents that are taken from the previous step at a time.
 _DOCUMENTS = 256
@@ -45,7 +44,7 @@ class AssignPaths(PipelineStep):
                 has a topic that the tree does not know.
         """
         retriever = MemoryRetriever.load(self.tree, self.device, self.batch_size)
-        tokenizer, tokens = cutter_of(retriever.tree, self.tree)
+        tokenizer, tokens = load_window_tokenizer(retriever.tree, self.tree)
         topics = TopicNames.load(Path(self.tree).expanduser() / WINDOWS)
         remaining = iter(data or ())
         while batch := list(itertools.islice(remaining, _DOCUMENTS)):

@@ -18,16 +18,15 @@ from midus_hf.topics.building import (
     held_out_rows,
     topic_tree,
 )
-from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.known_topics import NAMES_FILE, TopicNames
-from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.document_paths import NAMES_FILE, TopicNames
+from midus_hf.topics.memory_retriever import MemoryRetriever, TextEmbedder
 from midus_hf.topics.tree import RECORD_FILE, ClusterTree, TreeOrigin, lasting_name
 from midus_hf.topics.windows import (
     StoredWindows,
     Window,
     cut_windows,
-    cutter_of,
     load_fast_tokenizer,
+    load_window_tokenizer,
     only_run,
     open_windows,
     store_windows,
@@ -133,7 +132,7 @@ def grow(
     documents = read_corpus(corpus, text_column=column)
     retriever = MemoryRetriever.load(tree, device, batch_size)
     old, embedder = retriever.tree, retriever.embedder
-    tokenizer, tokens = cutter_of(old, tree)
+    tokenizer, tokens = load_window_tokenizer(old, tree)
     stored = store_windows(output / WINDOWS, documents, corpus, column, tokenizer, embedder, tokens)
     if TopicNames.load(Path(tree).expanduser() / WINDOWS) is not None:
         print_note(

@@ -18,7 +18,7 @@ from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write, exclusive
 from midus_hf.sources.tokenizers import load_tokenizer
-from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def cutter_of(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
+def load_window_tokenizer(tree: ClusterTree, name: str | Path) -> tuple[PreTrainedTokenizerBase, int]:
     """Return the tokenizer that cut the windows of a tree, whose folder messages name, and the number of tokens of a window."""
     if tree.origin.tokenizer is None:
         raise RequestError(

@@ -24,7 +24,7 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 from midus_hf.memories.packs.glossary import found_in
 from midus_hf.memories.packs.names import NameTable, name_of
-from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import TextEmbedder
 
 pytestmark = pytest.mark.material
 

@@ -6,7 +6,7 @@ import pytest
 from topics.tiny_bert import save_tiny_bert
 
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.run import build
 from midus_hf.topics.windows import load_fast_tokenizer
 

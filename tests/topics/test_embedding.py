@@ -9,8 +9,7 @@ from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 from transformers import AutoModel, AutoTokenizer
 
-from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.memory_retriever import MemoryRetriever, TextEmbedder
 from midus_hf.topics.tree import ClusterTree, TreeOrigin, lasting_name
 
 TEXTS = ["w1 w2 w3", "w7", " ".join(f"w{index}" for index in range(50)), "w4 w4", "", "nothing known"]

@@ -16,7 +16,7 @@ from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.bank.model_banks import check_tree
 from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
 from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
-from midus_hf.topics.known_topics import TopicNames
+from midus_hf.topics.document_paths import TopicNames
 from midus_hf.topics.tree import ClusterTree, TreeOrigin
 
 OPTIONS = TreeOptions(branching=4, levels=2, steps=4, samples=64)

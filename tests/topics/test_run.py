@@ -16,10 +16,9 @@ from midus_hf.config.wording import install_extra
 from midus_hf.data.corpus import read_corpus
 from midus_hf.topics import run
 from midus_hf.topics import tree as tree_module
-from midus_hf.topics.assigning import document_paths, rows_with_paths
 from midus_hf.topics.building import TreeOptions
-from midus_hf.topics.embedding import TextEmbedder
-from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.document_paths import document_paths, rows_with_paths
+from midus_hf.topics.memory_retriever import MemoryRetriever, TextEmbedder
 from midus_hf.topics.run import open_build
 from midus_hf.topics.tree import ClusterTree, TreeOrigin
 

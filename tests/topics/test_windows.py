@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from midus_hf.data.corpus import read_corpus
 from midus_hf.files.outputs import exclusive
 from midus_hf.topics import windows as module
-from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.windows import cut_windows, load_fast_tokenizer, open_windows, store_windows, windows_of_corpus
 
 ARRAYS = ("embeddings.npy", "documents.npy", "windows.json")

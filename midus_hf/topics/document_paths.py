@@ -1,19 +1,101 @@
-"""Topics from a column of a corpus instead of clusters: each name is a node, and its path needs no embedding."""
+"""Paths of documents in a tree of topics: from the paths of their windows, or from the names of their topics."""
 
+import collections
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError
+from midus_hf.data.corpus import TREE_COLUMN
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
+from midus_hf.topics.building import unit_rows
+from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
+from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.windows import StoredWindows, cut_windows
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+# Path of each window of a document.
+WindowPaths = Sequence[list[int]]
+
+# Number of windows whose paths are looked up at a time.
+_STRETCH = 1024
+
+
+def document_paths(
+    retriever: MemoryRetriever,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    window_tokens: int = 2048,
+) -> Iterator[tuple[int, WindowPaths]]:
+    """Yield the index of each text that is not blank, with the path of each of its windows in a tree of topics.
+
+    `tokenizer` cuts windows of `window_tokens` tokens, and `retriever` looks up the path of each.
+    """
+    windows = cut_windows(texts, tokenizer, window_tokens)
+
+    def paths() -> Iterator[tuple[int, list[int]]]:
+        while stretch := list(itertools.islice(windows, _STRETCH)):
+            found = retriever.paths([window.text for window in stretch]).tolist()
+            yield from zip([window.document for window in stretch], found, strict=True)
+
+    for document, group in itertools.groupby(paths(), key=lambda pair: pair[0]):
+        yield document, [path for _, path in group]
+
+
+def stored_paths(tree: ClusterTree, stored: StoredWindows) -> Iterator[tuple[int, WindowPaths]]:
+    """Yield the same as `document_paths` for the corpus that a tree was built from, using the stored embeddings of its windows."""
+    starts = range(0, len(stored.documents), _STRETCH)
+    stretches = (unit_rows(stored.embeddings, slice(begin, begin + _STRETCH)) for begin in starts)
+    paths = itertools.chain.from_iterable(paths_near_topics(tree, stretch).tolist() for stretch in stretches)
+    for document, count in enumerate(np.bincount(stored.documents).tolist()):
+        yield document, list(itertools.islice(paths, count))
+
+
+def rows_with_paths(
+    rows: "Dataset", paths: Iterable[tuple[int, WindowPaths]], tree: ClusterTree
+) -> Iterator[dict[str, Any]]:
+    """Yield each row of a corpus with the path of its document.
+
+    Args:
+        rows: The corpus, without blank texts, as `midus_hf.data.corpus.read_corpus` reads it.
+        paths: Paths of the windows of each row, from `document_paths`.
+        tree: The tree of the paths.
+
+    Returns:
+        For each row a mapping with the columns of the row; `document`, its index; and the columns of `path_columns`.
+
+    Raises:
+        RequestError: If a column of these names does not come from an earlier assignment.
+    """
+    reserved = [column for column in ("document", "windows", TREE_COLUMN) if column in rows.column_names]
+    if reserved and "memory_ids" not in rows.column_names:
+        raise RequestError(
+            f"the corpus has a column {reserved[0]!r}, which is written with the paths of documents; expected columns of other "
+            "names, or the columns of an earlier assignment. Rename the column."
+        )
+    for row, (document, windows) in zip(rows, paths, strict=True):
+        yield {**row, "document": document, **path_columns(windows, tree)}
+
+
+def path_columns(windows: WindowPaths, tree: ClusterTree) -> dict[str, Any]:
+    """Return the columns with the place of a document in a tree, by the paths of its windows.
+
+    Returns:
+        `memory_ids`, the most frequent path of the windows (the first among equals), by which a model fetches blocks;
+        `memory_tree`, the fingerprint of the tree; and `windows`. A path with -1 at every level is that of the generic memory.
+    """
+    ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
+    return {"memory_ids": list(path), TREE_COLUMN: tree.fingerprint, "windows": windows}
+
 
 # File next to the windows of a tree whose nodes have names.
 NAMES_FILE = "topics.json"

@@ -23,7 +23,7 @@ def rooms_imported(file: Path, package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_a_folder_has_at_most_eighteen_files_and_a_room_imports_those_before_it_alone(package):
+def test_rooms_import_only_rooms_before_them(package):
     for folder in {file.parent for file in files_of(package)}:
         assert len(list(folder.glob("*.py"))) <= 18, folder
     rooms = ROOMS[package]
@@ -33,7 +33,7 @@ def test_a_folder_has_at_most_eighteen_files_and_a_room_imports_those_before_it_
             assert not rooms_imported(file, package) & set(rooms[number + 1 :]), file
 
 
-def test_the_packages_import_one_another_one_way():
+def test_packages_import_one_another_one_way():
     for room in set(ROOMS["midus_hf"]) - set(ON_UPSCALERS):
         for file in files_of(f"midus_hf/{room}"):
             assert not any(name.partition(".")[0] == "upscalers" for name in imports_of(file)), file
@@ -42,7 +42,7 @@ def test_the_packages_import_one_another_one_way():
 
 
 @pytest.mark.parametrize("package", ["upscalers", "midus_hf", "benchmarks", "demo", "material", "scripts"])
-def test_no_modules_import_one_another_in_a_circle(package):
+def test_modules_import_without_circles(package):
     files = {module_of(file): file for file in files_of(package)}
     graph = {name: imports_of(file) & set(files) - {name} for name, file in files.items()}
     while graph:
@@ -51,12 +51,12 @@ def test_no_modules_import_one_another_in_a_circle(package):
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
 
-def test_topics_import_what_reads_and_writes_files_alone_and_what_finds_a_path_needs_what_the_core_needs():
+def test_topics_import_only_what_they_need():
     rooms = {"topics", "data", "config", "files", "sources", "models"}
     for file in files_of("midus_hf/topics"):
         assert rooms_imported(file, "midus_hf") <= rooms, file
     allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "numpy", "midus_hf"}
-    for name in ("embedding", "memory_retriever", "tree"):  # for a user who builds no tree
+    for name in ("memory_retriever", "tree"):  # for a user who builds no tree
         imported = imports_of(ROOT / "midus_hf" / "topics" / f"{name}.py")
         assert {name.split(".")[0] for name in imported} <= allowed, name
     for file in (file for package in ("demo", "material", "scripts") for file in files_of(package)):
