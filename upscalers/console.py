@@ -16,11 +16,14 @@ from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
 from midus_hf.sources.progress import show_progress
 from midus_hf.version import __version__
-from upscalers.edits.chapters import written
-from upscalers.edits.checkpoint_edit import described
+from upscalers.edits.chapters import format_numbers
+from upscalers.edits.checkpoint_edit import describe_edit
 from upscalers.record.report import UpscaleReport
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import summary_table
+
+# Characters that are printed of the text of an entry.
+_MAX_ENTRY_CHARACTERS = 60
 
 
 class Console(Progress):
@@ -89,7 +92,7 @@ def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]], bold: Ite
     RichConsole().print(table)
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     RichConsole().print(Text(text), soft_wrap=True)
 
 
@@ -154,12 +157,12 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
             if method["identity"]
             else "changed*"
         )
-        _say(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
-    _say(
+        _print_text(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
+    _print_text(
         "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts or tokens; "
         "changed*: exact with --set identity=auto."
     )
-    _say("'upscale methods NAME' says for which, and prints a method's options, their defaults and the paper.")
+    _print_text("'upscale methods NAME' says for which, and prints a method's options, their defaults and the paper.")
 
 
 def print_methods(methods: list[dict[str, Any]]) -> None:
@@ -210,7 +213,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         rows.append(("not causal", "the output of a token depends on later tokens"))
     rows.append(("options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items())))
     rows.append(("seed", str(inspection["seed"])))
-    rows += [("edited", described(edit)) for edit in inspection.get("edits", [])]
+    rows += [("edited", describe_edit(edit)) for edit in inspection.get("edits", [])]
     rows.append(("parameters", f"{counts['total']:,}, of them new {counts['new']:,}"))
     if "bank" in counts:
         rows.append(("bank", _bank(counts["bank"], counts["fetched"])))
@@ -230,14 +233,14 @@ def print_inspection(inspection: dict[str, Any]) -> None:
 def _added(inspection: dict[str, Any]) -> str:
     """Return as text what was added to layers that are all the base's."""
     new = [entry for entry in inspection["memory"] if entry.get("name") in inspection["new_memories"]]
-    parts = [f"memory {entry['name']} ({entry['site']}) in layers {written(entry['layers'])}" for entry in new]
+    parts = [f"memory {entry['name']} ({entry['site']}) in layers {format_numbers(entry['layers'])}" for entry in new]
     parts += [format_count(inspection["new_tokens"], "token")] if inspection["new_tokens"] else []
     parts += [f"a glossary of {format_count(inspection['entries'], 'entry')}"] if "entries" in inspection else []
     return "; ".join(parts) or "nothing"
 
 
 def _bank(bank: int, fetched: int | None) -> str:
-    return f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}"
+    return f"{bank:,} parameters beside the checkpoint; a text fetches {fetched:,}"
 
 
 def _carried_code(code: dict[str, Any]) -> str:
@@ -265,13 +268,15 @@ def print_stripped(result: dict[str, Any]) -> None:
     """Print what `strip` took out, and whether the weights left equal the base's."""
     removed = _removed(result["removed_layer_indices"], result["removed_memories"], result["removed_tokens"])
     model = f"{result['model_type']} with {result['num_layers']} layers"
-    _say(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
+    _print_text(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
 
 
 def print_extracted(result: dict[str, Any]) -> None:
     """Print which language model was extracted."""
     model = f"{result['model_type']} with {result['num_layers']} layers"
-    _say(f"{result['output']}: {model}; left out {format_count(result['left_out'], 'tensor')} of the composite model.")
+    _print_text(
+        f"{result['output']}: {model}; left out {format_count(result['left_out'], 'tensor')} of the composite model."
+    )
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str:
@@ -287,3 +292,43 @@ def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str
 
 def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def print_memories(listed: dict[str, Any]) -> None:
+    """Print a line per entry of a glossary, and a table of chapters per bank."""
+    if "entries" in listed:
+        _print_entries(listed["entries"], listed["max_tokens"])
+    for memory in listed.get("memories", ()):
+        _print_text(
+            f"memory {memory['name']} at {memory['site']}: {format_count(memory['chapters'], 'chapter')} of "
+            f"{format_count(memory['chapter_tokens'], 'row')}, {memory['shared_chapters']} of them shared; routing "
+            f"{memory['routing']}, k = {memory['k']}"
+        )
+        for number, bank in enumerate(memory["banks"]):
+            _print_text(f"\nbank {number}, read by layers {format_numbers(bank['layers'])}; biases of their routers")
+            rows = []
+            for chapter, norm in enumerate(bank["row_norms"]):
+                biases = [layer[chapter] for layer in bank["router_biases"].values() if layer[chapter] is not None]
+                figures = (norm, min(biases, default=None), max(biases, default=None))
+                numbers = ["not finite" if figure is None else f"{figure:.4g}" for figure in figures]
+                rows.append([str(chapter), "shared" if chapter < memory["shared_chapters"] else "routed", *numbers])
+            _print_table(["chapter", "", "row norm", "lowest bias", "highest bias"], rows)
+    for edit in listed.get("edits", ()):
+        _print_text(f"edited: {describe_edit(edit)}")
+
+
+def _print_entries(entries: Sequence[dict[str, Any]], most: int) -> None:
+    tokens = sum(entry["tokens"] for entry in entries)
+    print(f"{format_count(len(entries), 'entry')} of {format_count(tokens, 'token')}")
+    for entry in entries:
+        names = " / ".join(entry["names"]) + " (exact)" * entry["exact"]
+        read = f", {most:,} of them read" * (entry["tokens"] > most)
+        text = " ".join(entry["text"].split())
+        text = text if len(text) <= _MAX_ENTRY_CHARACTERS else f"{text[:_MAX_ENTRY_CHARACTERS]}..."
+        print(f"{names}: {text} ({format_count(entry['tokens'], 'token')}{read})")
+
+
+def print_edit(result: dict[str, Any]) -> None:
+    """Print what an edit did, by its result."""
+    edit = {key: value for key, value in result.items() if key not in ("model", "output", "bytes_written", "seconds")}
+    _print_text(f"{result['output']}: {describe_edit(edit)}")

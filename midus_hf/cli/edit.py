@@ -45,10 +45,36 @@ app = command_line("Change a memory's chapters, blocks of a bank, or a glossary.
 @app.command("list")
 def list_(model: Source, memory: Memory = None, json_: Json = False) -> None:
     """Show entries of a glossary, or chapters with routers' biases."""
-    from upscalers.console import Console
-    from upscalers.edits.listing import list_memories, print_memories
+    from upscalers.console import print_memories
 
-    show(list_memories(model, memory, Console("midus edit")), json_, print_memories)
+    show(list_memories(model, memory), json_, print_memories)
+
+
+def list_memories(model: str, memory: str | None = None) -> dict[str, Any]:
+    """List what a checkpoint's memories contain: entries of a glossary, and chapters."""
+    from midus_hf.memories.moc.options import ChaptersOptions
+    from midus_hf.memories.packs.options import PacksOptions
+    from upscalers.checkpoint.base_checkpoint import open_base
+    from upscalers.checkpoint.source import resolve_source
+    from upscalers.console import Console
+    from upscalers.edits.chapters import list_chapters
+    from upscalers.edits.packs import list_entries
+
+    with resolve_source(model, config_only=True) as source:
+        attached = open_base(source.folder, needs_weights=False).layout.memories.attached
+    options = [entry.options for name, entry in attached.items() if memory in (None, name)]
+    listed: dict[str, Any] = {}
+    if any(isinstance(each, PacksOptions) for each in options):
+        listed |= list_entries(model)
+    if any(isinstance(each, ChaptersOptions) for each in options):
+        listed |= list_chapters(model, memory, Console("midus edit"))
+    if not listed:
+        named = "memory" if memory is None else f"memory {memory!r}"
+        raise RequestError(
+            f"{model} has no {named} of type 'packs' or 'moc', whose entries or chapters could be listed; its memories are: "
+            f"{', '.join(attached) or 'none'}. midus edit blocks lists blocks of topics."
+        )
+    return listed
 
 
 @app.command()
@@ -59,7 +85,7 @@ def blocks(model: Source, memory: Memory = None, json_: Json = False) -> None:
     show(list_banks(model, memory), json_, _print_blocks)
 
 
-def of_chapters(
+def edit_chapters(
     context: typer.Context,
     model: Source,
     output: Output,
@@ -68,15 +94,15 @@ def of_chapters(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Make the edit of chapters that has the command's name."""
+    """Run the chapter edit that the subcommand names."""
     from upscalers.edits import chapters as edits
 
     edit = getattr(edits, str(context.command.name))
     _show_edit(edit(_request(model, output, memory, overwrite), chapters), json_)
 
 
-app.command("zero", help="Set rows of chapters to zero; routers still open them.")(of_chapters)
-app.command("prune", help="Remove chapters; later chapters move up.")(of_chapters)
+app.command("zero", help="Set rows of chapters to zero; routers still open them.")(edit_chapters)
+app.command("prune", help="Remove chapters; later chapters move up.")(edit_chapters)
 
 
 @app.command()
@@ -118,11 +144,11 @@ def delete(
         )
     if centroids.get("kept"):
         lines.append(f"kept the centroids of {first_few(centroids['kept'])}, which lead texts to other blocks")
-    show(result, json_, lambda _: print("\n".join([*lines, *_left(result)])))
+    show(result, json_, lambda _: print("\n".join([*lines, *_describe_remains(result)])))
 
 
 # Other blocks that were trained on texts of a deleted topic, and how to delete them.
-_ALSO_TAUGHT = {
+_RELATED_BLOCKS = {
     "same": ("the topic's own blocks in other banks, {}", "leave out --memory"),
     "above": ("blocks above it, {}", "pass them to --node as well"),
     "below": ("blocks below it, {}", "--subtree"),
@@ -133,12 +159,12 @@ _ALSO_TAUGHT = {
 }
 
 
-def _left(result: dict[str, Any]) -> list[str]:
+def _describe_remains(result: dict[str, Any]) -> list[str]:
     """Return lines about what remains after deletion: other parts that were trained on the topics' texts, and copies."""
     taught = result["also_taught"]
     lines = [
         f"also trained on its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"
-        for where, (what, remedy) in _ALSO_TAUGHT.items()
+        for where, (what, remedy) in _RELATED_BLOCKS.items()
         if taught[where]
     ]
     if taught["weights"]:
@@ -156,7 +182,7 @@ def _left(result: dict[str, Any]) -> list[str]:
     return [*lines, f"delete copies yourself: {', '.join(result['copies'])}, logs and backups"]
 
 
-def of_entries(
+def edit_entries(
     context: typer.Context,
     model: Model,
     corpus: Entries,
@@ -166,7 +192,7 @@ def of_entries(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Make the edit of entries that has the command's name."""
+    """Run the entry edit that the subcommand names."""
     from upscalers.edits import packs
 
     edit = getattr(packs, f"{context.command.name}_entries")
@@ -177,11 +203,11 @@ _ADD = (
     "Add entries to a glossary. A row has a name, or a list of names, and a text. In Python: "
     "model.glossary.add(names, text)."
 )
-app.command("add", help=_ADD)(of_entries)
+app.command("add", help=_ADD)(edit_entries)
 _REPLACE = (
     "Replace the texts of entries of a glossary. A row has one of an entry's names, perhaps new ones, and a text."
 )
-app.command("replace", help=_REPLACE)(of_entries)
+app.command("replace", help=_REPLACE)(edit_entries)
 
 
 # Where the names of deleted entries still occur, and how to delete them there.
@@ -245,7 +271,7 @@ def _print_blocks(listed: dict[str, Any]) -> None:
 
 
 def _show_edit(result: dict[str, Any], json_: bool) -> None:
-    from upscalers.edits.listing import print_edit
+    from upscalers.console import print_edit
 
     show(result, json_, print_edit)
 

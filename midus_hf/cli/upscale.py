@@ -229,9 +229,8 @@ def shuffle(
     json_: Json = False,
 ) -> None:
     """Permute the rows of a memory's values: a null control, whose addresses no longer match their values."""
-    from upscalers.console import Console
-    from upscalers.edits.listing import print_edit
-    from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
+    from upscalers.console import Console, print_edit
+    from upscalers.edits.checkpoint_edit import shuffle as shuffle_checkpoint
 
     show(shuffle_checkpoint(model, output, seed, overwrite, progress=Console()), json_, print_edit)
 

@@ -80,7 +80,7 @@ def _trained(run: Run, comparison: Comparison) -> Result:
 
     from midus_hf.training.arguments import TrainArguments
     from midus_hf.training.run import run_training
-    from upscalers.edits.shuffling import shuffle
+    from upscalers.edits.checkpoint_edit import shuffle
     from upscalers.runs.upscale import upscale
 
     folder, variant, model, made = run.folder(comparison), run.variant, comparison.base, dict[str, Any]()

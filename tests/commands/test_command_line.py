@@ -44,7 +44,7 @@ WORK = {
     "midus sft": ("midus_hf.training.sft.finetune", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus ask": ("midus_hf.models.saved_models.load_for_reading", ["model", "Why?"]),
-    "midus edit": ("upscalers.edits.listing.list_memories", ["list", "model"]),
+    "midus edit": ("midus_hf.cli.edit.list_memories", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_checkpoint.read_config", ["config.json"]),
     "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),

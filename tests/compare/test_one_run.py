@@ -17,7 +17,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from scripts.anatomy.tiny import tiny_model as any_type
 from upscalers import upscale
-from upscalers.edits.shuffling import shuffle
+from upscalers.edits.checkpoint_edit import shuffle
 
 pytest.importorskip("lm_eval")
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import save_base
-from upscalers.edits.banks import files_beside_banks
+from upscalers.edits.checkpoint_edit import files_without_banks
 from upscalers.methods.contract import METHODS
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -63,7 +63,7 @@ def test_its_bank_is_created_opened_saved_copied_and_taken_away(made, tmp_path):
     assert not (tmp_path / "base_again" / "memory_bank").exists()
     assert torch.equal(logits(tmp_path / "base_again"), logits(base))
     assert inspect_checkpoint(model)["parameters"]["bank"] == 32
-    assert model / FILE not in files_beside_banks(model)
+    assert model / FILE not in files_without_banks(model)
 
 
 def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):

@@ -493,10 +493,10 @@ def test_entries_are_listed_without_weights(model, tmp_path, capsys):
     assert edit(["list", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "4 entries of 37 tokens",
-        "word5: word7 word8 word13 (3 tokens, of which 2 are read)",
-        "word20 word21 / word22: word9 word10 word11 (3 tokens, of which 2 are read)",
+        "word5: word7 word8 word13 (3 tokens, 2 of them read)",
+        "word20 word21 / word22: word9 word10 word11 (3 tokens, 2 of them read)",
         "word30: word12 (1 token)",
-        f"Word40 (exact): {'word1 ' * 10}... (30 tokens, of which 2 are read)",
+        f"Word40 (exact): {'word1 ' * 10}... (30 tokens, 2 of them read)",
     ]
     assert edit(["list", str(folder), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

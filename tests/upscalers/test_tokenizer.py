@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.upscalers.checkpoints import RECORD, REQUEST, file_digests, save_base, tensor_files, unverified
 from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
-from upscalers.edits.shuffling import shuffle
+from upscalers.edits.checkpoint_edit import shuffle
 from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
 from upscalers.runs.extract import extract

@@ -2,38 +2,23 @@
 
 import os
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.files.cards import without_results
-from midus_hf.files.checkpoint_files import (
-    BANKS_FOLDER,
-    CARD,
-    CARD_FILE,
-    CODE,
-    CONFIG,
-    RECORD,
-    RUN_CONFIG,
-    WEIGHTS,
-    indexed_weights,
-    is_of,
-)
+from midus_hf.files.checkpoint_files import BANKS_FOLDER, RUN_CONFIG
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
 from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
 from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
-from upscalers.checkpoint.banks import bytes_of_banks
-from upscalers.checkpoint.base_checkpoint import open_base, read_config
-from upscalers.checkpoint.source import resolve_source, travelling_files
-from upscalers.edits.checkpoint_edit import EditRequest
-from upscalers.runs.output_folder import CheckpointFolder
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
+from upscalers.checkpoint.source import resolve_source
+from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit
 
 if TYPE_CHECKING:
     from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
@@ -52,9 +37,9 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     """Delete the blocks of nodes in every bank, as if they had never been written: what they learned is gone.
 
     No file of the output contains any of the deleted blocks: they are not copied into the banks, and checkpoints with states to
-    resume training from are left out. A node without a remaining block at or below it has no centroid in the
-    output's tree either, so no text is assigned to it; other nodes keep their numbers and centroids. The centroids above it, means
-    over all their windows, remain.
+    resume training from are left out. A node without a remaining block at or below it has no centroid in the output's tree either, so
+    no text is assigned to it; other nodes keep their numbers and centroids. The centroids above it, means over all their windows,
+    remain.
 
     Args:
         request: The checkpoint to read and the folder to make; the memory whose bank is edited, by default all banks.
@@ -74,61 +59,66 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
     """
     started, output = time.perf_counter(), request.required_output()
     with resolve_source(str(request.model)) as source:
+        opened = open_base(source.folder)
+        banks = _open_banks(opened)
         deleted: dict[str, list[Node]] = {}
-        refusals = []
+        refusals: list[RequestError] = []
         named: set[Node] = set()
-        for name, layout in find_layouts(source.folder, request.memory).items():
-            bank = open_bank(source.folder, name, layout)
+        for name in _select_banks(opened, banks, request.memory):
+            layout = banks[name].layout
             try:
-                chosen = parse_nodes(nodes, bank.layout, subtree)
+                chosen = _parse_nodes(nodes, layout, subtree)
             except RequestError as refusal:  # a bank may have no blocks at a level that another bank has
                 refusals.append(refusal)
                 continue
-            deleted[name] = [node for node in chosen if bank.is_written(*node)]
-            named |= {parse_node(node, bank.layout) for node in nodes}
+            deleted[name] = [node for node in chosen if banks[name].is_written(*node)]
+            named |= {_parse_node(node, layout) for node in nodes}
         if not deleted:
             raise refusals[0]
+        topics = sorted(node for node in named if node[1] != GENERIC)
+        left = {
+            name: {(level, node) for level in bank.layout.levels for node in bank.written(level)}
+            - {*deleted.get(name, ())}
+            for name, bank in banks.items()
+        }
         tree = _tree_of(source.folder)
-        gone, kept = (None, None) if tree is None else _centroids(source.folder, tree, named, deleted)
-        banks = banks_of(open_base(source.folder).layout.memories)
-        folder = CheckpointFolder(output, source.folder, request.overwrite)
-        files = files_beside_banks(source.folder)
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, banks))
-        with folder.writing() as partial, tempfile.TemporaryDirectory() as scratch:
-            after = tree.without(gone) if tree is not None and gone else None
+        gone, kept = (None, None) if tree is None else _centroids(tree, topics, set().union(*left.values()))
+        after = tree.without(gone) if tree is not None and gone else None
+        with copied_for_edit(opened, request) as partial, tempfile.TemporaryDirectory() as scratch:
             if after is not None:
                 after.save(scratch)
-            copy_for_edit(files, source.folder, partial)
-            tree_folder = Path(scratch) if gone else None
-            for name, carried in banks.items():
-                if isinstance(carried, BlockFiles):
-                    carried.copy(source.folder, partial, deleted.get(name, ()), after, tree_folder)
+            for name, bank in banks_of(opened.layout.memories).items():
+                if isinstance(bank, BlockFiles):
+                    bank.copy(source.folder, partial, deleted.get(name, ()), after, Path(scratch) if gone else None)
                 else:
-                    carried.copy(source.folder, partial)
-        also_taught, copies = _also_taught(source.folder, named, deleted), copies_of(source.folder, str(request.model))
+                    bank.copy(source.folder, partial)
+        related = {
+            **_find_related_blocks(banks, left, topics),
+            "weights": _trained_weights(source.folder),
+        }
+        copies = _find_copies(source.folder, str(request.model))
     return {
         "command": "delete",
         "model": str(request.model),
         "output": str(output),
-        "banks": {name: [*map(written_node, its_nodes)] for name, its_nodes in deleted.items()},
+        "banks": {name: format_nodes(its_nodes) for name, its_nodes in deleted.items()},
         "centroids": None
         if gone is None or kept is None
-        else {"deleted": [*map(written_node, gone)], "kept": [*map(written_node, kept)]},
-        "also_taught": also_taught,
+        else {"deleted": format_nodes(gone), "kept": format_nodes(kept)},
+        "also_taught": related,
         "copies": copies,
         "seconds": time.perf_counter() - started,
     }
 
 
-def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]) -> dict[str, Any]:
-    """Return what else in a checkpoint was trained on texts of the named topics: blocks on their paths, and perhaps weights."""
-    topics = [node for node in named if node[1] != GENERIC]
+def _find_related_blocks(
+    banks: Mapping[str, "MemoryBank"], left: Mapping[str, set[Node]], topics: Sequence[Node]
+) -> dict[str, list[str]]:
+    """Find the remaining blocks that texts of the topics read too, by where they are: on their paths, or the generic memory."""
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
-    for name, layout in find_layouts(folder).items():
-        bank = open_bank(folder, name, layout)
-        k = bank.layout.blocks.branching
-        written = {(level, node) for level in bank.layout.levels for node in bank.written(level)}
-        for node in written.difference(deleted.get(name, ())) if topics else ():
+    for name, nodes in left.items() if topics else ():
+        k = banks[name].layout.blocks.branching
+        for node in nodes:
             if node[1] == GENERIC:
                 kept["generic"].add(node)
             elif node in topics:
@@ -137,23 +127,20 @@ def _also_taught(folder: Path, named: Iterable[Node], deleted: Mapping[str, Sequ
                 kept["above"].add(node)
             elif any(_lies_in(node, topic, k) for topic in topics):
                 kept["below"].add(node)
-    return {
-        **{where: [*map(written_node, sorted(nodes))] for where, nodes in kept.items()},
-        "weights": _trained_weights(folder),
-    }
+    return {where: format_nodes(sorted(nodes)) for where, nodes in kept.items()}
 
 
 def _trained_weights(folder: Path) -> bool | None:
     """Return whether the recorded run trained other weights than blocks, including merged adapters; None if no record says so."""
     if not (folder / RUN_CONFIG).is_file():
         return None
-    run, record = read_mapping(folder / RUN_CONFIG), record_of(read_config(folder))
-    trainable = run.get("trainable", "auto")
+    run, opened = read_mapping(folder / RUN_CONFIG), open_base(folder, needs_weights=False)
+    record, trainable = record_of(opened.config), run.get("trainable", "auto")
     if run.get("adapters") or trainable not in ("auto", "new"):
         return True
     if record is None:
         return None
-    memories = open_base(folder, needs_weights=False).layout.memories
+    memories = opened.layout.memories
     added = [memories.attached[name] for name in record.new_memories]
     only_blocks = bool(added) and all(
         isinstance(entry.options, HierarchicalOptions)
@@ -164,8 +151,8 @@ def _trained_weights(folder: Path) -> bool | None:
     return bool(record.new_layers) or not only_blocks or (trainable == "auto" and record.trainable != "new")
 
 
-def copies_of(folder: Path, model: str) -> list[str]:
-    """Return other places that may contain what an edit deletes, or texts that taught it, by the record of a checkpoint's run."""
+def _find_copies(folder: Path, model: str) -> list[str]:
+    """Find other places that may contain what an edit deletes, or texts that taught it, by the record of a checkpoint's run."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
@@ -184,25 +171,14 @@ def _tree_of(folder: Path) -> "ClusterTree | None":
     """Return the tree of a checkpoint's banks; None if they have none, as before training."""
     from midus_hf.topics.tree import RECORD_FILE, ClusterTree, folder_of_tree
 
-    if not (folder_of_tree(folder) / RECORD_FILE).is_file():
-        return None
-    return ClusterTree.load(folder)
+    return ClusterTree.load(folder) if (folder_of_tree(folder) / RECORD_FILE).is_file() else None
 
 
-def _centroids(
-    folder: Path, tree: "ClusterTree", named: Iterable[Node], deleted: Mapping[str, Sequence[Node]]
-) -> tuple[list[Node], list[Node]]:
-    """Return the named nodes whose centroids are deleted, with all below, and those whose centroids lead to remaining blocks."""
-    left: set[Node] = set()  # nodes with blocks, in any bank, after the deletion
-    for name, layout in find_layouts(folder).items():
-        bank = open_bank(folder, name, layout)
-        for level in bank.layout.levels:
-            written = {(level, node) for node in bank.written(level) if node != GENERIC}
-            left |= written.difference(deleted.get(name, ()))
+def _centroids(tree: "ClusterTree", topics: Sequence[Node], left: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """Return the topics whose centroids are deleted, with all below, and those whose centroids lead to blocks that are left."""
+    left = [node for node in left if node[1] != GENERIC]
     k, centroids = tree.branching, tree.centroids
-    nodes = [
-        node for node in sorted(named) if node[1] != GENERIC and not centroids[node[0] - 1][node[1]].isnan().any()
-    ]
+    nodes = [node for node in topics if not centroids[node[0] - 1][node[1]].isnan().any()]
     gone = [node for node in nodes if not any(_lies_in(other, node, k) for other in left)]
     # A path ends at a leaf: if none is left below a node, texts no longer find the block of the node itself either.
     before, after = tree.takeable, tree.without(gone)
@@ -223,19 +199,15 @@ def _lies_in(node: Node, other: Node, branching: int) -> bool:
 def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
     """Return `{"model", "fetched", "bank", "banks"}` of a checkpoint's banks, or of one memory's, with the nodes of each level."""
     with resolve_source(str(model)) as source:
-        layouts = find_layouts(source.folder, memory)
-        banks = [_listed(source.folder, name, layout) for name, layout in layouts.items()]
-    return {
-        "model": str(model),
-        "fetched": sum(bank["fetched"] for bank in banks),
-        "bank": sum(bank["bank"] for bank in banks),
-        "banks": banks,
-    }
+        opened = open_base(source.folder, needs_weights=False)
+        banks = _open_banks(opened)
+        listed = [_describe_bank(name, banks[name]) for name in _select_banks(opened, banks, memory)]
+    sums = {key: sum(bank[key] for bank in listed) for key in ("fetched", "bank")}
+    return {"model": str(model), **sums, "banks": listed}
 
 
-def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
-    bank = open_bank(folder, name, layout)
-    layout, tree = bank.layout, bank.tree
+def _describe_bank(name: str, bank: "MemoryBank") -> dict[str, Any]:
+    layout = bank.layout
     levels = [
         {
             "level": level,
@@ -244,7 +216,7 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
             "written": [node for node in bank.written(level) if node != GENERIC],
             "deleted": [node for node in bank.deleted(level) if node != GENERIC],
             "generic": bank.is_written(level, GENERIC),
-            "bytes_on_disk": (folder / BANKS_FOLDER / name / level_file(level)).stat().st_blocks * 512,
+            "bytes_on_disk": (bank.folder / level_file(level)).stat().st_blocks * 512,
         }
         for level in layout.levels
     ]
@@ -252,28 +224,28 @@ def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
         "memory": name,
         "type": layout.memory_type,
         "branching": layout.blocks.branching,
-        "tree": tree,
+        "tree": bank.tree,
         "fetched": layout.fetched,
         "bank": layout.bank,
         "levels": levels,
     }
 
 
-def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
+def _parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool) -> list[Node]:
     """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
     if not names:
         raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
     for name in names:
-        level, number = parse_node(name, layout)
+        level, number = _parse_node(name, layout)
         if not subtree and level not in layout.levels:
             raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
         nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
     return sorted(nodes)
 
 
-def parse_node(name: str, layout: BankLayout) -> Node:
-    """Return the node named by `LEVEL:NODE` or `LEVEL:generic`, with a block or without, or raise `RequestError`."""
+def _parse_node(name: str, layout: BankLayout) -> Node:
+    """Return the node that a name such as `2:52` or `2:generic` says, whether it has a block or not."""
     match = _NODE.fullmatch(name)
     if match is None:
         raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
@@ -299,44 +271,25 @@ def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:
             yield from ((deeper, node) for node in range(first, first + k ** (deeper - level)))
 
 
-def written_node(node: Node) -> str:
-    """Return a node as people write it."""
-    level, number = node
-    return f"{level}:{'generic' if number == GENERIC else number}"
+def format_nodes(nodes: Iterable[Node]) -> list[str]:
+    """Return nodes in the form in which requests name them."""
+    return [f"{level}:{'generic' if number == GENERIC else number}" for level, number in nodes]
 
 
-def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
-    """Return the layout of each bank by the name of its memory, or only of one memory's bank, or raise `RequestError`."""
-    banks = block_layouts(open_base(folder, needs_weights=False).layout.memories)
-    chosen = {name: layout for name, layout in banks.items() if memory in (None, name)}
+def _open_banks(model: BaseCheckpoint) -> dict[str, "MemoryBank"]:
+    """Open the banks of blocks of a checkpoint, by the name of their memory."""
+    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+
+    layouts = block_layouts(model.layout.memories)
+    return {name: MemoryBank(model.folder / BANKS_FOLDER / name, layout) for name, layout in layouts.items()}
+
+
+def _select_banks(model: BaseCheckpoint, banks: Mapping[str, Any], memory: str | None) -> list[str]:
+    """Return the names of all banks, or of the one of a memory; refuse if there is none."""
+    chosen = [name for name in banks if memory in (None, name)]
     if not chosen:
         raise RequestError(
-            f"{folder} has no memory {'' if memory is None else f'{memory!r} '}that fetches blocks; expected a checkpoint "
+            f"{model.folder} has no memory {'' if memory is None else f'{memory!r} '}that fetches blocks; expected a checkpoint "
             f"with one. Its are: {', '.join(banks) or 'none'}."
         )
     return chosen
-
-
-def open_bank(folder: Path, name: str, layout: BankLayout) -> "MemoryBank":
-    """Open the bank of a memory in the folder of a checkpoint."""
-    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
-
-    return MemoryBank(folder / BANKS_FOLDER / name, layout)
-
-
-def files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint without those of banks, including states to resume from, which contain blocks."""
-    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
-    beside = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
-    return sorted({*beside, *travelling_files(folder)})
-
-
-def copy_for_edit(files: Iterable[Path], source: Path, folder: Path) -> None:
-    """Copy files of the checkpoint `source` to the folder of its edit, and the card without results, since they no longer hold."""
-    for path in files:
-        target = folder / path.relative_to(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    card = folder / CARD_FILE
-    if card.is_file():
-        card.write_bytes(without_results(card.read_bytes().decode(), "the edit").encode())

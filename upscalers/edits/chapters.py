@@ -1,17 +1,24 @@
-"""Memories of chapters in a checkpoint, and their edits: chapters set to zero, or pruned."""
+"""Memories of chapters in a checkpoint: their listing, and their edits, chapters set to zero or pruned."""
 
+import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from midus_hf.memories.moc.options import ChaptersOptions
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
+from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
+from upscalers.request.progress import Progress, shown
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 
@@ -22,7 +29,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
-class Bank:
+class ChapterBank:
     """One bank, read by `layers`: full names of its rows, and of router weights and biases per layer."""
 
     layers: tuple[int, ...]
@@ -45,7 +52,7 @@ class ChapterMemory:
         return self.entry.name
 
     @cached_property
-    def banks(self) -> tuple[Bank, ...]:
+    def banks(self) -> tuple[ChapterBank, ...]:
         """Banks of the memory; if layers do not share banks, each layer has one."""
         tables = self.model.layout.memories.tables(self.name)
         if tables:
@@ -53,8 +60,8 @@ class ChapterMemory:
             return tuple(self._bank(table.layers, f"{shared}.{number}.") for number, table in enumerate(tables))
         return tuple(self._bank((layer,), self._in_layer(layer, "")) for layer in self.entry.layers)
 
-    def _bank(self, layers: tuple[int, ...], prefix: str) -> Bank:
-        return Bank(
+    def _bank(self, layers: tuple[int, ...], prefix: str) -> ChapterBank:
+        return ChapterBank(
             layers,
             f"{prefix}bank",
             tuple(self._in_layer(layer, "router_weight") for layer in layers),
@@ -78,7 +85,7 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
         )
     if (name is not None and name not in memories) or (only and name is None and len(memories) > 1):
         raise RequestError(
-            f"memory is {name!r}; expected a memory of chapters, of which the model has: {', '.join(memories)}. Pass --memory NAME."
+            f"memory is {name!r}; expected one of its chapter memories: {', '.join(memories)}. Pass --memory NAME."
         )
     return list(memories.values()) if name is None else [memories[name]]
 
@@ -125,7 +132,7 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
         shared = sum(number < options.shared_chapters for number in kept)
         if len(kept) - shared < options.k:
             raise RequestError(
-                f"chapters is {written(numbers)!r}, which leaves {len(kept) - shared} chapters to choose k = {options.k} of; "
+                f"chapters is {format_numbers(numbers)!r}, which leaves {len(kept) - shared} chapters to choose k = {options.k} of; "
                 "expected k or more. Prune fewer."
             )
         tokens = len(kept) * options.chapter_tokens
@@ -151,7 +158,7 @@ def _arranged(
         for name in (*bank.router_weights, *bank.router_biases):
             make(name, routers, 1)
     counts = {"chapters_before": memory.options.chapters, "chapters_after": len(rows)}
-    return EditDetails([memory.name], tensors, {"chapters": written(numbers), **counts}, {memory.name: options})
+    return EditDetails([memory.name], tensors, {"chapters": format_numbers(numbers), **counts}, {memory.name: options})
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
@@ -186,7 +193,7 @@ def parse_numbers(text: str, num_chapters: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def written(numbers: Sequence[int]) -> str:
+def format_numbers(numbers: Sequence[int]) -> str:
     """Return numbers in the form that `parse_numbers` reads, with successive numbers as ranges."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
@@ -195,3 +202,62 @@ def written(numbers: Sequence[int]) -> str:
         else:
             ranges.append((number, number))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def list_chapters(model: str | Path, memory: str | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Return statistics of the banks of a checkpoint, reading one chapter at a time.
+
+    Args:
+        model: A checkpoint with chapters: a folder or a hub id.
+        memory: Name of one memory of chapters. Default: all memories.
+        progress: Display that shows every chapter. Default: none.
+
+    Returns:
+        `{"model", "memories", "edits"}`. Each memory has its name, its site, its options, T as `chapter_tokens`, and
+        its `banks`. Each bank has the `layers` that read it, `row_norms` with the mean norm of the rows per chapter, and
+        `router_biases` with the biases per chapter, by layer; numbers that are not finite are None.
+
+    Raises:
+        RequestError: If the model has no memory of this name.
+    """
+    progress = progress or Progress()
+    with resolve_source(str(model)) as source:
+        opened = open_base(source.folder)
+        memories = find_memories(opened, memory)
+        with shown(progress):
+            total = sum(one.options.chapters * len(one.banks) for one in memories)
+            progress.stage("reading chapters", total, "chapters")
+            listed = [
+                {
+                    "name": one.name,
+                    "site": one.entry.site,
+                    **dataclasses.asdict(one.options),
+                    "chapter_tokens": one.options.chapter_tokens,
+                    "banks": [_describe_bank(one, bank, progress) for bank in one.banks],
+                }
+                for one in memories
+            ]
+        edits = (record_of(opened.config) or UpscaleRecord()).edits
+        return {"model": str(model), "memories": listed, "edits": list(edits)}
+
+
+def _describe_bank(memory: ChapterMemory, bank: ChapterBank, progress: Progress) -> dict[str, Any]:
+    import torch
+
+    norms, whole = [], memory.model.tensors[bank.rows]
+    chapter = dataclasses.replace(whole, shape=(memory.options.chapter_tokens, *whole.shape[1:]))
+    for number in range(memory.options.chapters):
+        rows = read_tensor(dataclasses.replace(chapter, start=whole.start + number * chapter.num_bytes))
+        norms.append(rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=-1).mean().item())
+        progress.advance()
+    biases = [read_tensor(memory.model.tensors[name]).double().tolist() for name in bank.router_biases]
+    return {
+        "layers": list(bank.layers),
+        "row_norms": _finite(norms),
+        "router_biases": dict(zip(bank.layers, map(_finite, biases), strict=True)),
+    }
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """Return numbers as JSON has them, with None for NaN and infinity."""
+    return [value if math.isfinite(value) else None for value in values]

@@ -1,30 +1,41 @@
-"""Edits of a checkpoint's memories: each writes another checkpoint, in which all other tensors and files stay the same."""
+"""Edits of a checkpoint's memories, which write another checkpoint whose other tensors and files stay the same; shuffled rows."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib.metadata
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import RECORD_KEY, has_record, record_of
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.files.cards import without_results
-from midus_hf.files.checkpoint_files import CARD_FILE, CODE
+from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CODE, CONFIG, RECORD, WEIGHTS, indexed_weights, is_of
+from midus_hf.files.outputs import write_text
 from midus_hf.memories.bank import banks_of
-from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.memories.controls import num_value_rows
+from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
 from midus_hf.memories.registry import memory_type
 from upscalers.architecture.layer_tensors import Config
+from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
-from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source, travelling_files
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
+from upscalers.request.options import check_seed
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
-from upscalers.tensors.recipes import Copy
+from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.writer import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
 
 _HEADING = "## Edits"
 
@@ -83,7 +94,12 @@ def edit_checkpoint(
                 )
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
-        shards = edited_shards(opened, decided.tensors)
+        shards: dict[str, list[OutputTensor]] = {}  # the files and the order of the model
+        tensors = {name: tensor.as_stored for name, tensor in opened.tensors.items() if name not in opened.packed}
+        for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+            assert stored.file is not None
+            kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
+            shards.setdefault(stored.file.name, []).extend(decided.tensors.get(name, kept))
         banks = banks_of(opened.layout.memories)
         folder = CheckpointFolder(output, source.folder, request.overwrite)
         with written_from(opened, folder, shards, banks, progress, stored_name=opened.stored_name) as written:
@@ -98,13 +114,69 @@ def edit_checkpoint(
     }
 
 
-def name_of(entry: MemoryEntry) -> str:
-    """Return the name of a memory in edits: that of an attached one, or the type of an inserted one."""
-    return entry.name or entry.options.type
+def shuffle(
+    model: str | Path, output: str | Path, seed: int = 0, overwrite: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Permute the rows of all tables of values, so that a selected slot yields the value of another slot: a null control.
+
+    All tables of one memory in one layer, or in one table that layers share, get the same order if they have the same number of rows,
+    so that a slot's pre-value stays with its value. Every row is moved. One table is in memory at a time.
+
+    Args:
+        model: A checkpoint with memory, trained or not: a folder or a hub id.
+        output: The folder to make.
+        seed: Seed of the orders, from 0 to 2^63 - 1. Default: 0.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+        progress: Display that shows every step. Default: none.
+
+    Returns:
+        As from `edit_checkpoint`, with `seed`, and with the number of shuffled tables as `tables`.
+
+    Raises:
+        RequestError: If the seed is out of range, the model has no rows of values, or the output cannot be made.
+    """
+    check_seed(seed)
+
+    def decide(opened: BaseCheckpoint) -> EditDetails:
+        tables = {name: memory for name, memory, tensor in _value_tables(opened) if num_value_rows(tensor) > 1}
+        if not tables:
+            raise RequestError(
+                f"{opened.folder} has no table of values with a row for each of several slots; expected a model with a memory that "
+                "retrieves rows, such as one of the method midus-hml."
+            )
+        tensors = {}
+        for name in tables:
+            stored, owner = opened.tensors[name], name.removeprefix(opened.prefix).rpartition(".")[0]
+            recipe = PermutedRows(stored.shape, name, tensor_seed(seed, owner))
+            tensors[name] = [OutputTensor(name, recipe, stored.dtype)]
+        return EditDetails(list(dict.fromkeys(tables.values())), tensors, {"seed": seed, "tables": len(tables)})
+
+    return edit_checkpoint("shuffle", EditRequest(model, output, None, overwrite, progress), decide)
 
 
-def value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
-    """Yield the full name of each table of values, the name of its memory, and its declaration."""
+@dataclass(frozen=True)
+class PermutedRows(Recipe):
+    """Recipe that reorders the rows of a table, its dimension before the last, so that every row is moved."""
+
+    source: str
+    seed: int
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return read(self.source).index_select(-2, row_order(self.shape[-2], self.seed))
+
+
+def row_order(rows: int, seed: int) -> "torch.Tensor":
+    """Return the row that is moved to each position, `[rows]`, int64: one random cycle through all rows, two or more."""
+    import torch
+
+    cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    order = torch.empty_like(cycle)
+    order[cycle] = cycle.roll(1)
+    return order
+
+
+def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
+    """Yield the full name of each table of values, its memory (the name, or the type of an inserted one), and its declaration."""
     memories = model.layout.memories
     for entry in memories.entries:
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
@@ -115,20 +187,39 @@ def value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTens
         for owner, tensors in owners:
             for name, tensor in tensors.items():
                 if tensor.role == "value":
-                    yield f"{owner}.{name}", name_of(entry), tensor
+                    yield f"{owner}.{name}", entry.name or entry.options.type, tensor
 
 
-def edited_shards(
-    model: BaseCheckpoint, edited: Mapping[str, Sequence[OutputTensor]]
-) -> dict[str, list[OutputTensor]]:
-    """Return the tensors of the result, with the `edited` ones replaced, in the files and the order of the model."""
-    shards: dict[str, list[OutputTensor]] = {}
-    tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
-    for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
-        assert stored.file is not None
-        kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
-        shards.setdefault(stored.file.name, []).extend(edited.get(name, kept))
-    return shards
+def files_without_banks(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint without those of banks, and without states to resume from, which contain blocks."""
+    weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
+    own = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
+    return sorted({*own, *travelling_files(folder)})
+
+
+@contextlib.contextmanager
+def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Path]:
+    """Make the output of an edit of banks, and yield it with all other files, the card without results, since they no longer hold."""
+    source, files = model.folder, files_without_banks(model.folder)
+    folder = CheckpointFolder(request.required_output(), source, request.overwrite)
+    folder.check_space(
+        sum(path.stat().st_size for path in files) + bytes_of_banks(source, banks_of(model.layout.memories))
+    )
+    with folder.writing() as partial:
+        for path in files:
+            target = partial / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        remove_results(partial)
+        yield partial
+
+
+def remove_results(folder: Path) -> None:
+    """Remove results that were measured before the edit from the card in a folder."""
+    card = folder / CARD_FILE
+    text = card.read_bytes().decode() if card.is_file() else ""
+    if (kept := without_results(text, "the edit")) != text:
+        write_text(card, kept)
 
 
 def _write_siblings(
@@ -166,21 +257,21 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
 
 
 def _name_in(entry: Mapping[str, Any]) -> str:
-    """Return the name in edits, as `name_of` does, of a memory by its entry in a config."""
+    """Return the name in edits of a memory by its entry in a config: that of an attached one, or the type of an inserted one."""
     kind = memory_type(entry["type"])
     return entry.get("name") or (kind.type if entry.get("site", kind.sites[0]) == "inserted" else kind.default_name)
 
 
 def _edited_card(card: str, edit: dict[str, Any]) -> str:
     """Return a model card with a line about the edit at its end."""
-    line = f"- {described(edit)} (midus_hf {edit['version']})\n"
+    line = f"- {describe_edit(edit)} (midus_hf {edit['version']})\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
     heading = "The text and the numbers above describe the model after its upscaling. Since then:"
     return f"{card.rstrip()}\n\n{_HEADING}\n\n{heading}\n\n{line}"
 
 
-def described(edit: Mapping[str, Any]) -> str:
+def describe_edit(edit: Mapping[str, Any]) -> str:
     """Return the record of an edit in words: `zero of chapters, chapters 3,7-9`."""
     details = [f", {key} {value}" for key, value in edit.items() if key not in ("command", "memories", "version")]
     return f"{edit['command']} of {', '.join(edit['memories'])}{''.join(details)}"

@@ -1,4 +1,4 @@
-"""Glossaries of checkpoints: entries that are added, replaced or deleted, in place or in a copy with all other bytes the same."""
+"""Glossaries of checkpoints: entries are listed, and added, replaced or deleted, in place or in a copy, all other bytes the same."""
 
 import contextlib
 import json
@@ -10,28 +10,64 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.anatomy.record import RECORD_KEY, language_entry, recorded_options
 from midus_hf.config.errors import RequestError
-from midus_hf.files.cards import without_results
-from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, is_of
+from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, TRAVELLING, is_of
 from midus_hf.files.outputs import exclusive, write_text
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
-from upscalers.checkpoint.banks import bytes_of_banks, copy_banks
-from upscalers.checkpoint.base_checkpoint import open_base, read_config, write_config
-from upscalers.checkpoint.source import resolve_source
-from upscalers.edits.banks import copy_for_edit, datasets_cache, files_beside_banks
-from upscalers.edits.checkpoint_edit import EditRequest
+from upscalers.checkpoint.banks import copy_banks
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
+from upscalers.checkpoint.source import fetch_files, resolve_source
+from upscalers.edits.banks import datasets_cache
+from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit, remove_results
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.packs import check_protected, corpus_rows, recorded_name
 from upscalers.record.model_card import with_request
 from upscalers.record.provenance import read_record, write_record
-from upscalers.runs.output_folder import CheckpointFolder
 
 if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Entry, Glossary, GlossaryChange
 
 # Larger files are not searched for the text of a deleted entry.
 _MAX_SEARCHED_BYTES = 64 << 20
+
+
+def list_entries(model: str | Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint's glossary, which needs its tokenizer and no weights.
+
+    Args:
+        model: A checkpoint with packs: a folder or a hub id.
+
+    Returns:
+        `{"model", "max_tokens", "entries"}`: the number of tokens of a text that are read at most, and for each entry
+        `{"names", "text", "exact", "tokens"}`, with the number of tokens of the whole text.
+
+    Raises:
+        RequestError: If the glossary or the tokenizer cannot be read.
+    """
+    from midus_hf.memories.packs.glossary import read_glossary
+    from midus_hf.memories.packs.names import Spelling
+
+    with resolve_source(str(model), config_only=True) as source:
+        fetch_files(source, (GLOSSARY_FILE,), TRAVELLING)
+        opened = open_base(source.folder, needs_weights=False)
+        most = _max_tokens(opened)
+        entries = read_glossary(source.folder)
+        ids = Spelling(tokenizer_of(opened)).ids_of([entry.text for entry in entries], False) if entries else []
+    return {
+        "model": str(model),
+        "max_tokens": most,
+        "entries": [
+            {"names": list(entry.names), "text": entry.text, "exact": entry.exact, "tokens": len(its_ids)}
+            for entry, its_ids in zip(entries, ids, strict=True)
+        ],
+    }
+
+
+def _max_tokens(model: BaseCheckpoint) -> int:
+    """Return the number of tokens of an entry's text that the model reads at most."""
+    options = (entry.options for entry in model.layout.memories.attached.values())
+    return next(each.max_tokens for each in options if isinstance(each, PacksOptions))
 
 
 def add_entries(
@@ -118,9 +154,7 @@ def _edit(
             raise RequestError(f"{source} has no packs; expected a checkpoint that was upscaled with --method packs.")
         from midus_hf.memories.packs.glossary import UNPROTECTED, Glossary, read_glossary, write_glossary
 
-        options = (entry.options for entry in memories.attached.values())
-        (most,) = (each.max_tokens for each in options if isinstance(each, PacksOptions))
-        glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), most)
+        glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), _max_tokens(opened))
         changed = change(glossary)
         remarks = [*changed.remarks]
         recorded = [each.get("protect") for each in recorded_options(opened.config.get(RECORD_KEY), "packs")]
@@ -133,20 +167,16 @@ def _edit(
             output = source
             # What the record and the card promise must hold whenever the process is killed: promises that the change ends go
             # before it, and new ones come after it.
-            _remove_results(source)
+            remove_results(source)
             if was_protected:
                 _record_protected(source, None)
             write_glossary(source, glossary)
             if protect is not None:
                 _record_protected(source, protect)
         else:
-            folder = CheckpointFolder(request.output, source, request.overwrite)
-            output = folder.path
-            files, banks = files_beside_banks(source), banks_of(memories)
-            folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source, banks))
-            with folder.writing() as partial:
-                copy_for_edit(files, source, partial)
-                copy_banks(source, partial, banks)
+            output = Path(os.path.realpath(Path(request.output).expanduser()))
+            with copied_for_edit(opened, request) as partial:
+                copy_banks(source, partial, banks_of(memories))
                 write_glossary(partial, glossary)
                 if protect is not None or was_protected:
                     _record_protected(partial, protect)
@@ -194,14 +224,6 @@ def _open_folder(request: EditRequest) -> Iterator[Path]:
             )
         with exclusive(folder, RequestError(f"{folder} is being written by another run. Wait for it.")):
             yield folder
-
-
-def _remove_results(folder: Path) -> None:
-    """Remove results that were measured before the edit from the card in a folder."""
-    card = folder / CARD_FILE
-    text = card.read_bytes().decode() if card.is_file() else ""
-    if (kept := without_results(text, "the edit")) != text:
-        write_text(card, kept)
 
 
 def _record_protected(folder: Path, protect: str | None) -> None:

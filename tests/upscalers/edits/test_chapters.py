@@ -204,8 +204,8 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("prune --chapters three", "chapters is 'three'; expected numbers and ranges such as 3,7-9", {}),
     ("prune --chapters 4-2", "chapters is '4-2'; expected numbers and ranges", {}),
     ("prune --chapters 1-4", "chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}),
-    ("zero --chapters 1 --memory other", "memory is 'other'; expected a memory of chapters, of which the model has", {}),
-    ("zero --chapters 1", "the model has: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
+    ("zero --chapters 1 --memory other", "memory is 'other'; expected one of its chapter memories: ", {}),
+    ("zero --chapters 1", "memories: chapters, chapters-2. Pass --memory NAME", {"names": TWO}),
     ("zero --chapters 1", "has no memory of type 'moc'", {"memory": []}),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.upscalers.checkpoints import config_of, file_digests, logits, read_tensors, record_of
 from tests.upscalers.edits.test_chapters import give_values
-from upscalers.edits.shuffling import row_order, shuffle
+from upscalers.edits.checkpoint_edit import row_order, shuffle
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
