@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from midus_hf.look.page import Section, TextTable, write_page
-from midus_hf.look.pictures import as_png, curves, draw_panels
+from midus_hf.look.page import Section, TextTable, as_png, curves, draw_panels, write_page
 
 _TITLE = "Head-wise memory in a pretrained model"
 _CURVES = "Losses while it trains"

@@ -28,7 +28,7 @@ from midus_hf.compare.runs import Result, Run, check, read_result, searches_of, 
 from midus_hf.compare.variants import plan
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
-from midus_hf.look.pictures import as_png, new_figure
+from midus_hf.look.page import as_png, new_figure
 from midus_hf.training import TrainArguments, run_training
 from midus_hf.training.run import make_memory_trainer
 from upscalers import upscale

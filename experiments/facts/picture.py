@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.facts.questions import WORDINGS
-from midus_hf.look.pictures import as_png, new_figure
+from midus_hf.look.page import as_png, new_figure
 
 BESIDE_LINE: dict[str, Any] = {
     "textcoords": "offset points",

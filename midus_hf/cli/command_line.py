@@ -27,7 +27,7 @@ import typer
 
 from midus_hf.config.errors import RequestError, traceback_places
 from midus_hf.config.plugins import plugin_packages
-from midus_hf.files.full_disk import not_written
+from midus_hf.files.outputs import as_disk_error
 from midus_hf.files.secrets import without_secrets
 from midus_hf.version import __version__
 
@@ -107,7 +107,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
                 message = error.format_message()
                 stop = "" if message.endswith((".", "?")) else "."
                 status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
-            elif (told := not_written(error)) is not None:
+            elif (told := as_disk_error(error)) is not None:
                 status, line = FAILED, str(told)
             elif isinstance(error, RequestError):
                 status, line = WRONG_REQUEST, str(error)

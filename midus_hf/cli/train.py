@@ -21,7 +21,7 @@ from midus_hf.cli.command_line import (
 from midus_hf.cli.options import argument
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line, is_first_to, print_note, shared_store
-from midus_hf.files.full_disk import not_written
+from midus_hf.files.outputs import as_disk_error
 
 # For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
@@ -119,7 +119,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
     except Exception as error:
         if isinstance(error.__cause__, RequestError):  # a step read what cannot be trained on
             return _ending(FAILED, str(error))
-        if (told := not_written(error)) is not None:
+        if (told := as_disk_error(error)) is not None:
             return _ending(FAILED, str(told))
         if shared_store() is not None and not is_first_to("failure"):
             return _ending(FAILED, "another process of the run failed, and says why on its machine")

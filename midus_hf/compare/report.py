@@ -22,8 +22,7 @@ from midus_hf.compare.running import runs_of
 from midus_hf.compare.runs import Point, Result, read_result, tokens_of
 from midus_hf.compare.variants import Variant, rate_words
 from midus_hf.files.outputs import atomic_write
-from midus_hf.look.page import Section, TextTable, write_page
-from midus_hf.look.pictures import as_png, new_figure
+from midus_hf.look.page import Section, TextTable, as_png, new_figure, write_page
 from upscalers.methods.contract import get_method
 from upscalers.request.options import parse_options
 

@@ -1,20 +1,20 @@
-"""Atomic output: it is written under a hidden name next to its path, and renamed at the end.
-
-A process locks what it writes. The files of a killed process are not locked, and the next one that writes there removes them.
-"""
+"""Atomic output: it is written under a hidden name next to its path, and renamed at the end; and the error of a full disk."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, has_record
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.wording import first_few, first_line
 from midus_hf.files.checkpoint_files import (
     CONFIG_FILE,
     OF_UPSCALED,
@@ -24,7 +24,6 @@ from midus_hf.files.checkpoint_files import (
     is_of,
     named_code,
 )
-from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import parse_json
 
 # Entry of a record that says that the new parts were removed.
@@ -72,7 +71,7 @@ def exclusive(folder: Path, refusal: RequestError) -> Iterator[None]:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of an empty hidden file to write to, which is moved to `path` after the block, and removed after an error."""
     partial, busy = unfinished_path(path), RequestError(f"{path} is being written by another process. Wait for it.")
-    with telling_room(path):
+    with convert_disk_errors(path):
         partial.touch()
         with _locked(partial, busy):
             try:
@@ -154,7 +153,7 @@ class OutputFolder:
     def writing(self) -> Iterator[Path]:
         """Yield the hidden folder to write to, which is moved to its path after the block, and removed after an error."""
         busy = f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-        with telling_room(self.path), exclusive(self.partial, RequestError(busy)):
+        with convert_disk_errors(self.path), exclusive(self.partial, RequestError(busy)):
             try:
                 for left in self.partial.iterdir():  # by a killed run
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -201,3 +200,79 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+# Numbers of errors of a full disk, and the messages of torch for them.
+_OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
+_TORCH_CANNOT_WRITE = re.compile("PytorchStreamWriter failed|unexpected pos|iostream error")
+
+
+class DiskWriteError(OSError):
+    """Error of a write that failed because of the disk.
+
+    Args:
+        facts: The file that could not be written, the reason, and the free space.
+        remedy: What to do. Default: free some space, and run the command again.
+    """
+
+    def __init__(self, facts: str, remedy: str = "Free some space there, and run the command again."):
+        super().__init__(f"{facts}. {remedy}")
+        self.facts = facts
+
+
+def _reason_of_disk(error: BaseException) -> str | None:
+    """Return why the disk refused a write by Python, safetensors or torch; None for any other error."""
+    if type(error).__module__.startswith(("midus_hf.", "upscalers.")):  # which is already such an error
+        return None
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (said := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(said[1])
+    if number in _OF_DISK:
+        return os.strerror(number)
+    is_of_torch = isinstance(error, RuntimeError) and _TORCH_CANNOT_WRITE.search(str(error))
+    return f"torch says '{first_line(error)}'" if is_of_torch else None
+
+
+def as_disk_error(error: BaseException, path: Path | None = None, needed: int | None = None) -> DiskWriteError | None:
+    """Return the error about a failed write to disk, or None for an error of another kind.
+
+    Args:
+        error: The exception.
+        path: The file that was being written. Default: unknown; the message has the free space of all disks that a command uses.
+        needed: About how many bytes it needs. Default: unknown.
+    """
+    if isinstance(error, DiskWriteError):
+        return error
+    reason = _reason_of_disk(error)
+    if reason is None:
+        return None
+    caches = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    places = (
+        [path, Path(tempfile.gettempdir())] if path is not None else [Path.cwd(), Path(tempfile.gettempdir()), caches]
+    )
+    disks: dict[int, Path] = {}
+    for place in map(Path.absolute, places):
+        folder = next(each for each in (place, *place.parents) if each.is_dir())
+        disks.setdefault(folder.stat().st_dev, folder)
+    room = ", ".join(f"{folder} has {_megabytes(shutil.disk_usage(folder).free)} free" for folder in disks.values())
+    lacks_room = needed is not None and shutil.disk_usage(next(iter(disks.values()))).free < needed
+    if lacks_room:  # which torch does not report
+        reason = os.strerror(errno.ENOSPC)
+    about = "" if needed is None else f"it needs about {_megabytes(needed)}, and "
+    return DiskWriteError(f"{'a file' if path is None else path} could not be written: {reason} ({about}{room})")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+@contextlib.contextmanager
+def convert_disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Raise `DiskWriteError` if the block's writing to a path fails because of the disk; it needs about `needed` bytes."""
+    try:
+        yield
+    except Exception as error:
+        told = as_disk_error(error, path, needed)
+        if told is None or told is error:
+            raise
+        raise told from error

@@ -11,8 +11,7 @@ from torch import nn
 
 from midus_hf.config.errors import RequestError
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.look.page import TextTable, table_of
-from midus_hf.look.pictures import Panel, grid
+from midus_hf.look.page import Panel, TextTable, grid, table_of
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.hosting.token_places import token_places
 from midus_hf.models.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking

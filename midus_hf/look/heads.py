@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
-from midus_hf.look.page import TextTable, table_of
-from midus_hf.look.pictures import Panel, curves, grid
+from midus_hf.look.page import Panel, TextTable, curves, grid, table_of
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.watched_models import held_hooks
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from midus_hf.config.errors import RequestError
-from midus_hf.look.page import Row, TextTable, table_of
-from midus_hf.look.pictures import Panel, curves
+from midus_hf.look.page import Panel, Row, TextTable, curves, table_of
 from midus_hf.memories.hierarchical.bank.block_reader import GENERIC
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.watched_models import held_hooks, hosted_memories, lacking

@@ -14,9 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.files.full_disk import telling_room
 from midus_hf.files.json_text import read_json
-from midus_hf.files.outputs import atomic_write, exclusive
+from midus_hf.files.outputs import atomic_write, convert_disk_errors, exclusive
 from midus_hf.sources.tokenizers import load_tokenizer
 from midus_hf.topics.memory_retriever import TextEmbedder
 from midus_hf.topics.tree import ClusterTree, lasting_name
@@ -114,7 +113,7 @@ def store_windows(
             documents = np.array([window.document for window in cut], np.int64)
             write_array(folder / _DOCUMENTS, documents)
             shape = (len(documents), embedder.width)
-            with telling_room(folder / _EMBEDDINGS, 4 * math.prod(shape)):
+            with convert_disk_errors(folder / _EMBEDDINGS, 4 * math.prod(shape)):
                 np.lib.format.open_memmap(folder / _EMBEDDINGS, "w+", np.float32, shape).flush()
                 if hasattr(os, "posix_fallocate"):  # a full disk would kill the process where it is mapped
                     with (folder / _EMBEDDINGS).open("r+b") as file:

@@ -18,7 +18,7 @@ from midus_hf.config.wording import first_line
 from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import CARD_FILE, CONFIG_FILE, GENERATION_CONFIG, PARTIAL_MODEL, TRAINER_STATE
-from midus_hf.files.full_disk import NotWritten, telling_room
+from midus_hf.files.outputs import DiskWriteError, convert_disk_errors
 from midus_hf.files.secrets import for_record
 from midus_hf.models.view import has_adapters
 from midus_hf.training.checkpoints import way_on
@@ -35,9 +35,9 @@ class PartialSaveError(RuntimeError):
 def saving_to(output: Path) -> Iterator[None]:
     """Raise a `PartialSaveError` that says what is in the output, and the free space, if writing within the context fails."""
     try:
-        with telling_room(output):
+        with convert_disk_errors(output):
             yield
-    except NotWritten as error:
+    except DiskWriteError as error:
         kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
         raise PartialSaveError(f"{kept}{error.facts}. Free some space there, and {way_on(output)}.") from error
 
@@ -81,7 +81,7 @@ def save_model(
         if is_main:
             shutil.rmtree(partial_model, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
-        with telling_room(partial_model, size):
+        with convert_disk_errors(partial_model, size):
             trainer.save_model(str(partial_model))
     except BaseException:
         shutil.rmtree(partial_model, ignore_errors=True)

@@ -18,7 +18,7 @@ from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
-from midus_hf.files.full_disk import telling_room
+from midus_hf.files.outputs import convert_disk_errors
 from midus_hf.memories.hierarchical.training import Blocks, model_banks
 from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
@@ -266,7 +266,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True
-        with telling_room(folder, self._bytes_of_checkpoint()):
+        with convert_disk_errors(folder, self._bytes_of_checkpoint()):
             try:
                 if self.args.should_save:
                     remove_checkpoint(folder)

@@ -12,7 +12,7 @@ from training.tiny_run import refused
 from midus_hf.anatomy.record import record_of
 from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table, effect_between
-from midus_hf.look.pictures import draw_panels
+from midus_hf.look.page import draw_panels
 from midus_hf.models.added_parts import switched_off
 from midus_hf.models.view import ModelView, Part
 from upscalers.runs.upscale import upscale
