@@ -1,6 +1,7 @@
-"""Texts of a corpus as rows of a `datasets.Dataset`, from files, folders, dataset repositories and the Hub; and paths in rows."""
+"""Texts and rows from files, folders and the Hub, as a `datasets.Dataset` or a stream; and paths in rows."""
 
 import contextlib
+import csv
 import glob
 import importlib.util
 import json
@@ -16,7 +17,6 @@ import numpy as np
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
-from midus_hf.files.table_text import name_of
 from midus_hf.sources.names import check_hub_id
 from midus_hf.sources.progress import limit_bars
 
@@ -33,11 +33,12 @@ KINDS = {
 }
 # Endings of files of rows.
 ROW_SUFFIXES = tuple(ending for ending, kind in KINDS.items() if kind != "text")
-# Compressed files by file extension, with the names of compressions in `fsspec`.
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-_OPTIONS_OF_TEXT = {"sample_by": "document", "encoding": "utf-8-sig"}
-# Separators of fields by the kind of table.
-_SEPARATORS = {"csv": ",", "tsv": "\t"}
+_COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+# Options of the readers of `datasets` by kind. Quotes in a TSV file are text.
+_READER_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"sample_by": "document", "encoding": "utf-8-sig"},
+    "tsv": {"sep": "\t", "quoting": csv.QUOTE_NONE},
+}
 
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
@@ -56,10 +57,10 @@ def read_corpus(
 ) -> "Dataset":
     """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    A text file is one text; if a single folder is read without a split, its name relative to the folder is in the column `file`. JSON
-    (a list, or an object per line), CSV and Parquet have a text per row. Values of JSON keep their types, columns of CSV are text.
-    Text, JSON and CSV may be compressed. In a folder, only files of one kind are read, rows in preference to text, by the splits that
-    `datasets` finds in their names or the folder's card. Files that are not read and blank texts are reported on standard error.
+    A text file is one text; if a single folder is read without a split, its name relative to the folder is in the column `file`.
+    JSON (a list, or an object per line), CSV, TSV and Parquet have a text per row. Values of JSON keep their types, columns of tables
+    are text. All but Parquet may be compressed. In a folder, only files of one kind are read, rows in preference to text, by the
+    splits that `datasets` finds in their names or the folder's card. Files that are not read and blank texts are noted.
 
     Args:
         corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
@@ -181,26 +182,6 @@ def _read_sources(
         ) from error
 
 
-def locate_rows(key: str, source: str, count: int) -> list[str]:
-    """Return where each row of a source is, for messages: in which line of which file; where rows have no lines, their numbers.
-
-    Args:
-        key: Key of the arguments that names the source.
-        source: A file, a folder, or the id of a dataset on the Hub, as `read_rows` has read it.
-        count: Number of its rows.
-    """
-    from midus_hf.data.readers import lines_of_rows
-
-    path, places = Path(source).expanduser(), list[str]()
-    if path.exists() and not _is_saved(path) and not (path.is_dir() and _declares_data(path)):
-        kind, splits, _ = _select_files(key, path, has_text=False)
-        for file in splits.get("train") or next(iter(splits.values())):
-            name = source if file == path else str(file)
-            lines = lines_of_rows(file, kind, _COMPRESSIONS.get(file.suffix.lower()), _SEPARATORS.get(kind))
-            places += [f"line {line} of {key} {name}" for line in lines]
-    return places if len(places) == count else [f"row {number} of {key} {source}" for number in range(1, count + 1)]
-
-
 class DocumentPaths(NamedTuple):
     """Paths of texts, `[texts, p]`, int64, with -1 for the generic memory; and the fingerprint of their tree, if the rows have it."""
 
@@ -260,8 +241,8 @@ def _reason(error: BaseException) -> str:
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by its name; None if no kind has this name."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
-    kind = KINDS.get(before if last in _COMPRESSIONS else last)
-    return None if kind == "parquet" and last in _COMPRESSIONS else kind
+    kind = KINDS.get(before if last in _COMPRESSED_SUFFIXES else last)
+    return None if kind == "parquet" and last in _COMPRESSED_SUFFIXES else kind
 
 
 def _read_source(
@@ -293,7 +274,7 @@ def _read_source(
         raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
     if is_saved:
         refuse_pointers(key, [file for file in path.rglob("*.arrow") if file.is_file()])
-        with reading(subject):
+        with convert_read_errors(subject):
             rows: Any = datasets.load_from_disk(str(path))
         if split is not None and isinstance(rows, datasets.Dataset):
             raise RequestError(f"{subject}, which has no splits, but {split!r} was given; leave it out.")
@@ -355,7 +336,7 @@ def _with_file_names(key: str, generate: Callable[..., Iterator[Any]]) -> Callab
         names = shard.get("base_files") or shard.get("files") or [None]
         file = None if names[0] is None else str(names[0]).rpartition("::")[2]
         remedy = "" if file is None or "://" in file else ". Repair the file, or remove it."
-        with reading(key if file is None else f"{key} has the file {file!r}", remedy):
+        with convert_read_errors(key if file is None else f"{key} has the file {file!r}", remedy):
             for place, table in generate(**shard):
                 column = pyarrow.nulls(len(table)) if file is None else pyarrow.repeat(file, len(table))
                 yield place, table.append_column(STREAMED_FILE_COLUMN, column.cast(pyarrow.string()))
@@ -388,7 +369,7 @@ def stream_files(rows: "IterableDataset") -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def reading(beginning: str, remedy: str = "") -> Iterator[None]:
+def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
     """Turn errors of `datasets` within the context into a one-line `RequestError` with the given beginning and end."""
     try:
         yield
@@ -423,16 +404,16 @@ def _read_declared(
     is_folder, subject = path.exists(), f"{key} is {source!r}"
     if not is_folder and not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
         check_hub_id(key, source, "dataset")  # without an answer, `datasets` retries for half a minute
-    with reading(subject):
+    with convert_read_errors(subject):
         declared = datasets.load_dataset_builder(str(path.resolve()) if is_folder else source, name)
         files, text = declared.config.data_files, None
         splits = {each: [Path(file).resolve() for file in files[each]] for each in files} if is_folder else {}
     if is_folder:
         read = [file for of_split in splits.values() for file in of_split]
         refuse_pointers(key, read)
-        _say_unread(key, path, _files_of(key, path), read)
-        files, text = data_files_of(splits), _OPTIONS_OF_TEXT
-    with reading(subject):
+        _note_unread_files(key, path, _files_of(key, path), read)
+        files, text = data_files_of(splits), _READER_OPTIONS["text"]
+    with convert_read_errors(subject):
         builder = with_own_reader(declared, files, text if columns is None else text or {})
         if columns is None:
             builder.download_and_prepare()
@@ -459,20 +440,15 @@ def _read_files(
     names_files: bool,
 ) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
-    from midus_hf.data.readers import READERS, VERSION, data_files_of, quoting_of, separator_of
+    from midus_hf.data.readers import READERS, VERSION, data_files_of
 
     kind, splits, files = _select_files(key, path, has_text=text_column is not None)
     read = [file for of_split in splits.values() for file in of_split]
     refuse_pointers(key, read)
-    _say_unread(key, path, files, read)
+    _note_unread_files(key, path, files, read)
 
     def prepared(files: Mapping[str, Sequence[Path]]) -> Any:
-        options: dict[str, Any] = _OPTIONS_OF_TEXT if kind == "text" else {}
-        if kind in _SEPARATORS:
-            compressions = {file: _COMPRESSIONS.get(file.suffix.lower()) for each in files.values() for file in each}
-            separator = separator_of(compressions, _SEPARATORS[kind])
-            options = {"sep": separator, "quoting": quoting_of(separator, _SEPARATORS[kind])}
-        reader = "csv" if kind == "tsv" else kind
+        reader, options = "csv" if kind == "tsv" else kind, _READER_OPTIONS.get(kind, {})
         builder = READERS[reader](dataset_name=reader, hash=VERSION, data_files=data_files_of(files), **options)
         if columns is None:
             builder.download_and_prepare()
@@ -480,11 +456,11 @@ def _read_files(
 
     remedy = ". Repair the file, or remove it."
     try:
-        with reading(f"{key} is {str(path)!r}", remedy):
+        with convert_read_errors(f"{key} is {str(path)!r}", remedy):
             builder = prepared(splits)
     except RequestError as error:
         for file in read if path.is_dir() else ():  # the error of `datasets` does not say which file it is about
-            with reading(f"{key} has the file {str(file)!r}", remedy):
+            with convert_read_errors(f"{key} has the file {str(file)!r}", remedy):
                 prepared({"train": [file]})
         if len(read) == 1:
             raise
@@ -492,9 +468,7 @@ def _read_files(
             f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
             "the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
-    if kind in _SEPARATORS:
-        _say_of_tables(key, path, read if columns is None else [], builder, _SEPARATORS[kind])
-    with reading(f"{key} is {str(path)!r}"):
+    with convert_read_errors(f"{key} is {str(path)!r}"):
         rows = _rows_of(builder, key, split, columns)
     if kind != "text":
         return rows
@@ -535,38 +509,13 @@ def _select_files(key: str, path: Path, *, has_text: bool) -> tuple[str, dict[st
     return kind, {"train": read} if kind == "text" or path.is_file() else _by_split(key, path, read), files
 
 
-def _say_of_tables(key: str, path: Path, files: Sequence[Path], builder: Any, usual: str) -> None:
-    """Print where a table differs from one row per line, separated by tabs or commas."""
-    import fsspec
-
-    separator, phrases = builder.config.sep, []
-    if separator != usual:
-        phrases.append(f"fields are separated by {name_of(separator)}, not by {name_of(usual)}")
-    lines = not_blank = in_quotes = 0
-    for file in files:
-        compression = _COMPRESSIONS.get(file.suffix.lower())
-        with fsspec.open(str(file), "rb", compression=compression) as opened:
-            for line in opened:
-                lines += 1
-                not_blank += not line.isspace()
-                if separator == usual == "\t" and b'"' in line:
-                    in_quotes += sum(field[:1] == field[-1:] == b'"' for field in line.strip(b"\r\n").split(b"\t"))
-    rows = sum(split.num_examples for split in (builder.info.splits or {}).values())
-    if files and rows + len(files) != not_blank:
-        phrases.append(f"rows: {rows:,}, in {lines:,} lines")
-    if in_quotes:
-        phrases.append(f"quotes around {in_quotes:,} fields are text, as all of a TSV file")
-    if phrases:
-        print_note(f"{key} {str(path)!r}: {'; '.join(phrases)}")
-
-
 def _files_of(key: str, path: Path) -> list[Path]:
     """Return a file, or the sorted files of a folder, including links to folders (which are not followed), without hidden ones."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
         files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
-    with reading(f"{key} is {str(path)!r}"):
+    with convert_read_errors(f"{key} is {str(path)!r}"):
         for file in files:
             file.stat()  # `datasets` would skip a broken link
     return files
@@ -577,7 +526,7 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     base = str(folder.resolve())
-    with reading(f"{key} is {str(folder)!r}"):
+    with convert_read_errors(f"{key} is {str(folder)!r}"):
         patterns = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     names = {str(split): {Path(name).resolve() for name in matched} for split, matched in patterns.items()}
     splits = {split: [file for file in files if file.resolve() in matched] for split, matched in names.items()}
@@ -586,7 +535,7 @@ def _by_split(key: str, folder: Path, files: Sequence[Path]) -> dict[str, list[P
     return splits if "train" in splits or not others else {"train": others, **splits}
 
 
-def _say_unread(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
+def _note_unread_files(key: str, path: Path, files: Sequence[Path], read: Sequence[Path]) -> None:
     """Print which files of a folder are not read."""
     named = {file.resolve() for file in read}
     others = [file for file in files if file.resolve() not in named]

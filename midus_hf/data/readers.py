@@ -1,13 +1,7 @@
-"""Readers of JSON and of tables for `datasets` that keep text as text.
-
-The readers of `datasets` guess types from the look of values: "2004-01-25" becomes a date, `007` a number, and a null
-gets the type of other rows.
-"""
+"""Readers for `datasets` that keep text as text: its own turn "2004-01-25" into a date and `007` into a number."""
 
 import csv
-import io
 import json
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +11,6 @@ from types import NoneType
 from typing import Any
 
 import datasets
-import fsspec
 import pandas as pd
 import pyarrow as pa
 from datasets.builder import Key
@@ -33,15 +26,14 @@ from pyarrow.parquet import ParquetFile
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.table_text import check_quotes, declared_separator, name_of, separator_in
 
 # Change this with any change of the readers, so that the cache of `datasets` does not return older rows.
-VERSION = "midus-3"
+VERSION = "midus-4"
 
 _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
 _ROWS_OF_STREAM = 1000
-_CHARACTERS_OF_HEAD = 64 << 10
+_LONGEST_FIELD = 2**31 - 1  # characters
 
 
 @dataclass
@@ -78,7 +70,7 @@ class JsonReader(Json):
     _is_stream = False
 
     def take(self, columns: Sequence[str]) -> None:
-        """Read a stream of these columns, the first of which is text: what no row has been read for has no type yet."""
+        """Select the columns of a stream; the first is text, and others are of any type."""
         self._is_stream = True
         self._set_types({name: number == 0 for number, name in enumerate(columns)})
 
@@ -150,47 +142,27 @@ class JsonReader(Json):
         if self.config.field is not None:
             values = values[self.config.field]
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows, start=1):
             if not isinstance(row, dict):
-                where = f"value {number + 1} of its list"
-                if self.config.field is None:
-                    where = f"{where}, in line {_lines_of_values(text)[number]},"
-                raise RequestError(f"{where} is {row!r:.60}; expected an object or a text")
+                raise RequestError(f"value {number} of its list is {row!r:.60}; expected an object or a text")
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
             yield rows[begin : begin + _ROWS_AT_ONCE]
 
 
 def _row(line: str, number: int) -> dict[str, Any]:
+    row, found = None, f"{line.strip()!r:.60}"
     try:
         row = parse_json(line, unique_keys=True)
-        found = f"{line.strip()!r:.60}"
-    except ValueError as error:
-        found = (
-            f"no JSON: {error.msg} at character {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else f"no JSON: {error}"
-        )
-        row = None
-    if row is not None and "\\ud" in line.lower():
-        try:
+        if "\\ud" in line.lower():
             json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"line {number} has half a character: {error}") from None
+    except UnicodeEncodeError as error:
+        raise RequestError(f"line {number} has half a character: {error}") from None
+    except ValueError as error:
+        where = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        found = f"no JSON: {where}"
     if not isinstance(row, dict):
         raise RequestError(f"line {number} is {found}; expected an object in each line, or one list of objects")
     return row
-
-
-def _lines_of_values(text: str) -> list[int]:
-    """Return the line in which each value of a JSON list begins, from 1."""
-    lines, line, counted = [], 1, 0
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    at = text.index("[") + 1
-    while (at := between.match(text, at).end()) < len(text) and text[at] != "]":  # type: ignore[union-attr]
-        line, counted = line + text.count("\n", counted, at), at
-        lines.append(line)
-        _, at = decoder.raw_decode(text, at)
-    return lines
 
 
 class TableReader(Csv):
@@ -198,39 +170,40 @@ class TableReader(Csv):
 
     def _generate_tables(self, files_iterables: Any, **others: Any) -> Iterator[tuple[Key, pa.Table]]:
         options = {**self.config.pd_read_csv_kwargs, "dtype": str, "keep_default_na": False, "iterator": True}
-        for shard, files in enumerate(files_iterables):
-            for file in files:
-                of_file = {**options, **self._checked(file)}
-                with pd.read_csv(file, **of_file) as frames:
-                    for number, frame in enumerate(frames):
-                        if not isinstance(frame.index, pd.RangeIndex):
-                            raise RequestError(
-                                "its rows have more fields than its first line, which names the columns"
-                            )
-                        schema = pa.schema([(name, pa.string()) for name in frame.columns])
-                        yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
+        for shard, file in ((shard, file) for shard, files in enumerate(files_iterables) for file in files):
+            self._check_quotes(file)
+            with pd.read_csv(file, **options) as frames:
+                for number, frame in enumerate(frames):
+                    if not isinstance(frame.index, pd.RangeIndex):
+                        raise RequestError("its rows have more fields than its first line, which names the columns")
+                    schema = pa.schema([(name, pa.string()) for name in frame.columns])
+                    yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
 
-    def _checked(self, file: str) -> dict[str, Any]:
-        """Return the options that follow from the first line of a table, or refuse quotes that would swallow rows."""
+    def _check_quotes(self, file: str) -> None:
+        """Refuse quotes that are not closed, or closed within a field: pandas would lose the rows after them."""
         config = self.config
+        if len(config.sep) > 1 or config.skiprows or config.quoting == csv.QUOTE_NONE:  # longer separators are patterns
+            return
         encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
+        names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
+        dialect: dict[str, Any] = {name: getattr(config, name) for name in names}
+        longest = csv.field_size_limit(_LONGEST_FIELD)
         with open(file, encoding=encoding, errors=config.encoding_errors, newline="") as opened:
-            declared = None if config.skiprows else declared_separator(opened.readline())
-            of_file = {} if declared is None else {"sep": declared, "skiprows": 1}
-            options = {"sep": config.sep, "skiprows": config.skiprows or 0, **of_file}
-            # pandas takes longer separators as patterns, and lists and functions of lines to skip
-            if len(options["sep"]) == 1 and isinstance(options["skiprows"], int):
-                opened.seek(0)
-                for _ in range(options["skiprows"]):
-                    opened.readline()
-                names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
-                dialect = {name: getattr(config, name) for name in names}
-                check_quotes(opened, options["skiprows"] + 1, delimiter=options["sep"], **dialect)
-        return of_file
+            rows, begin = csv.reader(opened, delimiter=config.sep, strict=True, **dialect), 1
+            try:
+                for _ in rows:
+                    begin = rows.line_num + 1
+            except csv.Error as error:
+                raise RequestError(
+                    f"a quote in lines {begin} to {rows.line_num} takes more than its field ({error}); expected a field with "
+                    'quotes to stand in quotes and to have each of them twice, as in "a ""low"" one"'
+                ) from error
+            finally:
+                csv.field_size_limit(longest)
 
 
 class ParquetReader(Parquet):
-    """Reader of Parquet, of which a stream reads some columns in this thread.
+    """Parquet reader that streams columns in this thread.
 
     The reader of `datasets` keeps what it has read of a file until its end, and its threads abort a process that ends before that.
     """
@@ -238,7 +211,7 @@ class ParquetReader(Parquet):
     _columns: Sequence[str] | None = None
 
     def take(self, columns: Sequence[str]) -> None:
-        """Read a stream of these columns, where files have them."""
+        """Select the columns of a stream, where files have them."""
         self._columns = columns
 
     def _generate_tables(self, files: Any, row_groups_list: Any = ()) -> Iterator[tuple[Key, pa.Table]]:
@@ -269,8 +242,8 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
     inherited = ("name", "version", "data_dir", "data_files", "description", "features")
     settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in inherited}
     names = [Path(name) for of_split in (config.data_files or {}).values() for name in of_split]
-    if kind == "csv" and not config.quoting and all(".tsv" in name.suffixes[-2:] for name in names):
-        settings["quoting"] = quoting_of(config.sep, "\t")
+    if kind == "csv" and config.sep == "\t" and all(".tsv" in name.suffixes[-2:] for name in names):
+        settings["quoting"] = csv.QUOTE_NONE  # as in every TSV file
     return READERS[kind](
         dataset_name=declared.dataset_name,
         config_name=config.name,
@@ -295,55 +268,3 @@ def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
         for split, files in splits.items()
     }
     return DataFilesDict(lists)
-
-
-def lines_of_rows(file: Path, kind: str, compression: str | None, usual: str | None) -> list[int]:
-    """Return the line in which each row of a file begins, from 1; none if rows have no lines, or the file is read otherwise.
-
-    Args:
-        file: A file that a reader has read.
-        kind: Its kind.
-        compression: Its compression; None without.
-        usual: Separator of fields of a table; None for other kinds.
-    """
-    if usual is None and kind != "json":
-        return []
-    newline = "\n" if usual is None else ""
-    with fsspec.open(str(file), "rt", compression=compression, encoding="utf-8-sig", newline=newline) as opened:
-        text = opened.read()
-    if usual is None:
-        if text.lstrip().startswith("["):
-            return _lines_of_values(text)
-        return [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    separator, lines = separator_in(text[:_CHARACTERS_OF_HEAD], usual), io.StringIO(text, newline="")
-    skipped = 0 if declared_separator(text[:_CHARACTERS_OF_HEAD]) is None else len([lines.readline()])
-    dialect: dict[str, Any] = {"delimiter": separator, "quoting": quoting_of(separator, usual)}
-    table = csv.reader(lines, **dialect)
-    begins, begin = [], 1
-    try:
-        for fields in table:
-            if len(fields) > 1 or any(map(str.strip, fields)):
-                begins.append(begin + skipped)
-            begin = table.line_num + 1
-    except csv.Error:
-        return []
-    return begins[1:]  # the first line names the columns
-
-
-def quoting_of(separator: str, usual: str) -> int:
-    """Return how fields of a table may be quoted, as a constant of `csv`; where tabs are `usual`, in a TSV file, quotes are text."""
-    return csv.QUOTE_NONE if separator == usual == "\t" else csv.QUOTE_MINIMAL
-
-
-def separator_of(tables: Mapping[Path, str | None], usual: str) -> str:
-    """Return what separates the fields of tables, each with its compression or None: `usual`, or the one in their first lines."""
-    found = {}
-    for table, compression in tables.items():
-        with fsspec.open(str(table), "rt", compression=compression, encoding="utf-8-sig", newline="") as opened:
-            found[separator_in(opened.read(_CHARACTERS_OF_HEAD), usual)] = table.name
-    if len(found) > 1:
-        (one, its_table), (other, other_table), *_ = found.items()
-        raise RequestError(
-            f"fields are separated by {name_of(one)} in {its_table!r}, and by {name_of(other)} in {other_table!r}"
-        )
-    return next(iter(found))

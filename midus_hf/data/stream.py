@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few, no_column, print_note
-from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, reading, stream_files
+from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, convert_read_errors, stream_files
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class StreamedSequences(IterableDataset):
         except RequestError:  # which names the file
             raise
         except Exception:
-            with reading(f"{self._label}, after {before:,} texts, has something"):
+            with convert_read_errors(f"{self._label}, after {before:,} texts, has something"):
                 raise
         if batch is None:
             return None

@@ -93,20 +93,20 @@ def test_the_checkpoint_holds_texts(base, model, tmp_path):
 
 
 WRONG_ROWS = [
-    ([{"name": "", "text": "word7"}], "line 1 of corpus .* has the name ''; expected a name"),
+    ([{"name": "", "text": "word7"}], "row 1 of corpus .* has the name ''; expected a name"),
     (
         [ENTRIES[0], {"name": "word6", "text": " "}],
-        "line 2 of corpus .* has the text ' '; expected what is to be known",
+        "row 2 of corpus .* has the text ' '; expected what is to be known",
     ),
     ([{"text": "word7"}], "has the columns text; expected name and text"),
-    ([{"name": "word6 | word7", "text": "word7"}], "line 1 of corpus .* did you mean several names"),
+    ([{"name": "word6 | word7", "text": "word7"}], "row 1 of corpus .* did you mean several names"),
     (
         [*ENTRIES, {"name": "word22", "text": "word1"}],
-        "line 5 of corpus .* has the name 'word22', which would also find the entry of line 2 of corpus .*; expected",
+        "row 5 of corpus .* has the name 'word22', which would also find the entry of row 2 of corpus .*; expected",
     ),
     (
         [ENTRIES[0], {"name": "unknown", "text": "word1"}],
-        "line 2 of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
+        "row 2 of corpus .* has the name 'unknown', which the model's tokens do not spell; expected characters",
     ),
     ([{"name": "word5", "text": "unknown"}], "has the text 'unknown', which the model's tokens do not spell"),
     ([{"name": "x", "text": "word5"}], "has the name 'x', which the model's tokens do not spell"),
@@ -440,46 +440,6 @@ def test_deletion_names_the_files_that_have_the_text(base, tmp_path, monkeypatch
     assert delete_entries(EditRequest("out"), ["word5"])["copies"] == [*copies[:2], *copies[3:]]
     corpus.write_text("")
     assert delete_entries(EditRequest("out"), ["word6"])["copies"] == ["without/glossary.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", '\n{"name": "word5", "text": "a"}\n \n{"name": "word6", "text": "b\\nc"}\n'),
-        ("a.json", '[\n{"name": "word5",\n"text": "a"},\n\n{"name": "word6", "text": "b"}]'),
-        ("a.csv", 'name,text\n\nword5,"a\nb ""c"" "\nword6,b\n'),
-        ("spreadsheet.csv", "sep=;\r\nname;text\r\nword5;a\r\nword6;b\r\n"),
-        ("a.tsv", "name\ttext\nword5\ta\n \nword6\tb\n"),
-    ],
-)
-def test_corpus_rows_are_named_by_their_lines(name, content, tmp_path):
-    path = tmp_path / name
-    path.write_text(content, newline="")
-    for file, compress in (
-        (path, None),
-        (tmp_path / f"{name}.gz", gzip.compress),
-        (tmp_path / f"{name}.bz2", bz2.compress),
-    ):
-        if compress is not None:
-            file.write_bytes(compress(content.encode()))
-        lines = content.split("\n")
-        expected = [1 + next(n for n, line in enumerate(lines) if word in line) for word in ("word5", "word6")]
-        assert [where for where, _ in corpus_rows(str(file))] == [f"line {line} of corpus {file}" for line in expected]
-
-
-def test_corpus_rows_of_folders_have_the_file_and_of_others_the_number(tmp_path):
-    (tmp_path / "folder").mkdir()
-    for number, row in enumerate([{"name": "word5", "text": "a"}, {"name": "word6", "text": "b"}]):
-        (tmp_path / "folder" / f"{number}.jsonl").write_text(f"\n{json.dumps(row)}\n")
-    folder = tmp_path / "folder"
-    assert [where for where, _ in corpus_rows(str(folder))] == [
-        f"line 2 of corpus {folder / each}.jsonl" for each in "01"
-    ]
-    rows = Dataset.from_list([{"name": "word5", "text": "a"}])
-    rows.to_parquet(tmp_path / "a.parquet")
-    rows.save_to_disk(tmp_path / "saved")
-    for source in ("a.parquet", "saved"):
-        assert [where for where, _ in corpus_rows(str(tmp_path / source))] == [f"row 1 of corpus {tmp_path / source}"]
 
 
 def test_entries_are_listed_without_weights(model, tmp_path, capsys):

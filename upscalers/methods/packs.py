@@ -137,7 +137,7 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         RequestError: If the corpus cannot be read, or lacks a column.
     """
-    from midus_hf.data.corpus import locate_rows, read_rows
+    from midus_hf.data.corpus import read_rows
 
     rows = read_rows("corpus", corpus)
     missing = {"name", "text"} - set(rows.column_names)
@@ -146,7 +146,7 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
             f"corpus {corpus} has the columns {', '.join(rows.column_names)}; expected name and text. Rename them, or write a row "
             '{"name": ..., "text": ...} for each entry.'
         )
-    yield from zip(locate_rows("corpus", corpus, len(rows)), rows, strict=True)
+    yield from ((f"row {number} of corpus {corpus}", row) for number, row in enumerate(rows, start=1))
 
 
 def check_protected(glossary: "Glossary", protect: str) -> str:
