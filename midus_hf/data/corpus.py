@@ -111,18 +111,39 @@ def read_rows(
     split: str | None = None,
     name: str | None = None,
     text_column: str | None = None,
-) -> "Dataset":
+    columns: Sequence[str] | None = None,
+) -> Any:
     """Return the rows of files, folders and datasets of the Hub, as `read_corpus` reads them, with any columns.
 
     Args:
         key: Key of the arguments that names the sources, for messages.
         text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
+        columns: Columns of a stream, as in `stream_rows`. Default: None, a `datasets.Dataset`.
 
     Raises:
         RequestError: If a source does not exist, cannot be read or has no rows, or lacks the split; or if `datasets`
             is not installed.
     """
-    return _read_sources(key, sources, split, name, text_column)
+    names = [sources] if isinstance(sources, str) else list(sources)
+    if not names or "" in names:
+        raise RequestError(f"{key} is empty; expected a file, a folder or a dataset id.")
+    if importlib.util.find_spec("datasets") is None:
+        raise RequestError(
+            f"{_label(key, sources)} needs the package datasets, which is not installed; run: pip install datasets"
+        )
+    import datasets
+
+    with limit_bars():
+        names_files = len(names) == 1 and split is None
+        parts = [_read_source(key, each, split, name, text_column, columns, names_files) for each in names]
+    try:
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except RequestError:  # about the first rows of a table
+        raise
+    except (ValueError, TypeError) as error:
+        raise RequestError(
+            f"{_label(key, sources)} has columns that differ in type from file to file: {_cause(error)[1]}"
+        ) from error
 
 
 def stream_rows(
@@ -133,7 +154,7 @@ def stream_rows(
     split: str | None = None,
     name: str | None = None,
 ) -> "IterableDataset":
-    """Return the rows that `read_rows` reads as a stream, which `stream_files` tells from others.
+    """Return the rows that `read_rows` reads as a stream; `stream_files` identifies its files.
 
     The file of each row is under `STREAMED_FILE_COLUMN`, unless it is a row of a saved dataset.
 
@@ -148,38 +169,7 @@ def stream_rows(
         raise RequestError(
             f"{key}_split is {split!r}, and a stream has no slices; expected whole splits, such as 'train'."
         )
-    return _read_sources(key, sources, split, name, columns[0], columns)
-
-
-def _read_sources(
-    key: str,
-    sources: str | Sequence[str],
-    split: str | None,
-    name: str | None,
-    text_column: str | None,
-    columns: Sequence[str] | None = None,
-) -> Any:
-    """Return the rows of sources, or a stream of some columns."""
-    names = [sources] if isinstance(sources, str) else list(sources)
-    if not names or "" in names:
-        raise RequestError(f"{key} is empty; expected a file, a folder or a dataset id.")
-    if importlib.util.find_spec("datasets") is None:
-        raise RequestError(
-            f"{_label(key, sources)} needs the package datasets, which is not installed; run: pip install datasets"
-        )
-    import datasets
-
-    with limit_bars():
-        alone = len(names) == 1
-        parts = [_read_source(key, each, split, name, text_column, columns, is_alone=alone) for each in names]
-    try:
-        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-    except RequestError:  # about the first rows of a table
-        raise
-    except (ValueError, TypeError) as error:
-        raise RequestError(
-            f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
-        ) from error
+    return read_rows(key, sources, split=split, name=name, text_column=columns[0], columns=columns)
 
 
 class DocumentPaths(NamedTuple):
@@ -223,6 +213,7 @@ def read_paths(rows: "Dataset", path_column: str, label: str = "the corpus") -> 
 def may_be_dataset_id(source: str) -> bool:
     """Return whether a name could be the id of a dataset on the Hub."""
     is_id = _DATASET_ID.fullmatch(source) is not None
+    # `datasets` reads the current folder for an id such as `json`.
     return is_id and _kind_of(Path(source)) is None and source not in KINDS.values()
 
 
@@ -230,12 +221,11 @@ def _label(key: str, sources: str | Sequence[str]) -> str:
     return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
 
 
-def _cause(error: BaseException) -> BaseException:
-    return error if error.__cause__ is None else _cause(error.__cause__)
-
-
-def _reason(error: BaseException) -> str:
-    return first_line(_cause(error)).removesuffix(".")
+def _cause(error: BaseException) -> tuple[BaseException, str]:
+    """Return the first cause of an error, and its first line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error, first_line(error).removesuffix(".")
 
 
 def _kind_of(path: Path) -> str | None:
@@ -252,23 +242,20 @@ def _read_source(
     name: str | None,
     text_column: str | None,
     columns: Sequence[str] | None,
-    *,
-    is_alone: bool,
+    names_files: bool,
 ) -> Any:
     """Return the rows of one file, folder or dataset of the Hub, or with `columns` a stream; arguments are as in `read_rows`."""
     import datasets
 
     path, subject = Path(source).expanduser(), f"{key} is {source!r}"
     resolved = os.path.realpath(path)
-    if not path.exists() and not may_be_dataset_id(
-        source
-    ):  # `datasets` reads the current folder for an id such as `json`
+    if not path.exists() and not may_be_dataset_id(source):
         raise RequestError(f"{subject}, which does not exist; expected a file, a folder or a dataset id.")
     if path.exists() and ("::" in resolved or (path.is_dir() and glob.escape(resolved) != resolved)):
         raise RequestError(
             f"{subject}; the package datasets reads '::', '[', '*' and '?' in a path as a pattern. Rename the file or the folder."
         )
-    is_saved = _is_saved(path)
+    is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))  # by `save_to_disk`
     is_declared = not path.exists() or (not is_saved and _declares_data(path))
     if name is not None and not is_declared:
         raise RequestError(f"{subject}, which has no configurations, but {name!r} was given; leave the name out.")
@@ -281,7 +268,7 @@ def _read_source(
     elif is_declared:
         rows = _read_declared(key, source, path, split, name, columns)
     else:
-        rows = _read_files(key, path, split, text_column, columns, names_files=is_alone)
+        rows = _read_files(key, path, split, text_column, columns, names_files)
     if isinstance(rows, dict):
         chosen = split or (next(iter(rows)) if len(rows) == 1 else "train")
         if chosen not in rows:
@@ -299,12 +286,9 @@ def _read_source(
     if isinstance(rows, datasets.Dataset):
         files, rows = [Path(each["filename"]) for each in rows.cache_files], rows.to_iterable_dataset()
         rows.info.description = _description(files)
-    kept = [*columns, STREAMED_FILE_COLUMN]
-    return (
-        rows
-        if rows.column_names is None
-        else rows.select_columns([each for each in kept if each in rows.column_names])
-    )
+    if rows.column_names is None:
+        return rows
+    return rows.select_columns([each for each in (*columns, STREAMED_FILE_COLUMN) if each in rows.column_names])
 
 
 def _rows_of(builder: Any, key: str, split: str | None, columns: Sequence[str] | None) -> Any:
@@ -358,10 +342,10 @@ def _description(files: Sequence[str | Path]) -> str:
 
 
 def stream_files(rows: "IterableDataset") -> tuple[str, str]:
-    """Return what tells the files of a stream from others wherever their folders are, and from themselves after any write.
+    """Return an identity of files, without their folder, and another that changes with any write.
 
     The first are names and sizes, or addresses with commits. The second has the places and times too; it also differs if the
-    files were copied or moved, and nobody can set the times of changes back.
+    files were copied or moved.
     """
     sources = [json.loads(source) for source in rows.info.description.split("\n\n") if source]
     names = [json.dumps([file[:2] if isinstance(file, list) else file for file in source]) for source in sources]
@@ -374,15 +358,10 @@ def convert_read_errors(beginning: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = _cause(error)
+        cause, reason = _cause(error)
         if isinstance(cause, UnicodeDecodeError):
             remedy = save_as_utf8(cause)
-        raise RequestError(f"{beginning}, which cannot be read: {_reason(error)}{remedy}") from error
-
-
-def _is_saved(folder: Path) -> bool:
-    """Return whether a folder is a dataset that `save_to_disk` wrote."""
-    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+        raise RequestError(f"{beginning}, which cannot be read: {reason}{remedy}") from error
 
 
 def _declares_data(folder: Path) -> bool:
@@ -436,7 +415,6 @@ def _read_files(
     split: str | None,
     text_column: str | None,
     columns: Sequence[str] | None,
-    *,
     names_files: bool,
 ) -> Any:
     """Return the rows of a file, or of the files of one kind in a folder, and print which are not read."""
@@ -465,8 +443,8 @@ def _read_files(
         if len(read) == 1:
             raise
         raise RequestError(
-            f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_reason(error)}. Expected "
-            "the same columns in all, each of one type. Name one file, or give all rows the same columns."
+            f"{key} is {str(path)!r}, whose {len(read):,} files can be read one by one, but not together: {_cause(error)[1]}. "
+            "Expected the same columns in all, each of one type. Name one file, or give all rows the same columns."
         ) from error
     with convert_read_errors(f"{key} is {str(path)!r}"):
         rows = _rows_of(builder, key, split, columns)
@@ -480,15 +458,8 @@ def _read_files(
             raise RequestError(
                 f"{key} has the file {str(file)!r}, which is not text: it has zero bytes. Remove it, or convert it."
             )
-    if (
-        names_files
-        and split is None
-        and path.is_dir()
-        and text_column != _FILE_COLUMN
-        and len(rows["train"]) == len(read)
-    ):
-        names = [file.relative_to(path).as_posix() for file in read]
-        rows = rows["train"].add_column(_FILE_COLUMN, names)
+    if names_files and path.is_dir() and text_column != _FILE_COLUMN:
+        rows = rows["train"].add_column(_FILE_COLUMN, [file.relative_to(path).as_posix() for file in read])
     return rows if text_column in (None, "text") else rows.rename_column("text", text_column)
 
 

@@ -182,7 +182,9 @@ class TableReader(Csv):
     def _check_quotes(self, file: str) -> None:
         """Refuse quotes that are not closed, or closed within a field: pandas would lose the rows after them."""
         config = self.config
-        if len(config.sep) > 1 or config.skiprows or config.quoting == csv.QUOTE_NONE:  # longer separators are patterns
+        if (
+            len(config.sep) > 1 or config.skiprows or config.quoting == csv.QUOTE_NONE
+        ):  # longer separators are patterns
             return
         encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
         names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
@@ -197,7 +199,7 @@ class TableReader(Csv):
                 raise RequestError(
                     f"a quote in lines {begin} to {rows.line_num} takes more than its field ({error}); expected a field with "
                     'quotes to stand in quotes and to have each of them twice, as in "a ""low"" one"'
-                ) from error
+                ) from None
             finally:
                 csv.field_size_limit(longest)
 

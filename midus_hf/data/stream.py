@@ -242,7 +242,7 @@ class StreamedSequences(IterableDataset):
         if self._texts_read is not None:
             self._digest(batch, self._texts_read)
         kept = [place for place, text in enumerate(texts) if text and text.strip()]
-        self._tell_blank(batch, sorted({*range(len(texts))} - {*kept}))
+        self._note_blank(batch, sorted({*range(len(texts))} - {*kept}))
         counts["blank"] += len(texts) - len(kept)
         if kept:
             tokens = self._tokenise([texts[place] for place in kept])["input_ids"]
@@ -275,22 +275,20 @@ class StreamedSequences(IterableDataset):
                 )
         return batch
 
-    def _tell_blank(self, batch: dict[str, list[Any]], blank: Sequence[int]) -> None:
+    def _note_blank(self, batch: dict[str, list[Any]], blank: Sequence[int]) -> None:
         """Print that a run has come to blank texts for the first time, or to many."""
-        texts, counts = batch[self._text_column], self._counts
-        extent = "all" if len(blank) == len(texts) else "some"
+        counts, extent = self._counts, "all" if len(blank) == len(batch[self._text_column]) else "some"
         is_refused = counts["texts"] == counts["blank"] and extent == "all"  # if the run begins so
         is_known = extent in self._told or counts["earlier_passes"] or (extent == "some" and counts["blank"])
         if not blank or is_refused or is_known:
             return
         self._told |= {extent, "some"}
         named, reason = _name_files(_files(batch, blank)), f"blank or missing under {self._text_column!r}"
+        line = f"a text{named}, after {counts['texts'] + blank[0]:,} others, is {reason}, and is left out, as all such texts are"
         if extent == "all":
             line = (
-                f"all {len(texts):,} texts{named} after the first {counts['texts']:,} are {reason}, and are left out"
+                f"all {len(blank):,} texts{named} after the first {counts['texts']:,} are {reason}, and are left out"
             )
-        else:
-            line = f"a text{named}, after {counts['texts'] + blank[0]:,} others, is {reason}, and is left out, as all such texts are"
         print_note(f"{self._label}: {line}", f"{extent} texts blank")
 
     def _pack_by_leaf(self, tokens: list[list[int]], batch: dict[str, list[Any]]) -> None:

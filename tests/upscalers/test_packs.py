@@ -1,7 +1,5 @@
 """The method packs: a glossary beside the weights, what it may hold, edits of its entries, and texts that must stay."""
 
-import bz2
-import gzip
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ from string import ascii_lowercase
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from models.pack_models import tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -30,7 +27,6 @@ from tests.upscalers.hub_server import Repository, files_of
 from upscalers.edits.chapters import zero
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
-from upscalers.methods.packs import corpus_rows
 from upscalers.request.progress import Progress
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
