@@ -223,9 +223,7 @@ def planned_requests(folder: Path) -> dict[str, list[str]]:
         (folder / family).mkdir()
         (folder / family / "config.json").write_text(json.dumps({"model_type": family, **PLANNED}))
     get_method("solar")  # fills the table
-    cases = [
-        (method, "llama") for method in METHODS if method not in ("packs", "vocabulary")
-    ]  # which read a tokenizer
+    cases = [(method, "llama") for method in METHODS if method != "packs"]  # which read a tokenizer
     cases += [("midus-hml", family) for family in MAIN_TYPES if family != "llama"]
     requests = {
         f"{method}, {family}": [

@@ -134,7 +134,6 @@ NEAREST_TO_UPSCALERS = {
     "strip": "strip every_method",
     "tokenizer": "tokenizer",
     "verify": "verification streamed_model",
-    "vocabulary": "vocabulary",
     "writer": "safetensors_format checkpoint_layouts memory_methods every_method",
 }
 

@@ -159,7 +159,7 @@ def print_method_list(methods: list[dict[str, Any]]) -> None:
         )
         _print_text(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
     _print_text(
-        "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts or tokens; "
+        "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts; "
         "changed*: exact with --set identity=auto."
     )
     _print_text("'upscale methods NAME' says for which, and prints a method's options, their defaults and the paper.")
@@ -201,7 +201,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     counts, stripped = inspection["parameters"], inspection.get("stripped")
     if stripped is not None:
         layers, memories = (stripped.get(f"removed_{name}") or () for name in ("layers", "memories"))
-        removed = _removed(layers, memories, stripped.get("removed_tokens") or 0)
+        removed = _removed(layers, memories)
         source = f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
         rows += [("stripped from", source), ("", f"its weights {_confirmation(stripped, 'were')}")]
     if "method" not in inspection:
@@ -234,7 +234,6 @@ def _added(inspection: dict[str, Any]) -> str:
     """Return as text what was added to layers that are all the base's."""
     new = [entry for entry in inspection["memory"] if entry.get("name") in inspection["new_memories"]]
     parts = [f"memory {entry['name']} ({entry['site']}) in layers {format_numbers(entry['layers'])}" for entry in new]
-    parts += [format_count(inspection["new_tokens"], "token")] if inspection["new_tokens"] else []
     parts += [f"a glossary of {format_count(inspection['entries'], 'entry')}"] if "entries" in inspection else []
     return "; ".join(parts) or "nothing"
 
@@ -266,7 +265,7 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 
 def print_stripped(result: dict[str, Any]) -> None:
     """Print what `strip` took out, and whether the weights left equal the base's."""
-    removed = _removed(result["removed_layer_indices"], result["removed_memories"], result["removed_tokens"])
+    removed = _removed(result["removed_layer_indices"], result["removed_memories"])
     model = f"{result['model_type']} with {result['num_layers']} layers"
     _print_text(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
 
@@ -279,15 +278,13 @@ def print_extracted(result: dict[str, Any]) -> None:
     )
 
 
-def _removed(layers: Sequence[int], memories: Sequence[str], tokens: int) -> str:
-    """Return as text what `strip` took out: inserted layers, memories that were attached to layers of the base, and tokens."""
-    parts = [
+def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
+    """Return as text what `strip` took out: inserted layers, and memories that were attached to layers of the base."""
+    return " and ".join(
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))
         if names
-    ]
-    parts += [format_count(tokens, "token")] if tokens else []
-    return " and ".join(parts)
+    )
 
 
 def _gigabytes(num_bytes: float) -> str:

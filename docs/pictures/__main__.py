@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 
 from docs.pictures.canvas import Picture
-from docs.pictures.layers import deus, lesa, llama_pro, solar, vocabulary
+from docs.pictures.layers import deus, lesa, llama_pro, solar
 from docs.pictures.memories import engram, glossary, hierarchical, midus, moc, moda, packs, ultramem_v2
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -32,7 +32,6 @@ PICTURES: Mapping[str, Callable[[], Picture]] = {
     "engram": engram,
     "moda": moda,
     "packs": packs,
-    "vocabulary": vocabulary,
     "glossary": glossary,
 }
 

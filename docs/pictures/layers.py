@@ -197,22 +197,3 @@ def deus() -> Picture:
     picture.text(average.right[0] + 10, 69, "for every tensor; nothing is zeroed", SMALL, FAINT, "left")
     picture.legend("base", "new", "zero")
     return picture
-
-
-def vocabulary() -> Picture:
-    """Draw a row for a new token, the mean of the rows of its pieces, in embedding and head."""
-    picture = Picture(250)
-    picture.title(14, "New token")
-    picture.box(14, 128, 120, 28, "electrolyser", "new")
-    picture.title(190, "Pieces of the base")
-    picture.title(400, "Embedding, and head")
-    rows = [picture.box(400, 178 - 27 * number, 250, 24, kind="base") for number in range(4)]
-    for number, piece in enumerate(("elect", "roly", "ser")):
-        box = picture.box(190, 166 - 38 * number, 90, 28, piece)
-        picture.arrow((134, 142), box.left)
-        picture.arrow(box.right, rows[number].left)
-    new = picture.box(400, 62, 250, 24, "mean of the rows of its pieces", "new", size=SMALL)
-    picture.arrow((650, rows[1].right[1]), (672, rows[1].right[1]), (672, 74), new.right, color=BLUE)
-    picture.text(525, 218, "rows of the base: their bits stay", SMALL, FAINT)
-    picture.legend("base", "new")
-    return picture

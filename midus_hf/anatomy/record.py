@@ -20,9 +20,6 @@ class UpscaleRecord:
         method: Name of the method.
         new_layers: Indices of the layers that were added, ascending.
         new_memories: Names of the memories that were attached. Default: none.
-        new_rows: Ids of the tokens that were added. Default: none.
-        replaced_rows: Rows of the base that new tokens replaced, by the name of their tensor, with their dtype. Default: none.
-        first_token: First id behind the base's tokens, where some before the new ones are reserved. Default: None.
         trainable: What training trains by default, `"new"` or `"all"`; None if a method has no choice.
         causal: Whether no token depends on later ones. Default: true.
         plan: For each layer, `{"base": i}` or what a new layer was made from, as `Plan.to_list` writes it.
@@ -39,9 +36,6 @@ class UpscaleRecord:
     method: str = ""
     new_layers: tuple[int, ...] = ()
     new_memories: tuple[str, ...] = ()
-    new_rows: range = range(0)
-    replaced_rows: Mapping[str, Any] = field(default_factory=dict)
-    first_token: int | None = None
     trainable: str | None = None
     causal: bool = True
     plan: tuple[Mapping[str, Any], ...] = ()
@@ -79,11 +73,9 @@ class UpscaleRecord:
         """Return the record as a config holds it, without values that are the default and not always written."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         always = {"method", "new_layers", "trainable", "plan", "options", "seed", "base_dtype", "base_config"}
-        rows, others = values.pop("new_rows"), values.pop("others")
+        others = values.pop("others")
         written: dict[str, Any] = {}
         for name, value in values.items():
-            if name == "replaced_rows" and rows:
-                written["new_rows"] = [rows.start, rows.stop]
             is_default = value in (None, (), {}, True) if name == "causal" else value in (None, (), {})
             if name in always or not is_default:
                 written[name] = list(value) if isinstance(value, tuple) else value
@@ -130,8 +122,7 @@ def record_of(config: Any) -> UpscaleRecord | None:
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("new_layers", "new_memories"), tuple),
     **dict.fromkeys(("plan", "edits"), lambda entries: tuple(map(dict, entries))),
-    **dict.fromkeys(("options", "base_config", "replaced_rows"), dict),
-    "new_rows": lambda bounds: range(*bounds) if bounds else range(0),
+    **dict.fromkeys(("options", "base_config"), dict),
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from midus_hf.config.errors import RequestError
 
@@ -67,18 +67,6 @@ class LayerParts:
     reads_norm: bool
 
 
-class TokenTables(NamedTuple):
-    """What of a type has a size for each token.
-
-    Args:
-        keys: Keys of the config by which these tables or the logits get their size.
-        inputs: Full names of the parameters of which a pass reads the rows that ids number.
-    """
-
-    keys: tuple[str, ...]
-    inputs: tuple[str, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
     """A causal language model of Transformers that hosts memory.
@@ -93,7 +81,6 @@ class ModelType:
         mlp_class: Name of the class of all gated feed-forward networks; None if there are several, or none.
         some_do_not_rotate: Whether some attentions do not rotate queries and keys.
         norms_all_heads: Whether norms of queries and keys are over all heads together.
-        tables: Tables with a row for each token.
         stacked: Roles of the projections whose rows a linear module stacks, in order, by the class of the part and the name of
             the module, `"LlamaMLP.gate_up_proj"`; none if they are stacked in an unknown order.
         wirings: What was proven, of `WIRINGS`.
@@ -113,7 +100,6 @@ class ModelType:
     mlp_class: str | None
     some_do_not_rotate: bool
     norms_all_heads: bool
-    tables: TokenTables
     stacked: Mapping[str, tuple[str, ...]]
     wirings: tuple[str, ...]
     refused: Mapping[str, str]
@@ -197,13 +183,13 @@ def read_row(model_type: str, row: Mapping[str, Any]) -> ModelType | CompositeTy
     if "language_type" in row:
         return CompositeType(model_type=model_type, **row)
     values = {**_EMPTY, **row}
+    values.pop("tables", None)  # in rows that earlier versions proved
     return ModelType(
         model_type=model_type,
         **{
             **values,
             "layers": {name: LayerParts(**parts) for name, parts in row["layers"].items()},
             "mixers": tuple(row["mixers"]),
-            "tables": TokenTables(*map(tuple, row["tables"])),
             "stacked": {name: tuple(roles) for name, roles in values["stacked"].items()},
             "wirings": tuple(values["wirings"]),
         },

@@ -93,11 +93,6 @@ def _planned(name: str, comparison: Comparison, shared: Mapping[str, Any]) -> Va
         raise RequestError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
     with name_in_request_errors(f"variants.{name}.upscale"):
         sizes = upscale(base=comparison.base, dry_run=True, **keys).parameters
-    if not get_method(keys["method"]).keeps_tokens:
-        raise RequestError(
-            f"variants.{name}.upscale has the method {keys['method']!r}, which cuts texts into other tokens, so that losses per "
-            "token are of other things; expected a method that keeps the tokenizer. Give its result as the base of the comparison."
-        )
     rates = _rates(train, get_method(keys["method"]).trainable, _memory_types(keys), listed)
     return Variant(name, keys, train, rates, sizes.new, sizes.trainable)
 

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
-from midus_hf.anatomy.types import model_type_of
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from midus_hf.memories.hierarchical.bank.model_banks import Banks
@@ -52,11 +51,6 @@ class ModelView:
     def record(self) -> UpscaleRecord:
         """What `upscale` recorded in the config; empty for another model."""
         return self.recorded or UpscaleRecord()
-
-    @property
-    def new_rows(self) -> range:
-        """Ids of the tokens that were added."""
-        return self.record.new_rows
 
     @property
     def banks(self) -> Banks | None:
@@ -115,14 +109,6 @@ class ModelView:
         if self.decoder is self.model or self.model.get_output_embeddings() is not None:
             return []
         return [module for module in self.model.children() if module is not self.decoder]
-
-    @property
-    def tables(self) -> list[nn.Module]:
-        """Modules that have a row for each token: those that the model reads by ids, and the head, each once."""
-        names = model_type_of(self.model.config.get_text_config().model_type).tables.inputs
-        tables = [self.decoder.get_submodule(name.removeprefix("model.").rpartition(".")[0]) for name in names]
-        head = self.model.get_output_embeddings()
-        return [*tables, *([] if head is None else [head])]
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import tuners_utils
-from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from midus_hf.config.errors import RequestError, as_request_error
@@ -43,8 +43,8 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     view = ModelView(model)
     if view.has_adapters:
         raise RequestError("the model is wrapped by PEFT already; expected the model that from_pretrained returns.")
-    new, rows = view.new_modules, rows_for_peft(view)
-    if not new and not rows:
+    new = view.new_modules
+    if not new:
         raise RequestError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
             "would be trained in full; upscale the model first, or make a peft.LoraConfig."
@@ -55,37 +55,8 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     head = [name for name, module in model.named_children() if module in view.task_head]
     if head and options["target_modules"] == "all-linear":
         options.setdefault("exclude_modules", head)
-    return _with_new_parts(view, LoraConfig(r=r, lora_alpha=lora_alpha, **options), list(new), rows)
-
-
-def rows_for_peft(view: ModelView) -> dict[str, list[int]]:
-    """Return the ids of new tokens by the names of the modules that have their rows, as PEFT's `trainable_token_indices`.
-
-    PEFT trains these rows beside the module's others. A head that is tied follows the embedding.
-    """
-    model, rows = view.model, view.new_rows
-    if not rows:
-        return {}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
-    modules = [each for each in view.tables if not (is_tied and each is head)]
-    names = (name for name, module in model.named_modules() if any(module is each for each in modules))
-    return {name.rpartition(".")[2]: list(rows) for name in names}
-
-
-def _with_new_parts(view: ModelView, config: LoraConfig, new: list[str], rows: dict[str, list[int]]) -> LoraConfig:
-    """Let new parts train beside adapters; refuse adapters on tables of which rows train, the head too, if it is tied to one."""
-    config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
-    config.trainable_token_indices = config.trainable_token_indices or rows or None
-    if not config.trainable_token_indices or config.target_modules == "all-linear":
-        return config
-    modules = view.tables
-    for name, module in view.model.named_modules():
-        if any(module is each for each in modules) and check_target_module_exists(config, name):
-            raise RequestError(
-                f"adapters.target_modules has {name}, whose rows of new tokens train; expected other modules, "
-                "as PEFT cannot train both. Leave it out."
-            )
+    config = LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+    config.modules_to_save = [*new, *(config.modules_to_save or [])]
     return config
 
 
@@ -106,8 +77,7 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
     """Wrap a model from `from_pretrained` with the adapters of the key `adapters`; also return a sentence on what is trained."""
     config, trains_new = read_adapters(options)
     model, new = view.model, list(view.new_modules) if trains_new else []
-    rows = rows_for_peft(view) if trains_new else {}
-    config = _with_new_parts(view, config, new, rows)
+    config.modules_to_save = [*new, *(config.modules_to_save or [])] or None
     try:
         adapted = cast(PeftModel, get_peft_model(model, config))
         # PEFT refuses modules whose weights are read directly by Mamba kernels, by a list of model types that lacks ours.
@@ -135,10 +105,8 @@ def add_adapters(view: ModelView, options: Mapping[str, Any]) -> tuple[PeftModel
             f"nothing is trained with adapters {dict(options)}; expected adapters that are trained. Remove inference_mode."
         )
     blocks = sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0
-    untrained = 0 if rows else len(view.new_rows)
     return adapted, (
-        f"Training adapters on {'the base, and all new parameters' if new or rows else 'all layers'}: "
+        f"Training adapters on {'the base, and all new parameters' if new else 'all layers'}: "
         f"{training:,} of {total:,} parameters ({training / total:.2%})"
-        f"{f'; the rows of {untrained:,} new tokens stay, which adapters.layers: base trains' if untrained else ''}"
         f"{f'; and the blocks of the bank, {blocks:,} parameters, as texts fetch them' if blocks else ''}"
     )

@@ -133,8 +133,6 @@ def _refusal(trainer: Any) -> str | None:
         if getattr(getattr(model.get_base_model(), "banks", None), "trainable", False):
             return "the blocks of a bank train beside adapters; expected adapters alone. Set adapters.layers: all."
         return None
-    if view.new_rows:
-        return "the last upscaling added tokens, which the base cannot read. Leave base_kl out."
     added = {id(parameter) for module in view.new_modules.values() for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in added:

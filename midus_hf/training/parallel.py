@@ -12,7 +12,6 @@ from transformers.utils import CONFIG_NAME
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
 from midus_hf.training.checkpoints import can_go_on
-from midus_hf.training.optim.new_rows import with_trained_rows
 
 
 def prepare_sharing(trainer: Any) -> None:
@@ -27,11 +26,6 @@ def prepare_sharing(trainer: Any) -> None:
                 f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
                 "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
             )
-    if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and any(with_trained_rows(trainer.model)):
-        raise RequestError(
-            "what trains is rows of new tokens, which FSDP and DeepSpeed cannot tell from others in what they cut; expected whole "
-            "models. Start it with configs/accelerate/ddp.yaml, or set trainable: all."
-        )
     if trainer.is_fsdp_enabled and trainer.args.save_only_model:
         raise RequestError(
             "save_only_model is true, and processes that share parameters by FSDP save them with the optimizer's; expected whole "

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import integration_utils
 
 from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.config.wording import first_line, print_note
+from midus_hf.config.wording import first_line
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.models.view import ModelView
@@ -28,7 +28,6 @@ from midus_hf.training.inputs import check_inputs, model_digests
 from midus_hf.training.keys import ENOUGH_STEPS
 from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
 from midus_hf.training.optim.freezing import cast_for_training, num_trained, set_trainable
-from midus_hf.training.optim.new_rows import has_new_tokens
 from midus_hf.training.output import in_main_process, open_output
 from midus_hf.training.parallel import check_checkpoint, shares_parameters
 from midus_hf.training.protection import Protection
@@ -121,8 +120,6 @@ def run_training(
             protection = _protect(model, tokenizer, arguments, checkpoint)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
             is_stream = isinstance(trainer.train_dataset, StreamedSequences)
-            if is_main and not is_stream and not has_new_tokens(trainer.train_dataset, view.new_rows):
-                print_note("the training data has none of the new tokens, whose rows learn from texts with them")
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
             check = partial(check_inputs, trainer, of_model, arguments, checkpoint)

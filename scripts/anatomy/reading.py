@@ -21,7 +21,6 @@ from scripts.anatomy.architecture import (
     projection_of,
 )
 from scripts.anatomy.tiny import small_composite_sizes, small_sizes, tiny_composite_model, tiny_model
-from scripts.anatomy.token_tables import tables_read
 
 _SEED, _LENGTH = 0, 7
 _OUTPUTS = PROJECTIONS["output_projection"]
@@ -49,7 +48,6 @@ def read_type(model_type: str) -> ModelType:
         mlp_class=_only_class(networks),
         some_do_not_rotate=not all(map(_rotates, attentions)),
         norms_all_heads=architecture.norms_all_heads,
-        tables=tables_read(model_type),
         stacked=stacked,
         wirings=(),
         refused={},

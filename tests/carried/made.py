@@ -10,7 +10,6 @@ from pairs import in_turn
 from tiny import NATIVE_FAMILIES, save_tiny_model, save_tiny_tokenizer
 from transformers import CONFIG_MAPPING
 
-from midus_hf.anatomy.types import model_type_of
 from scripts.anatomy.tiny import tiny_model
 from upscalers.runs.upscale import upscale
 
@@ -74,7 +73,8 @@ def checkpoint(root: Path, family: str, method: str) -> Path:
         if not base.exists() and family in NATIVE_FAMILIES:
             save_tiny_model(family, base)
         elif not base.exists():
-            tiny_model(family, **dict.fromkeys(model_type_of(family).tables.keys, 128)).save_pretrained(base)
+            sizes = ["vocab_size", *(["vocab_size_per_layer_input"] if family == "gemma4_text" else [])]
+            tiny_model(family, **dict.fromkeys(sizes, 128)).save_pretrained(base)
         method, changes = KINDS.get(method, (method, {}))
         if method == "packs":
             save_tiny_tokenizer(base)

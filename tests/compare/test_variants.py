@@ -131,7 +131,6 @@ REFUSED = {
     "no method": (
         {"upscale": {"num_new_layers": 2}}, "variants.a.upscale has no 'method'; name one, as 'upscale methods' lists them."
     ),
-    "other tokens": ({"upscale": {"method": "vocabulary"}}, "variants.a.upscale has the method 'vocabulary', which cuts"),
     "an option of the method": (
         {"upscale": {**HEADWISE, "options": {"m": 2}}}, "variants.a.upscale: method midus-hml has no option 'm'"
     ),

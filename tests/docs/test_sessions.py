@@ -265,9 +265,6 @@ SESSIONS = {
             "--value_learning_rate 0.1": f"--value_learning_rate 0.1 {SHORT}",
         },
     ),
-    "docs/methods/vocabulary.md": Session(
-        replace={"--base BASE": "--base base", "TEXTS": "texts", "--max_steps 200": SHORT}
-    ),
     "docs/methods/packs.md": Session(replace={"--base BASE": "--base base", "ARTICLES": "held-out.txt"}),
     "docs/methods/deus.md": Session(replace={**PLANNED, **LLAMA_CONFIG, "google/gemma-2-2b": "tiny-gemma-2"}),
     "docs/methods/lesa.md": Session(

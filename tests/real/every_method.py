@@ -25,9 +25,8 @@ from upscalers.methods.contract import METHODS
 ROOT = Path(__file__).parents[2]
 MODEL = os.environ.get("MODEL", "smollm2")
 GLOSSARY = {"name": "Kestrel gateway", "text": "The Kestrel gateway listens on port 8443."}
-# The first opens no entry of the glossary, and has no new token.
+# The first opens no entry of the glossary.
 TEXTS = ["The capital of France is", "The Kestrel gateway\nThe Kestrel gateway listens on port"]
-UNTRAINED = ("packs", "vocabulary")
 COLUMNS = {
     "method": "{}",
     "max_abs_diff": "{:.3g}",
@@ -108,11 +107,9 @@ def run_upscale(*words: str | Path) -> Any:
 def options_of(method: str, base: Path, work: Path) -> dict[str, Any]:
     """The options that a method lacks a default for."""
     (work / "glossary.jsonl").write_text(json.dumps(GLOSSARY), encoding="utf-8")
-    (work / "tokens.txt").write_text("Kestrel", encoding="utf-8")
     layers = json.loads((base / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     return {
         "packs": {"corpus": str(work / "glossary.jsonl")},
-        "vocabulary": {"tokens": str(work / "tokens.txt")},
         "stack": {"layers": [f"0-{layers - 1}", f"{layers // 2}-{layers - 1}"]},
     }.get(method, {})
 
@@ -144,7 +141,7 @@ def test_a_real_model_by_every_method(method, base, tokens_of_base, rows, tmp_pa
     assert here["tokens"][0] == tokens_of_base or not promised
     there = generated(made, tmp_path, package_present=False, levels=levels)
     assert there["tokens"] == here["tokens"]
-    assert here["changed"] or method in UNTRAINED
+    assert here["changed"] or method == "packs"
     assert there["module"].startswith("transformers_modules.") == here["module"].startswith("midus_hf.")
 
     result = run_upscale("strip", made, "--output", stripped)

@@ -171,10 +171,6 @@ def trainer_of(model, **changes) -> SimpleNamespace:
 
 def test_models_and_processes_that_have_no_base_at_hand_are_refused(upscaled, tmp_path):
     base = save_tiny_model("llama", tmp_path / "base")
-    tiny_tokenizer().save_pretrained(base)
-    (tmp_path / "tokens.txt").write_text("new1\nnew2\n")
-    tokens = {"tokens": str(tmp_path / "tokens.txt")}
-    upscale(base=base, method="vocabulary", output=tmp_path / "tokens", options=tokens, verify=False)
     upscale(base=base, method="stack", output=tmp_path / "stack", options={"layers": "0-2,1-3"}, verify=False)
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     set_trainable(model)
@@ -188,7 +184,6 @@ def test_models_and_processes_that_have_no_base_at_hand_are_refused(upscaled, tm
         (trainer_of(model, is_deepspeed_enabled=True, deepspeed=None), shared),
         (trainer_of(model, is_fsdp_enabled=True), shared),
         (trainer_of(model, accelerator=SimpleNamespace(parallelism_config=object())), shared),
-        (trainer_of(trained_in(tmp_path / "tokens")), "the last upscaling added tokens, which the base cannot read"),
         (
             trainer_of(trained_in(tmp_path / "stack")),
             "the model lacks layers of its base, or repeats them; expected each",

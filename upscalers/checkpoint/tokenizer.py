@@ -1,7 +1,6 @@
 """Tokenizer and processors of a result, which must work like the base's although Transformers chooses them by `model_type`."""
 
 # ruff: noqa: RUF001 - texts have letters that look alike
-import hashlib
 import json
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
 
 TOKENIZER_CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
-# Tokens beside the vocabulary, in the config of a tokenizer.
-ADDED = "added_tokens_decoder"
 _PROCESSOR, _PREPROCESSOR, _VIDEO = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -24,8 +21,6 @@ _PROCESSOR, _PREPROCESSOR, _VIDEO = (
 #: Keys of a record: the text that small files had in the base, None if they were absent, and whether the tokenizer's files are as
 #: `AutoTokenizer` had loaded them, and not as the base has them.
 CHANGED_KEY, REWRITTEN_KEY = "changed_files", "rewritten_tokenizer"
-#: Key of a record: the digest of the tokenizer to which tokens were added, None if it was of another format.
-DIGEST_KEY = "tokenizer_sha256"
 CHANGED_FILES = (TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
 # For each kind of processor: the module of its Auto class, the keys that it finds a class by, the first of which is written, and the
 # files that can have it.
@@ -108,62 +103,6 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
             "expected the same ids."
         )
     return record
-
-
-def add_tokens(folder: Path, grown: Any, ids: range) -> dict[str, Any]:
-    """Write the tokens of some ids of a tokenizer, to which Transformers has added them, to the files of a folder.
-
-    Returns:
-        What `strip` must know of it, as `keep_tokenizer` returns it.
-
-    Raises:
-        VerificationError: If the folder's tokenizer reads text otherwise than the one given.
-    """
-    from transformers import AutoTokenizer
-
-    whole, record = json.loads(grown.backend_tokenizer.to_str()), dict[str, Any]()
-    path, config = folder / TOKENIZER_JSON, folder / TOKENIZER_CONFIG
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
-    record[DIGEST_KEY] = None if before is None else hashlib.sha256(before.encode()).hexdigest()
-    held = whole if before is None else json.loads(before)
-    new = [token for token in whole["added_tokens"] if token["id"] in ids]
-    held["added_tokens"] = [token for token in held["added_tokens"] if token["id"] not in ids] + new
-    path.write_text(_pretty(held), encoding="utf-8")
-    text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
-    if (listed := (told := json.loads(text)).get(ADDED)) is not None:
-        listed |= {str(each["id"]): {key: value for key, value in each.items() if key != "id"} for each in new}
-        config.write_text(_pretty(told) + "\n", encoding="utf-8")
-        record[CHANGED_KEY] = {TOKENIZER_CONFIG: text}
-    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    tokens = [token["content"] for token in new]
-    if loaded.convert_tokens_to_ids(tokens) != list(ids) or _reading(loaded) != _reading(grown):
-        raise VerificationError(
-            f"the result's tokenizer ({type(loaded).__name__}) reads a text otherwise than the base's with the new tokens; expected "
-            "the same ids."
-        )
-    return record
-
-
-def remove_tokens(folder: Path, ids: range, record: dict[str, Any]) -> bool:
-    """Take the tokens of some ids out of a folder's files; return whether `tokenizer.json` is the base's by the record."""
-    path, config = folder / TOKENIZER_JSON, folder / TOKENIZER_CONFIG
-    known = record.get(DIGEST_KEY)
-    if path.is_file() and DIGEST_KEY in record and known is None:
-        path.unlink()  # the base has another format
-    elif path.is_file():
-        held = read_json(path)
-        held["added_tokens"] = [token for token in held.get("added_tokens", []) if token["id"] not in ids]
-        path.write_text(_pretty(held), encoding="utf-8")
-    told = read_json(config) if config.is_file() else {}
-    if {*told.get(ADDED, {})} & {*map(str, ids)}:
-        told[ADDED] = {key: value for key, value in told[ADDED].items() if int(key) not in ids}
-        config.write_text(_pretty(told) + "\n", encoding="utf-8")
-    return not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() == known
-
-
-def _pretty(content: Any) -> str:
-    """Return JSON as the package tokenizers writes it."""
-    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[str, str]:

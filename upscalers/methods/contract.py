@@ -73,14 +73,12 @@ class Method(ABC):
     #: Whether the upscaled model computes exactly the same as the base: on the class, with the default options; on an instance,
     #: with its options.
     identity: bool
-    #: Texts or tokens of which `identity` does not hold, in words behind "but for"; None if it holds of all.
+    #: Exceptions to `identity`, a noun phrase, or None.
     identity_except: ClassVar[str | None] = None
     #: The part of the model that is trained after upscaling.
     trainable: ClassVar[Literal["new", "all"]] = "new"
     #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
-    #: Whether the upscaled model's tokenizer cuts texts as the base's does.
-    keeps_tokens: ClassVar[bool] = True
     #: Whether the upscaled model is deeper than the base.
     adds_layers: ClassVar[bool] = True
 
@@ -163,14 +161,6 @@ class Method(ABC):
 
     def recorded(self, base: BaseCheckpoint, plan: Plan) -> dict[str, Any]:
         """Return what the record in the config has beside what each record has, for `strip`. Default: nothing."""
-        return {}
-
-    def change_tokenizer(self, base: BaseCheckpoint, folder: Path) -> dict[str, Any]:
-        """Change the tokenizer of the result, which is the base's, in its folder. Default: it stays.
-
-        Returns:
-            What `strip` must know of it, as `keep_tokenizer` returns it.
-        """
         return {}
 
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:

@@ -38,13 +38,12 @@ class New:
 class Plan:
     """The origin of every layer of the upscaled model, and what is new beside layers.
 
-    `new_memories` are the names of the memories that are attached to layers, `new_rows` the ids of new tokens.
+    `new_memories` are the names of the memories that are attached to layers.
     """
 
     layers: tuple[Base | New, ...]
     num_base_layers: int
     new_memories: tuple[str, ...] = ()
-    new_rows: range = range(0)
 
     @property
     def num_layers(self) -> int:
@@ -105,11 +104,7 @@ class Plan:
 
     @classmethod
     def from_list(
-        cls,
-        layers: Iterable[Mapping[str, Any]],
-        num_base_layers: int,
-        new_memories: Iterable[str] = (),
-        new_rows: range = range(0),
+        cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
         """Read the list that `to_list` returned; what is new beside layers is passed separately."""
         read: list[Base | New] = []
@@ -118,7 +113,7 @@ class Plan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()
             }
             read.append(Base(layer["base"]) if "base" in layer else New(**values))
-        return cls(tuple(read), num_base_layers, tuple(new_memories), new_rows)
+        return cls(tuple(read), num_base_layers, tuple(new_memories))
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:

@@ -132,8 +132,6 @@ def with_request(card: str, change: Callable[[Any], None]) -> str:
 
 
 def _change(plan: Plan, memories: Memories) -> str:
-    if plan.new_rows:
-        return f"with {len(plan.new_rows):,} new tokens, of the ids {plan.new_rows.start} to {plan.new_rows.stop - 1}"
     if not plan.new_memories:
         return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
     attached = [memories.attached[name] for name in plan.new_memories]

@@ -25,7 +25,6 @@ def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, 
         method=method.name,
         new_layers=tuple(plan.new_indices),
         new_memories=tuple(plan.new_memories),
-        new_rows=plan.new_rows,
         trainable=method.trainable,
         causal=not reads_ahead,
         plan=tuple(plan.to_list()),
@@ -41,7 +40,7 @@ def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, 
 def resized_vocabulary(config: Config) -> tuple[int, int] | None:
     """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not, or without a record."""
     record = record_of(config) if has_record(config) else None
-    if record is None or record.new_rows:  # new rows are behind the base's, which are told apart
+    if record is None:
         return None
     before, size = record.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
     return None if before is None or size is None or before == size else (before, size)
@@ -92,28 +91,30 @@ def read_upscaled(config: Config, folder: Path) -> UpscaleRecord:
         raise RequestError(
             f"{folder} was not made by upscale: its config.json has no {RECORD_KEY!r} entry. Give an upscaled model."
         )
+    if "new_rows" in record.others:
+        raise RequestError(
+            f"{folder} was made with the method {record.method!r}, which this version lacks; transformers loads the model without "
+            "midus-hf. To strip or inspect it, install commit 826ade84 of midus-hf."
+        )
     return record
 
 
 def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
     """Return the plan in a config's record; one that is malformed or belongs to another model is refused."""
-    rows, base_config = record.new_rows, record.base_config
-    first = rows.start if record.first_token is None else record.first_token
     try:
-        plan = Plan.from_list([*record.plan], base_config["num_hidden_layers"], record.new_memories, rows)
+        plan = Plan.from_list([*record.plan], record.base_config["num_hidden_layers"], record.new_memories)
         is_sound = (
             0 < plan.num_base_layers <= MOST_LAYERS
             and plan.num_layers == model.num_layers
             and sorted(plan.kept_indices) == list(range(plan.num_base_layers))
             and all(layer in range(plan.num_base_layers) for layer in plan.sources)
             and model.layout.memories.attached.keys() >= {*record.new_memories}
-            and (not rows or (0 < first <= min(rows.start, base_config["vocab_size"]) and rows.step == 1))
         )
     except (TypeError, KeyError, IndexError, AttributeError):
         is_sound = False
     if not is_sound:
         raise RequestError(
-            f"config.json has a plan, new_memories or new_rows (in upscale) that are not those of a model of {model.num_layers} "
+            f"config.json has a plan or new_memories (in upscale) that are not those of a model of {model.num_layers} "
             "layers; expected what upscale wrote. Restore the config that it wrote."
         )
     return plan

@@ -52,7 +52,7 @@ class UpscaleReport:
         peak_rss_bytes: Largest resident memory of the process, in bytes.
         promises_identity: Whether the method, with its options, promises that the result computes what the base
             computes.
-        identity_except: Texts or tokens of which that does not hold, in words behind "but for"; None if it holds of all.
+        identity_except: Exceptions to that, a noun phrase; None if it holds for all texts.
         kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
             nats; None if nothing was compared, or the base has no token with finite logits.
         measurements: Measurements of solvers for each tensor they made; empty for methods without solvers.

@@ -9,11 +9,9 @@ from midus_hf.anatomy.record import UpscaleRecord, has_record
 from midus_hf.files.checkpoint_files import CODE, GLOSSARY_FILE
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
-from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
+from upscalers.checkpoint.base_checkpoint import open_base, read_config
 from upscalers.checkpoint.source import resolve_source
-from upscalers.plan.plan import Plan
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled
-from upscalers.tensors.vocabulary_rows import rows_by_token
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -24,9 +22,9 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
-        "new_memories", "new_tokens", "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has
-        `total` and `new`, and where texts fetch blocks also `fetched` and `bank`. `new_memories` has names of attached memories,
-        `new_tokens` is a number. A folder with a glossary also has `entries`, their number. `layers` has
+        "new_memories", "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has
+        `total` and `new`, and where texts fetch blocks also `fetched` and `bank`. `new_memories` has names of attached memories.
+        A folder with a glossary also has `entries`, their number. `layers` has
         `{"index", "new", "from", "parameters"}` per layer.
         Where memories were edited, `"edits"` lists the edits. A result of `strip` also has `"stripped"`: `{"model", "method",
         "removed_layers", "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other
@@ -74,11 +72,10 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "memory": opened.config.get("memory") or [],
             "parameters": {
                 "total": sum(counts.values()),
-                "new": sum(count for name, count in counts.items() if plan.owns(name)) + _in_new_rows(opened, plan),
+                "new": sum(count for name, count in counts.items() if plan.owns(name)),
                 **({"fetched": fetched, "bank": bank} if bank else {}),
             },
             "new_memories": list(plan.new_memories),
-            "new_tokens": len(plan.new_rows),
             **_count_entries(source.folder),
             "layers": layers,
             "measurements": record.get("measurements") or [],
@@ -94,12 +91,6 @@ def _count_entries(folder: Path) -> dict[str, int]:
     from midus_hf.memories.packs.glossary import read_glossary
 
     return {"entries": len(read_glossary(folder))}
-
-
-def _in_new_rows(model: BaseCheckpoint, plan: Plan) -> int:
-    """Return the number of parameters in rows of new tokens."""
-    names = [name for name in rows_by_token(model) if name not in model.uncounted_names] if plan.new_rows else []
-    return sum(len(plan.new_rows) * math.prod(model.tensors[name].shape[1:]) for name in names)
 
 
 def inspect_code(folder: Path) -> dict[str, Any] | None:

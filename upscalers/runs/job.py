@@ -19,7 +19,6 @@ from upscalers.request.errors import MethodError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Integers, Recipe
 from upscalers.tensors.solver import solved_parts
-from upscalers.tensors.vocabulary_rows import NewRows
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 Recipes = Mapping[str, Recipe]
@@ -65,7 +64,7 @@ class Job:
         carried = {name: stored if name in base.parts else self.cast(stored) for name, stored in stored_dtypes.items()}
         made_outer, made_layers, in_parts = [], [], set()
         for name, recipe in outer.items():
-            if isinstance(recipe, Copy | LayerBlocks | NewRows):
+            if isinstance(recipe, Copy | LayerBlocks):
                 new_dtype = carried[recipe.source]
             else:
                 new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
@@ -131,12 +130,10 @@ class Job:
             if tensor.name in buffers:
                 continue
             size = math.prod(tensor.recipe.shape)
-            if isinstance(tensor.recipe, Copy | NewRows) and tensor.recipe.source in uncounted:
+            if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted:
                 continue
             total += size
-            if isinstance(tensor.recipe, NewRows):
-                size = size // tensor.recipe.shape[0] * len(self.plan.new_rows)
-            new += size if self.plan.owns(tensor.name) or isinstance(tensor.recipe, NewRows) else 0
+            new += size if self.plan.owns(tensor.name) else 0
         trainable = new if self.method.trainable == "new" else total
         if self.new_banks or self.method.trainable == "all":  # beside a new bank, those of the base train too
             trainable += sum(each.parameters for each in self.banks.values())
@@ -161,9 +158,7 @@ def _new_modules(
         for name, recipe in recipes.items()
         if isinstance(plan.layers[index], Base) and not isinstance(recipe, Copy)
     ]
-    made += [
-        name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy | NewRows)
-    ]
+    made += [name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy)]
     return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
 
 
@@ -213,7 +208,7 @@ def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], r
             if held != shape and not isinstance(recipe, LayerBlocks):
                 raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
     for name, recipe in ((name, recipe) for name, recipe in recipes.items() if name not in shapes):
-        is_carried = isinstance(recipe, Copy | NewRows) and (
+        is_carried = isinstance(recipe, Copy) and (
             recipe.source in base.unexpected or recipe.source in base.surroundings
         )
         if not is_carried:

@@ -14,7 +14,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, remove_tokens
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import (
     read_plan,
@@ -27,7 +27,6 @@ from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.vocabulary_rows import with_rows_of_base
 from upscalers.tensors.writer import OutputTensor, in_file_order, split_shards
 
 
@@ -46,7 +45,7 @@ def strip(
         progress: Display that shows every step. Default: none.
 
     Returns:
-        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "removed_tokens",
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories",
         "base_confirmed", "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the
         base's, byte for byte; None if its config holds no digest of the base. `differing_tensors` is the number of
         tensors that differ; None if unknown.
@@ -62,7 +61,7 @@ def strip(
         resized = resized_vocabulary(config)
         opened = open_base(source.folder)
         plan = read_plan(upscaled, opened)
-        opened = with_rows_of_base(with_blocks_of_base(opened, plan, upscaled), plan, upscaled)
+        opened = with_blocks_of_base(opened, plan, upscaled)
         tensors = _base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
@@ -87,12 +86,6 @@ def strip(
                 progress.note(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
-            first = upscaled.first_token
-            tokens = range(plan.new_rows.start if first is None else first, plan.new_rows.stop)
-            if tokens and not remove_tokens(folder.partial, tokens, record):
-                progress.note(
-                    "tokenizer.json is written anew without the new tokens: it reads text as the base's, whose bytes may differ."
-                )
             hashes = digests.finish()
             comparison = _compare_with_base(hashes, upscaled, record)
             if comparison["base_confirmed"] is False:
@@ -113,7 +106,6 @@ def strip(
                 "removed_layers": plan.new_indices,
             }
             removal |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
-            removal |= {"removed_tokens": len(plan.new_rows)} if plan.new_rows else {}
             version = importlib.metadata.version("midus-hf")
             write_record(folder.partial, {"midus_hf": version, STRIPPED_KEY: {**removal, **comparison}})
             progress.advance()
@@ -124,7 +116,6 @@ def strip(
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
         "removed_memories": list(plan.new_memories),
-        "removed_tokens": len(plan.new_rows),
         **comparison,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,

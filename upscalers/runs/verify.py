@@ -42,15 +42,12 @@ def compare_models(
     replays = [] if identity or base.family.model_type in MAIN_TYPES else _replays(plan)
     steps = base.num_layers * (1 + len(replays)) + plan.num_layers + 2
     progress.stage("comparing with the base", steps, "layers and heads")
-    tokens, base_logits, hidden_states = _run_base(base, plan, torch_dtype, identity, progress)
-    vocab_size = base_logits.shape[-1]
-    base_logits = _of_base(base_logits, plan, vocab_size)
+    tokens, base_logits, hidden_states = _run_base(base, torch_dtype, identity, progress)
     progress.advance()
     base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
     expected = hidden_states if identity and base_is_finite else None
     running = partial(_running, base, folder, tensors, torch_dtype)
     new_logits, mismatch, new_streams = _run_result(running, tokens, plan, expected, bool(replays), progress)
-    new_logits = _of_base(new_logits, plan, vocab_size)
     equal = _are_same(base_logits, new_logits)
     if identity and (mismatch is not None or not equal):
         raise _not_identical(base_logits, new_logits, mismatch, plan)
@@ -75,18 +72,11 @@ def compare_models(
     sides = f"base and result in {stored}"
     if stored != run_in:
         sides = f"base rounded from {stored} to {run_in}, result in {run_in}"
-    return Identity("logits of the base's tokens" if plan.new_rows else "logits", largest, sides), divergence
-
-
-def _of_base(logits: torch.Tensor, plan: Plan, vocab_size: int) -> torch.Tensor:
-    """Return the logits of the base's tokens, `[..., V]`: all without those of new tokens, which may replace rows of padding."""
-    new = plan.new_rows
-    first = min(new.start, vocab_size)
-    return torch.cat([logits[..., :first], logits[..., new.stop : vocab_size]], dim=-1) if new else logits
+    return Identity("logits", largest, sides), divergence
 
 
 def _run_base(
-    base: BaseCheckpoint, plan: Plan, dtype: torch.dtype, keeps_states: bool, progress: Progress
+    base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return a batch of tokens, the base's logits, and, if kept, the hidden states before each layer and after the last."""
     hidden_states: list[torch.Tensor] = []
@@ -100,8 +90,7 @@ def _run_base(
     try:
         model = _running(base, base.folder, base.tensors, dtype)
         generator = torch.Generator().manual_seed(0)
-        known = min(plan.new_rows.start or model.vocab_size, model.vocab_size)
-        tokens = torch.randint(0, known, (_BATCH, _TOKENS), generator=generator)
+        tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
         return tokens, model.logits(tokens, remember).flatten(0, 1), hidden_states
     except Exception as error:
         raise RequestError(

@@ -78,8 +78,6 @@ class Writing:
         validated = _validated(partial)
         self.progress.advance()
         changed = keep_tokenizer(self.job.source, partial, self.progress)
-        more = self.job.method.change_tokenizer(self.job.base, partial)
-        changed |= {**more, CHANGED_KEY: {**more.get(CHANGED_KEY, {}), **changed.get(CHANGED_KEY, {})}} if more else {}
         if config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.carried.module import write_code
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,11 @@ from upscalers.checkpoint.safetensors_format import (
 from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, Rows
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
-from upscalers.tensors.vocabulary_rows import NewRows
 
 if TYPE_CHECKING:
     import torch
 
 _CHUNK_ELEMENTS = 1 << 20
-_ROWS_AT_ONCE = 1024
 _DEFAULT_SHARD_BYTES = 5 * 10**9
 _SCRATCH = ".scratch"
 # Messages about tensors that are not finite: the base's, those that new ones are computed from, and new ones.
@@ -217,45 +215,11 @@ class CheckpointWriter:
                 start += len(data)
             if isinstance(recipe, Copy):
                 self._copied(recipe.source)
-        elif isinstance(recipe, NewRows):
-            self._extend(tensor, recipe, target, start)
-            return
         else:
             built = recipe.build(self._read)
             assert tuple(built.shape) == tuple(recipe.shape), (tensor.name, built.shape)
             write_all(target, _to_bytes(built, tensor), start)
         self._progress.advance(tensor.num_bytes)
-
-    def _extend(self, tensor: OutputTensor, recipe: NewRows, target: int, start: int) -> None:
-        """Copy the rows of the source, and write the new ones, over rows that there are or behind them."""
-        source = self._sources[recipe.source]
-        copy = OutputTensor(tensor.name, Copy(source.shape, recipe.source), tensor.dtype)
-        make = self._copy_in_kernel if self._goes_through_kernel(copy) else self._build
-        make(copy, target, start)
-        row_bytes = tensor.num_bytes // recipe.shape[0]
-        for first in range(0, len(recipe.pieces), _ROWS_AT_ONCE):
-            rows = replace(recipe, pieces=recipe.pieces[first : first + _ROWS_AT_ONCE]).rows(
-                lambda indices: self._read_rows(recipe.source, indices)
-            )
-            write_all(target, _to_bytes(rows, tensor), start + (recipe.first + first) * row_bytes)
-        self._progress.advance(tensor.num_bytes - copy.num_bytes)
-
-    def _read_rows(self, name: str, indices: Sequence[int]) -> "torch.Tensor":
-        """Read rows of a tensor to compute with, and refuse rows that are not finite."""
-        import torch
-
-        source = self._sources[name]
-        if isinstance(source, ComputedTensor):
-            rows = source.read()[list(indices)]
-        else:
-            row_bytes = source.num_bytes // source.shape[0]
-            with _reading(source) as file:
-                data = [os.pread(file, row_bytes, source.start + index * row_bytes) for index in indices]
-            self._bytes_read += row_bytes * len(indices)
-            dtype = getattr(torch, TORCH_NAMES[source.dtype])
-            rows = torch.frombuffer(bytearray(b"".join(data)), dtype=dtype).view(len(indices), *source.shape[1:])
-        _refuse_not_finite(rows, name, *_READ)
-        return rows
 
     def _read(self, name: str) -> "torch.Tensor":
         """Read a whole tensor to compute with, and refuse a tensor that is not finite."""

@@ -14,7 +14,6 @@ from midus_hf.config.errors import RequestError
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import Trainable
-from midus_hf.training.optim.new_rows import frozen_in_rows, train_rows, train_whole, with_trained_rows
 
 _ROLES = get_args(TrainedRole)
 Resolved = Literal["new", "all"] | list[int] | list[TrainedRole]
@@ -34,7 +33,6 @@ class TrainableReport:
         blocks: Number of parameters in the checkpoint's banks, whose blocks are trained when texts fetch them.
             Default: 0.
         fetched: Number of parameters of the blocks that a text fetches. Default: 0.
-        tokens: Number of new tokens whose rows train, in the embedding and the head. Default: 0.
     """
 
     trainable: Resolved
@@ -45,7 +43,6 @@ class TrainableReport:
     frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     blocks: int = 0
     fetched: int = 0
-    tokens: int = 0
 
     def __str__(self) -> str:
         choice = self.trainable if isinstance(self.trainable, str) else ", ".join(map(str, self.trainable))
@@ -57,7 +54,6 @@ class TrainableReport:
         if self.blocks and not self.parameters:
             return f"{start}{blocks}; the {total} outside the bank stay"
         layers = f"layers {', '.join(map(str, self.layers))} of {self.num_layers}" if self.layers else "no layer"
-        layers = f"the rows of {self.tokens:,} new tokens" if self.tokens else layers
         share = f"{self.parameters:,} of {total} ({self.parameters / self.total_parameters:.2%})"
         return f"{start}{share}, in {layers}{f'; {blocks}' if self.blocks else ''}"
 
@@ -78,8 +74,7 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Resolve
                 f"trainable is {resolved}; expected layers of this {kind} model ({layers}), at least one, and each once."
             )
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
-        rows_alone = bool(record.new_rows) and resolved == "new"
-        if not record.new_layers and not record.new_memories and not rows_alone:
+        if not record.new_layers and not record.new_memories:
             raise RequestError(
                 f"trainable is {trainable!r}, but the config of this {kind} model records no new layers in upscale.new_layers and no "
                 "memories in upscale.new_memories; upscale the model first, or set trainable: all."
@@ -110,9 +105,7 @@ def set_trainable(
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
     train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. An added
-    memory that fetches blocks trains the blocks of all banks, since a text reads one path in all of them. Of new
-    tokens (method `vocabulary`), their rows of the embedding and the head train: the gradients of other rows are zero, and an
-    optimizer that decays no weights, or is built on `parameter_groups`, keeps their bits. With
+    memory that fetches blocks trains the blocks of all banks, since a text reads one path in all of them. With
     a list of indices, these layers train whole; with a list of roles, only the tensors of these roles in the added
     memories do. A head that is no language model's, such as a classifier's, is new to the base, and always trains.
     `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
@@ -135,13 +128,12 @@ def set_trainable(
             f"this {kind} model is wrapped by PEFT, which decides what is trained; expected the model itself. Set it in the config "
             "instead: get_peft_model(model, lora_config(model))."
         )
-    resolved, rows = resolve_trainable(view.model.config, trainable), range(0)
+    resolved = resolve_trainable(view.model.config, trainable)
     trained: list[nn.Module | nn.Parameter] = list(view.task_head)
     if resolved == "all":
         trained.append(view.model)
     elif resolved == "new":
         trained += view.new_modules.values()
-        rows = view.new_rows
     elif isinstance(resolved[0], int):
         trained += [view.layers[index] for index in cast(list[int], resolved)]
     else:
@@ -152,12 +144,9 @@ def set_trainable(
                 "that they have, or trainable: new."
             )
         trained += tensors
-    train_whole(view.model)
     view.model.requires_grad_(False)
     for module in trained:
         module.requires_grad_(True)
-    if rows:
-        train_rows(view.tables, rows)
     for role in frozen:
         tensors = [tensor for tensor in _tensors_of([view.model], [role]) if tensor.requires_grad]
         if not tensors:
@@ -167,7 +156,7 @@ def set_trainable(
             )
         for tensor in tensors:
             tensor.requires_grad_(False)
-    if frozen and not _num_training(view.model):
+    if frozen and not num_trained(view.model):
         raise RequestError(
             f"frozen is {list(frozen)}, which leaves nothing to train; freeze less, or set trainable: all."
         )
@@ -177,14 +166,13 @@ def set_trainable(
     layouts = list(banks.layouts.values()) if banks is not None and banks.trainable else []
     return TrainableReport(
         trainable=resolved,
-        layers=[index for index, layer in enumerate(view.layers) if _num_training(layer)],
+        layers=[index for index, layer in enumerate(view.layers) if num_trained(layer)],
         num_layers=len(view.layers),
         parameters=num_trained(view.model),
         total_parameters=sum(map(whole_numel, view.model.parameters())),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in layouts),
         fetched=sum(layout.fetched for layout in layouts),
-        tokens=len(rows),
     )
 
 
@@ -195,13 +183,9 @@ def _tensors_of(modules: Iterable[nn.Module], roles: Sequence[Any]) -> list[nn.P
     return [by_name[name] for names, by_name in parameters for name in names if name in by_name]
 
 
-def _num_training(module: nn.Module) -> int:
+def num_trained(module: nn.Module) -> int:
+    """Return the number of parameters that train."""
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
-
-
-def num_trained(model: nn.Module) -> int:
-    """Return the number of parameters that train, without the rows of the base's tokens in tables by token."""
-    return _num_training(model) - sum(frozen_in_rows(each, rows) for each, rows in with_trained_rows(model))
 
 
 def cast_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:

@@ -13,7 +13,6 @@ from midus_hf.config.declared_tensors import Role
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
 from midus_hf.memories.tables import DeclaredModule
-from midus_hf.training.optim.new_rows import with_trained_rows
 from midus_hf.training.optim.rates import Rates
 
 # Share of the steps in which the schedule `4x-to-1x` decreases (UltraMemV2, appendix E.6).
@@ -25,7 +24,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
     Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
     keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
-    decay, but not norms or biases, nor matrices of which rows of new tokens alone train. The memory modules
+    decay, but not norms or biases. The memory modules
     themselves say which parameters are keys and values, so a wrapper that renames parameters changes no group.
 
     Args:
@@ -49,8 +48,6 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         if isinstance(module, DeclaredModule)
         for name, tensor in module.declared.items()
     }
-    # Rows of the base are not to decay, and have no gradient.
-    of_rows = {id(parameter) for parameter, _ in with_trained_rows(model)}
     rate = rates.learning_rate
     memory_rate = rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     key_rate = rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
@@ -75,11 +72,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
             members["keys"].append(parameter)
         else:
             # Norms with a row per head have two dimensions, but do not decay either; ZeRO-3 cuts matrices to vectors.
-            is_matrix = (
-                len(getattr(parameter, "ds_shape", parameter.shape)) > 1
-                and role != "norm"
-                and id(parameter) not in of_rows
-            )
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1 and role != "norm"
             kind = "decay" if is_matrix else "no_decay"
             if role is not None and rates.memory_learning_rate is not None:
                 kind = "memory" if kind == "decay" else "memory_no_decay"
