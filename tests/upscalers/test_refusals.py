@@ -259,10 +259,6 @@ def test_a_preset_sets_several_options_and_given_ones_win():
     ("name", "attributes", "message"),
     [
         ("midus-hml", {}, "method 'midus-hml' is already registered; choose another name"),
-        *(
-            (name, {}, f"method name is '{name}'; expected lower case words joined by hyphens")
-            for name in ("Midus", "midus_x", "", "midus--x", "-midus")
-        ),
         ("x", {}, "method x has identity = None; expected True or False: whether, with the"),
         ("x", {"identity": "auto"}, "method x has identity = 'auto'; expected True or False: whether, with the"),
     ],

@@ -199,13 +199,10 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        RequestError: If the name is taken or is not lower-case words joined by hyphens, or the class does not set
-            `identity`.
+        RequestError: If the name is taken, or the class does not set `identity`.
     """
     if name in METHODS:
         raise RequestError(f"method {name!r} is already registered; choose another name.")
-    if name != name.lower() or not all(word.isalnum() for word in name.split("-")):
-        raise RequestError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
         if not isinstance(getattr(cls, "identity", None), bool):
@@ -246,90 +243,3 @@ def get_method(name: str) -> type[Method]:
         hint = f"Did you mean {nearest[0]}? {hint}" if nearest else hint
         raise RequestError(f"method {name!r} is unknown. {hint}")
     return METHODS[name]
-
-
-MIDUS = Paper(
-    key="midus",
-    title="MIDUS: Memory-Infused Depth Up-Scaling",
-    authors="Kim, Taero and Byun, Hoyoon and Choi, Youngjun and Park, Sungrae and Song, Kyungwoo",
-    year=2025,
-    reference="arXiv:2512.13751",
-)
-SOLAR = Paper(
-    key="solar",
-    title="SOLAR 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling",
-    authors=(
-        "Kim, Dahyun and Park, Chanjun and Kim, Sanghoon and Lee, Wonsung and Song, Wonho and Kim, Yunsu and "
-        "Kim, Hyeonwoo and Kim, Yungi and Lee, Hyeonju and Kim, Jihoo and others"
-    ),
-    year=2023,
-    reference="arXiv:2312.15166",
-)
-LLAMA_PRO = Paper(
-    key="llamapro",
-    title="LLaMA Pro: Progressive LLaMA with Block Expansion",
-    authors="Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying and Luo, Ping",
-    year=2024,
-    reference="arXiv:2401.02415",
-)
-LESA = Paper(
-    key="lesa",
-    title="LESA: Learnable LLM Layer Scaling-Up",
-    authors="Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Qin, Libo and Chen, Zhi and Zhao, Hai",
-    year=2025,
-    reference="arXiv:2502.13794",
-)
-OPT_DEUS = Paper(
-    key="optdeus",
-    title="Progressive Depth Up-scaling via Optimal Transport",
-    authors="Cao, Mingzi and Wang, Xi and Aletras, Nikolaos",
-    year=2025,
-    reference="arXiv:2508.08011",
-)
-MIXTURE_OF_CHAPTERS = Paper(
-    key="mixtureofchapters",
-    title="Mixture of Chapters: Scaling Learnt Memory in Transformers",
-    authors="Tibrewal, Tasmay Pankaj and Saha, Pritish and Meda, Ankit and Singh, Kunal and Moturi, Pradeep",
-    year=2026,
-    reference="ICLR 2026 Workshop on New Frontiers in Associative Memories",
-    booktitle="ICLR Workshop on New Frontiers in Associative Memories",
-)
-HIERARCHICAL_MEMORIES = Paper(
-    key="hierarchicalmemories",
-    title="Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge",
-    authors="Pouransari, Hadi and Grangier, David and Thomas, C and Kirchhof, Michael and Tuzel, Oncel",
-    year=2026,
-    reference="arXiv:2510.02375",
-    booktitle="International Conference on Learning Representations",
-)
-ULTRAMEM_V2 = Paper(
-    key="ultramemv2",
-    title="UltraMemV2: Memory Networks Scaling to 120B Parameters with Superior Long-Context Learning",
-    authors=(
-        "Huang, Zihao and Bao, Yu and Min, Qiyang and Chen, Siyan and Guo, Ran and Huang, Hongzhi and Zhu, Defa and "
-        "Zeng, Yutao and Wu, Banggu and Zhou, Xun and Qiao, Siyuan"
-    ),
-    year=2025,
-    reference="arXiv:2508.18756",
-)
-ENGRAM = Paper(
-    key="engram",
-    title="Conditional Memory via Scalable Lookup: A New Axis of Sparsity for Large Language Models",
-    authors=(
-        "Cheng, Xin and Zeng, Wangding and Dai, Damai and Chen, Qinyu and Wang, Bingxuan and Xie, Zhenda and "
-        "Huang, Kezhao and Yu, Xingkai and Hao, Zhewen and Li, Yukun and Zhang, Han and Zhang, Huishuai and "
-        "Zhao, Dongyan and Liang, Wenfeng"
-    ),
-    year=2026,
-    reference="arXiv:2601.07372",
-)
-MODA = Paper(
-    key="moda",
-    title="Mixture-of-Depths Attention",
-    authors=(
-        "Zhu, Lianghui and Fang, Yuxin and Liao, Bencheng and Wang, Shijie and Cheng, Tianheng and Huang, Zilong and "
-        "Chen, Chen and Wei, Lai and Zeng, Yutao and Wang, Ya and Lin, Yi and Li, Yu and Wang, Xinggang"
-    ),
-    year=2026,
-    reference="arXiv:2603.15619",
-)

@@ -166,7 +166,36 @@ class FusionMethod(DenseMethod):
         super().check_sources(base, sources, layer)
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
+        """Return the base layers on both sides of a new layer, the next layer first.
+
+        With `same_type`, look further back for a layer with the attention type of the next layer.
+
+        Raises:
+            RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
+        """
+        if layer.previous is None or layer.next is None:
+            side = "before" if layer.previous is None else "after"
+            raise RequestError(
+                f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
+                "top-heavy, or indices inside the model."
+            )
+        following, types = whole_layer(base, layer.next, index), base.layout.layer_kinds
+        if self.options.neighbours != "same_type" or types is None:
+            return following, whole_layer(base, layer.previous, index)
+        for candidate in range(layer.previous, -1, -1):
+            if types[candidate] == types[following] and candidate not in base.layout.memories.inserted:
+                return following, candidate
+        raise RequestError(
+            f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
+            "it; expected one, since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
+        )
+
+    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        """Return the recipe of a tensor of a new layer: by default the mean of its sources' tensors; a buffer is copied."""
+        if tensor.role == "buffer":
+            return super().tensor_recipe(base, layer, name, tensor)
+        terms = tuple((base.layer_names[source][name], 1.0 / len(layer.sources)) for source in layer.sources)
+        return Combine(base.tensors[terms[0][0]].shape, terms)
 
     def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         kinds = base.layout.layer_kinds or [""] * base.num_layers
@@ -202,46 +231,3 @@ class MatrixMethod(FusionMethod):
                     f"{layer} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
                     f"({', '.join(weights)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
                 )
-
-
-def both_neighbours(base: BaseCheckpoint, layer: New, index: int, same_type: bool) -> tuple[int, int]:
-    """Return the base layers on both sides of new layer `index`, the next layer first.
-
-    With `same_type`, look further back for a layer with the attention type of the next layer.
-
-    Raises:
-        RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
-    """
-    if layer.previous is None or layer.next is None:
-        side = "before" if layer.previous is None else "after"
-        raise RequestError(
-            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose placement "
-            "top-heavy, or indices inside the model."
-        )
-    following = whole_layer(base, layer.next, index)
-    types = base.layout.layer_kinds
-    if not same_type or types is None:
-        return following, whole_layer(base, layer.previous, index)
-    for candidate in range(layer.previous, -1, -1):
-        if types[candidate] == types[following] and candidate not in base.layout.memories.inserted:
-            return following, candidate
-    raise RequestError(
-        f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
-        "it; expected one, since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
-    )
-
-
-def mean(base: BaseCheckpoint, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
-    """Return the recipe for the mean of a tensor of several base layers; a buffer is copied from the first layer.
-
-    Args:
-        base: The base checkpoint.
-        name: Name of the tensor within the layer.
-        tensor: Role of the tensor.
-        sources: The base layers.
-    """
-    terms = tuple((base.layer_names[layer][name], 1.0 / len(sources)) for layer in sources)
-    first, _ = terms[0]
-    if tensor.role == "buffer":
-        return Copy(base.tensors[first].shape, first)
-    return Combine(base.tensors[first].shape, terms)

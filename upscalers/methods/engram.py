@@ -14,7 +14,7 @@ from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
 from midus_hf.memories.entries import TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
-from upscalers.methods.contract import ENGRAM, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 from upscalers.tensors.recipes import Integers, Recipe
@@ -38,7 +38,17 @@ class Engram(AttachedMemoryMethod):
     """Rows of a table for the n-grams that end at each token, numbered by hashes or by the base's tokenizer and a corpus."""
 
     summary = "rows of a table by the last two and three tokens, in two layers (identity at start)"
-    paper = ENGRAM
+    paper = Paper(
+        key="engram",
+        title="Conditional Memory via Scalable Lookup: A New Axis of Sparsity for Large Language Models",
+        authors=(
+            "Cheng, Xin and Zeng, Wangding and Dai, Damai and Chen, Qinyu and Wang, Bingxuan and Xie, Zhenda and "
+            "Huang, Kezhao and Yu, Xingkai and Hao, Zhewen and Li, Yukun and Zhang, Han and Zhang, Huishuai and "
+            "Zhao, Dongyan and Liang, Wenfeng"
+        ),
+        year=2026,
+        reference="arXiv:2601.07372",
+    )
     identity = True
     memory_options = NgramOptions
     default_layers = _PUBLISHED

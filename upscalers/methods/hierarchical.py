@@ -7,7 +7,7 @@ from midus_hf.memories.hierarchical.options import (
     HierLoraQKOptions,
     HierLoraVOOptions,
 )
-from upscalers.methods.contract import HIERARCHICAL_MEMORIES, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 _FETCHED = "fetched for a text from a bank by its topic (identity at start)"
@@ -16,7 +16,14 @@ _FETCHED = "fetched for a text from a bank by its topic (identity at start)"
 class FetchedMemoryMethod(AttachedMemoryMethod):
     """Method in which layers of the base also compute with blocks that each text fetches, one per level of a tree of topics."""
 
-    paper = HIERARCHICAL_MEMORIES
+    paper = Paper(
+        key="hierarchicalmemories",
+        title="Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge",
+        authors="Pouransari, Hadi and Grangier, David and Thomas, C and Kirchhof, Michael and Tuzel, Oncel",
+        year=2026,
+        reference="arXiv:2510.02375",
+        booktitle="International Conference on Learning Representations",
+    )
     identity = True
     default_layers = "all"
 

@@ -11,8 +11,8 @@ from midus_hf.config.options import option
 from midus_hf.sources.names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import LESA, register_method
-from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean
+from upscalers.methods.contract import Paper, register_method
+from upscalers.methods.dense_block import FusionOptions, MatrixMethod
 from upscalers.plan.plan import New, Plan
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
@@ -62,7 +62,13 @@ class Lesa(MatrixMethod):
     """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share."""
 
     summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
-    paper = LESA
+    paper = Paper(
+        key="lesa",
+        title="LESA: Learnable LLM Layer Scaling-Up",
+        authors="Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Qin, Libo and Chen, Zhi and Zhao, Hai",
+        year=2025,
+        reference="arXiv:2502.13794",
+    )
     options_class = LesaOptions
     identity = False
 
@@ -104,7 +110,7 @@ class Lesa(MatrixMethod):
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         if tensor.role not in _HIDDEN_NORMS or self.options.norm_init == "mean":
-            return mean(base, name, tensor, layer.sources)
+            return super().tensor_recipe(base, layer, name, tensor)
         following, previous = layer.sources
         donor = {"layer0": 0, "previous": previous, "next": following}[self.options.norm_init]
         source = base.layer_names[donor][name]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from midus_hf.config.options import option
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import LLAMA_PRO, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, whole_layer
 from upscalers.plan.plan import New
 
@@ -21,7 +21,13 @@ class LlamaPro(DenseMethod):
     """Block expansion (section 3.2): a copy of the last layer of each group after the group, made the identity."""
 
     summary = "block expansion: copies of evenly spaced layers, made the identity"
-    paper = LLAMA_PRO
+    paper = Paper(
+        key="llamapro",
+        title="LLaMA Pro: Progressive LLaMA with Block Expansion",
+        authors="Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying and Luo, Ping",
+        year=2024,
+        reference="arXiv:2401.02415",
+    )
     options_class = LlamaProOptions
     identity = True
     default_placement = "llama-pro"

@@ -13,7 +13,7 @@ from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
 from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import METHODS, MIDUS, Method
+from upscalers.methods.contract import METHODS, Method, Paper
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
@@ -246,7 +246,13 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     Attention and norm are copied from the next layer.
     """
 
-    paper = MIDUS
+    paper = Paper(
+        key="midus",
+        title="MIDUS: Memory-Infused Depth Up-Scaling",
+        authors="Kim, Taero and Byun, Hoyoon and Choi, Youngjun and Park, Sungrae and Song, Kyungwoo",
+        year=2025,
+        reference="arXiv:2512.13751",
+    )
     identity = True
     options_class: ClassVar[type[InsertedOptions]]
     options: InsertedOptions

@@ -2,7 +2,7 @@
 
 from midus_hf.memories.moc.options import ChaptersOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import MIXTURE_OF_CHAPTERS, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 
@@ -14,7 +14,14 @@ class MixtureOfChapters(AttachedMemoryMethod):
     summary = (
         "a bank of memory tokens in chapters, read by cross-attention in a quarter of the layers (identity at start)"
     )
-    paper = MIXTURE_OF_CHAPTERS
+    paper = Paper(
+        key="mixtureofchapters",
+        title="Mixture of Chapters: Scaling Learnt Memory in Transformers",
+        authors="Tibrewal, Tasmay Pankaj and Saha, Pritish and Meda, Ankit and Singh, Kunal and Moturi, Pradeep",
+        year=2026,
+        reference="ICLR 2026 Workshop on New Frontiers in Associative Memories",
+        booktitle="ICLR Workshop on New Frontiers in Associative Memories",
+    )
     identity = True
     memory_options = ChaptersOptions
     default_layers = 0.25

@@ -3,7 +3,7 @@
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.moda.options import DepthAttentionOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import MODA, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 
@@ -12,7 +12,16 @@ class MoDA(AttachedMemoryMethod):
     """Attention heads that read the sequence, and also keys and values that earlier layers wrote at the same position."""
 
     summary = "heads that also read, at their own position, what earlier layers wrote (identity at start)"
-    paper = MODA
+    paper = Paper(
+        key="moda",
+        title="Mixture-of-Depths Attention",
+        authors=(
+            "Zhu, Lianghui and Fang, Yuxin and Liao, Bencheng and Wang, Shijie and Cheng, Tianheng and Huang, Zilong and "
+            "Chen, Chen and Wei, Lai and Zeng, Yutao and Wang, Ya and Lin, Yi and Li, Yu and Wang, Xinggang"
+        ),
+        year=2026,
+        reference="arXiv:2603.15619",
+    )
     identity = True
     memory_options = DepthAttentionOptions
     default_layers = "all"

@@ -12,8 +12,8 @@ from midus_hf.config.wording import install_extra
 from midus_hf.sources.names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import OPT_DEUS, register_method
-from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod, mean
+from upscalers.methods.contract import Paper, register_method
+from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod
 from upscalers.plan.plan import New
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from upscalers.solvers.transport import Transport
 
 _WEAK = 0.3
+OPT_DEUS = Paper(
+    key="optdeus",
+    title="Progressive Depth Up-scaling via Optimal Transport",
+    authors="Cao, Mingzi and Wang, Xi and Aletras, Nikolaos",
+    year=2025,
+    reference="arXiv:2508.08011",
+)
 
 
 @dataclass
@@ -66,9 +73,6 @@ class AvgDeus(FusionMethod):
     options_class = FusionOptions
     identity = False
 
-    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
-        return mean(base, name, tensor, layer.sources)
-
 
 @register_method("opt-deus")
 class OptDeus(MatrixMethod):
@@ -91,9 +95,6 @@ class OptDeus(MatrixMethod):
         solver = BlockFusion(base, layer, index, self.filled_roles(base), self.options)
         recipes = super().new_layer_recipes(base, layer, index, seed)
         return recipes | solver.recipes()
-
-    def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
-        return mean(base, name, tensor, layer.sources)
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []

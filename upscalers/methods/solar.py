@@ -3,7 +3,7 @@
 from typing import Any
 
 from midus_hf.config.errors import RequestError
-from upscalers.methods.contract import SOLAR, NoOptions, register_method
+from upscalers.methods.contract import NoOptions, Paper, register_method
 from upscalers.methods.stack import Stack
 from upscalers.plan.plan import Plan
 
@@ -13,7 +13,16 @@ class Solar(Stack):
     """Depthwise stacking (section 2): a copy of the base without its last m layers, then a copy without its first m."""
 
     summary = "depthwise stacking: the base without its last layers, then the base without its first"
-    paper = SOLAR
+    paper = Paper(
+        key="solar",
+        title="SOLAR 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling",
+        authors=(
+            "Kim, Dahyun and Park, Chanjun and Kim, Sanghoon and Lee, Wonsung and Song, Wonho and Kim, Yunsu and "
+            "Kim, Hyeonwoo and Kim, Yungi and Lee, Hyeonju and Kim, Jihoo and others"
+        ),
+        year=2023,
+        reference="arXiv:2312.15166",
+    )
     options_class = NoOptions
 
     def ranges(self, num_layers: int, num_new_layers: int | None, placement: str | None) -> list[range]:

@@ -3,7 +3,7 @@
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.methods.contract import ULTRAMEM_V2, register_method
+from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 
@@ -12,7 +12,16 @@ class UltraMemV2(AttachedMemoryMethod):
     """Memories in parallel to every feed-forward network that retrieve slots of a large table."""
 
     summary = "a large value table in parallel to every feed-forward network, read by Tucker-decomposed keys (identity at start)"
-    paper = ULTRAMEM_V2
+    paper = Paper(
+        key="ultramemv2",
+        title="UltraMemV2: Memory Networks Scaling to 120B Parameters with Superior Long-Context Learning",
+        authors=(
+            "Huang, Zihao and Bao, Yu and Min, Qiyang and Chen, Siyan and Guo, Ran and Huang, Hongzhi and Zhu, Defa and "
+            "Zeng, Yutao and Wu, Banggu and Zhou, Xun and Qiao, Siyuan"
+        ),
+        year=2025,
+        reference="arXiv:2508.18756",
+    )
     identity = True
     memory_options = UltraMemOptions
     default_layers = "all"
