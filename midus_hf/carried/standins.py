@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.hierarchical.bank.mapped_bank import MappedBank
 
 ENTRY_MODULE = "modeling_midus"
 #: The options class of each type of memory in this code.
@@ -111,11 +110,8 @@ def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
     return [path]
 
 
-class MemoryBank(MappedBank):
-    """Bank of a memory's blocks, for reading only, which can be copied beside another checkpoint."""
-
-    def save(self, folder: str | os.PathLike) -> None:
-        """Copy the bank into another folder, unless the bank is already there."""
-        if not (Path(folder).exists() and self.folder.samefile(folder)):
-            shutil.rmtree(folder, ignore_errors=True)  # other checkpoints may link to files there
-            shutil.copytree(self.folder, folder)
+def save_bank(bank: Any, folder: Path, *changes: Any) -> None:
+    """Copy a bank into another folder, unless the bank is already there."""
+    if not (folder.exists() and bank.folder.samefile(folder)):
+        shutil.rmtree(folder, ignore_errors=True)  # other checkpoints may link to files there
+        shutil.copytree(bank.folder, folder)

@@ -18,8 +18,8 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import DocumentPaths, read_paths
-from midus_hf.memories.hierarchical.bank.block_reader import check_paths
-from midus_hf.memories.hierarchical.blocks import BankLayout
+from midus_hf.memories.hierarchical.bank import check_paths
+from midus_hf.memories.hierarchical.options import BankLayout
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,8 +12,8 @@ from midus_hf.data.corpus import DocumentPaths, read_corpus, read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks, open_retriever
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.evaluation.text_rows import row_losses, text_rows
-from midus_hf.memories.hierarchical.bank.block_reader import check_paths
-from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.bank import check_paths
+from midus_hf.memories.hierarchical.fetching import check_tree
 from midus_hf.models.saved_models import load_for_reading
 from midus_hf.sources.names import usable_device
 from midus_hf.topics.tree import ClusterTree

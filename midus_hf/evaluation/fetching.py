@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.fetching import check_tree
 
 if TYPE_CHECKING:
     from midus_hf.topics.memory_retriever import MemoryRetriever

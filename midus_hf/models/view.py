@@ -9,7 +9,7 @@ from torch import nn
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
-from midus_hf.memories.hierarchical.bank.model_banks import Banks
+from midus_hf.memories.hierarchical.fetching import Banks
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.watched_models import depth_heads
 

@@ -12,9 +12,8 @@ from midus_hf.config.wording import print_note
 from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences
-from midus_hf.memories.hierarchical.bank.model_banks import check_tree
-from midus_hf.memories.hierarchical.blocks import BankLayout
-from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hierarchical.fetching import check_tree
+from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.hierarchical.training import growth_of, model_banks
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
@@ -118,6 +117,6 @@ def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
         folder = folder_of_tree(Path(tree).expanduser())
     remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
     for banks in model_banks(model):
-        if banks.are_open:
+        if banks.opened:
             check_tree(banks, fingerprint, "the corpus", remedy, shape=shape, **growth_of(folder))
             banks.tree = (fingerprint, folder)

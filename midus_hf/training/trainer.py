@@ -19,7 +19,7 @@ from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
 from midus_hf.files.checkpoint_files import MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import convert_disk_errors
-from midus_hf.memories.hierarchical.training import Blocks, model_banks
+from midus_hf.memories.hierarchical.training import BlockTrainer, model_banks
 from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.base_divergence import BaseDivergenceMixin
@@ -93,9 +93,9 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         self.saved_dtypes: dict[str, torch.dtype] = {}
         prepare_sharing(self)
         model: Any = self.model
-        self.blocks: Blocks | None = None  # None for a model without banks
+        self.blocks: BlockTrainer | None = None  # None for a model without banks
         if model_banks(model):
-            self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
+            self.blocks = BlockTrainer(self, 0.0 if options is None else options.generic_share)
         self.sparse_values = options is not None and options.sparse_values
         if self.sparse_values:
             check_sparse_values(self)

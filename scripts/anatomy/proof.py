@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
-from midus_hf.memories.hierarchical.bank.mapped_bank import initial_block
+from midus_hf.memories.hierarchical.bank import FetchedBatch, initial_block
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import CACHE, MissingPart, has_heads
 from midus_hf.memories.registry import MEMORY_TYPES

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.memories.entries import MemoryEntry
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch, FetchedLayer
+from midus_hf.memories.hierarchical.bank import FetchedBatch, FetchedLayer
 from midus_hf.memories.hosting.layer import first_of, with_first
 from midus_hf.memories.hosting.parts import CACHE
 from scripts.anatomy.architecture import (

@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
-from midus_hf.memories.hierarchical.blocks import BankLayout
-from midus_hf.memories.hierarchical.options import HierFFNOptions
+from midus_hf.memories.hierarchical.bank import MemoryBank, create_bank
+from midus_hf.memories.hierarchical.options import BankLayout, HierFFNOptions
 
 SIZES = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=3)
 LLAMA_1B = ModelSizes(hidden_size=2048, num_heads=32, num_key_value_heads=8, intermediate_size=8192, num_layers=16)

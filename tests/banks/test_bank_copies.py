@@ -8,7 +8,8 @@ import pytest
 import torch
 from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
-from midus_hf.memories.hierarchical.bank import MemoryBank, level_file
+from midus_hf.memories.hierarchical import bank as bank_module
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 
@@ -92,7 +93,7 @@ def test_a_copy_that_broke_off_is_no_bank_and_a_save_into_its_own_folder_leaves_
 @pytest.fixture
 def interrupted_level(monkeypatch):
     """Interrupt what writes the file of level 3, in the middle of it."""
-    real = level_file.atomic_write
+    real = bank_module.atomic_write
 
     @contextlib.contextmanager
     def interrupted(path):
@@ -101,4 +102,4 @@ def interrupted_level(monkeypatch):
             if path.name == "level-3.safetensors":
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(level_file, "atomic_write", interrupted)
+    monkeypatch.setattr(bank_module, "atomic_write", interrupted)

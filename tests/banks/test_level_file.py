@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from midus_hf.memories.hierarchical.bank.level_file import (
+from midus_hf.memories.hierarchical.bank import (
     DELETED,
     UNWRITTEN,
     WRITTEN,

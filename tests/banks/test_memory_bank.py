@@ -9,8 +9,7 @@ import pytest
 import torch
 from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, opened, record_of
 
-from midus_hf.memories.hierarchical.bank.mapped_bank import initial_block
-from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
+from midus_hf.memories.hierarchical.bank import create_bank, initial_block
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 

@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load, save
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hierarchical.bank import MemoryBank
-from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
-from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
-from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
-from midus_hf.memories.hierarchical.options import HierFFNOptions
+from midus_hf.memories.hierarchical.bank import MemoryBank, create_bank
+from midus_hf.memories.hierarchical.options import BankLayout, HierFFNOptions, level_file
+from midus_hf.memories.hierarchical.training import TrainedBank
 
 SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)
 SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -221,7 +221,7 @@ STANDS_FOR = {
     "option": "midus_hf.config.options",
     "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",
-    "MemoryBank": "midus_hf.memories.hierarchical.bank.memory_bank",
+    "save_bank": "midus_hf.memories.hierarchical.bank",
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from training.tiny_run import framing_tokenizer, refused, tiny_tokenizer
 
-from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
+from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 

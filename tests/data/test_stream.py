@@ -11,7 +11,7 @@ import torch
 from processes.warm import run_warm
 from training.tiny_run import document, framing_tokenizer, refused, tiny_tokenizer
 
-from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
+from midus_hf.memories.hierarchical.options import BankLayout, FetchedBlocks
 
 datasets = pytest.importorskip("datasets")
 

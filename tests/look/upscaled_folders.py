@@ -13,7 +13,7 @@ from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.models.view import ModelView
 from midus_hf.topics.tree import TreeOrigin
 from upscalers.runs.upscale import upscale

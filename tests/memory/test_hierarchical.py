@@ -8,9 +8,9 @@ import torch
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import read_memories
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
-from midus_hf.memories.hierarchical.blocks import BankLayout
+from midus_hf.memories.hierarchical.bank import FetchedBatch
 from midus_hf.memories.hierarchical.options import (
+    BankLayout,
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,

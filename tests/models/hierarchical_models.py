@@ -8,8 +8,7 @@ from models.hosting import host_of
 from tiny import tiny_model
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank, create_bank
+from midus_hf.memories.hierarchical.bank import FetchedBatch, MemoryBank, create_bank
 from midus_hf.memories.hierarchical.options import block_layouts
 from scripts.anatomy.statement import state
 

@@ -9,7 +9,7 @@ from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
 
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
+from midus_hf.memories.hierarchical.bank import FetchedBatch
 from midus_hf.memories.hierarchical.options import block_layouts
 from scripts.anatomy.statement import state
 

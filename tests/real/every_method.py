@@ -17,7 +17,7 @@ from transformers import AutoConfig
 import upscalers.methods  # noqa: F401 - fills the table
 from material.fetch import FETCH
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from tests.upscalers.checkpoints import file_digests
 from upscalers.methods.contract import METHODS

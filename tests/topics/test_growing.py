@@ -13,8 +13,8 @@ from topics.trees import random_tree
 
 from midus_hf.cli.clusters import main
 from midus_hf.memories.hierarchical.bank import MemoryBank
-from midus_hf.memories.hierarchical.bank.model_banks import check_tree
-from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
+from midus_hf.memories.hierarchical.fetching import check_tree
+from midus_hf.memories.hierarchical.training import TrainedBank
 from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
 from midus_hf.topics.document_paths import TopicNames
 from midus_hf.topics.tree import ClusterTree, TreeOrigin

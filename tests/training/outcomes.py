@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.checkpoints import checkpoints_in
 from midus_hf.training.run import run_training

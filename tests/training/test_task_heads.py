@@ -21,7 +21,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 from trl.trainer.utils import hash_module
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.training.adapters import lora_config

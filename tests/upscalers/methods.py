@@ -9,7 +9,7 @@ import torch
 from models.hierarchical_models import IDS, fill
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from tests.upscalers.checkpoints import SMALL, config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS

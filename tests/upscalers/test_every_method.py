@@ -253,7 +253,7 @@ def test_the_comparison_finds_what_should_start_at_zero_and_does_not(kind, base,
     def not_zero(layout, level, index, seed, dtype):
         return torch.full((layout.record_numel(level),), 0.01 if (level, index) == (3, 26) else 0.0, dtype=dtype)
 
-    monkeypatch.setattr("midus_hf.memories.hierarchical.bank.mapped_bank.initial_block", not_zero)
+    monkeypatch.setattr("midus_hf.memories.hierarchical.bank.initial_block", not_zero)
     value = 1e-6 if kind == "midus-hml" else 0.1
     honest = memory_methods.initialised
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ from tiny import prompt
 
 from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hierarchical.blocks import level_file
+from midus_hf.memories.hierarchical.options import level_file
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
     SMALL,

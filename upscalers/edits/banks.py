@@ -14,14 +14,13 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.files.checkpoint_files import BANKS_FOLDER, RUN_CONFIG
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.hierarchical.bank_files import BlockFiles
-from midus_hf.memories.hierarchical.blocks import BankLayout, level_file
-from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
+from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts, level_file
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit
 
 if TYPE_CHECKING:
-    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank import MemoryBank
     from midus_hf.topics.tree import ClusterTree
 
 # A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
@@ -278,7 +277,7 @@ def format_nodes(nodes: Iterable[Node]) -> list[str]:
 
 def _open_banks(model: BaseCheckpoint) -> dict[str, "MemoryBank"]:
     """Open the banks of blocks of a checkpoint, by the name of their memory."""
-    from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+    from midus_hf.memories.hierarchical.bank import MemoryBank
 
     layouts = block_layouts(model.layout.memories)
     return {name: MemoryBank(model.folder / BANKS_FOLDER / name, layout) for name, layout in layouts.items()}

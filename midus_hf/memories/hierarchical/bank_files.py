@@ -1,4 +1,4 @@
-"""The bank of blocks of a checkpoint: one folder per memory, with the blocks that texts fetch."""
+"""The bank of blocks of a checkpoint, without torch: one folder per memory, with the blocks that texts fetch."""
 
 import hashlib
 from collections.abc import Collection
@@ -9,8 +9,7 @@ from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE
 from midus_hf.files.json_text import read_json
 from midus_hf.memories.bank import Bank, bank_of
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hierarchical.blocks import BankLayout
-from midus_hf.memories.hierarchical.options import HierarchicalOptions, block_layouts
+from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts
 
 _LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
 
@@ -33,7 +32,7 @@ class BlockFiles(Bank):
         """Create unwritten blocks. Each memory derives a different seed from `seed`, or two would start with equal values."""
         import torch
 
-        from midus_hf.memories.hierarchical.bank.memory_bank import create_bank
+        from midus_hf.memories.hierarchical.bank import create_bank
 
         derived = int.from_bytes(hashlib.sha256(f"{seed}/{self.entry.name}".encode()).digest()[:4], "little")
         create_bank(self.folder(folder), self.layout, getattr(torch, dtype), derived)
@@ -55,7 +54,7 @@ class BlockFiles(Bank):
             tree: The new tree of the bank, a `ClusterTree`. Default: unchanged.
             tree_folder: Folder of that tree. Default: the bank's folder.
         """
-        from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+        from midus_hf.memories.hierarchical.bank import MemoryBank
 
         bank = MemoryBank(self.folder(source), self.layout)
         if tree is not None:
@@ -63,11 +62,10 @@ class BlockFiles(Bank):
         bank.save(self.folder(folder), tree_folder=tree_folder, deleted=deleted)
 
     def tie(self, folder: Path) -> None:
-        from midus_hf.memories.hierarchical.bank.memory_bank import write_description
+        from midus_hf.memories.hierarchical.bank import write_description
 
         bank = self.folder(folder)
-        description = read_json(bank / BANK_DESCRIPTION)
-        write_description(bank, {**description, "layout": self.layout.to_dict()})
+        write_description(bank, {**read_json(bank / BANK_DESCRIPTION), "layout": self.layout.to_dict()})
 
     def full_bytes(self, item_bytes: int) -> int:
         return sum(self.layout.file_bytes(level, item_bytes) for level in self.layout.levels)

@@ -1,17 +1,17 @@
-"""The service that fetches the blocks of the texts of a pass from the checkpoint's banks."""
+"""The open banks of a model, and the service that fetches the blocks of the texts of a pass from them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from midus_hf.config.errors import RequestError
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hierarchical.bank.fetched import FetchedBatch
-from midus_hf.memories.hierarchical.bank.model_banks import Banks
-from midus_hf.memories.hierarchical.options import block_layouts
+from midus_hf.memories.hierarchical.bank import GENERIC, FetchedBatch, MemoryBank
+from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import HostStack
@@ -19,6 +19,59 @@ from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
+
+
+class Banks:
+    """Banks of a model, by the name of the memory."""
+
+    def __init__(self, layouts: Mapping[str, BankLayout]):
+        self.layouts = dict(layouts)
+        # Open banks, which training replaces by banks whose blocks train.
+        self.opened: dict[str, Any] = {}
+        # Whether a Trainer trains the blocks of the banks; set by `set_trainable`.
+        self.trainable = False
+        # Fingerprint of the tree whose paths train the blocks, and the folder with its files, if known.
+        self.tree: tuple[str | None, Path | None] = (None, None)
+
+    def open(self, folder: str | os.PathLike) -> None:
+        """Open the banks in a checkpoint's folder."""
+        self.opened = {
+            name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout) for name, layout in self.layouts.items()
+        }
+        self.layouts = {name: bank.layout for name, bank in self.opened.items()}
+
+    def bank(self, name: str) -> Any:
+        """Return the bank of a memory."""
+        if name not in self.opened:
+            raise RequestError(
+                f"memory {name!r} fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded "
+                "from its folder. Call banks.open(folder) of a model that was made otherwise."
+            )
+        return self.opened[name]
+
+    def check_training(self) -> None:
+        """Refuse a pass that trains while `set_trainable` lets blocks train, and no `MemoryTrainer` makes them trainable."""
+        if self.trainable and not all(bank.trains for bank in self.opened.values()):
+            raise RequestError(
+                "blocks of a memory bank are set to train, but this trainer leaves them as they are; expected MemoryTrainer, or a "
+                "trainer class with MemoryTrainerMixin. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
+            )
+
+    @torch.compiler.disable
+    def fetch(
+        self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, FetchedBatch]:
+        """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks."""
+        if memory_ids is not None and len(memory_ids) != batch:
+            raise RequestError(
+                f"memory_ids has {len(memory_ids)} rows; expected {batch}, one for each text of the batch."
+            )
+        fetched = {}
+        for name, layout in self.layouts.items():
+            if memory_ids is not None or layout.blocks.without_ids == "generic":
+                ids = torch.full((batch, layout.num_levels), GENERIC) if memory_ids is None else memory_ids
+                fetched[name] = self.bank(name).fetch(ids, device, dtype)
+        return fetched
 
 
 class BlockService(BankService):
@@ -42,13 +95,14 @@ class BlockService(BankService):
         memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
         if memory_ids is not None and memory_blocks is not None:
             raise RequestError("memory_ids and memory_blocks are given; expected one of them.")
-        if memory_ids is None and memory_blocks is None and not self.banks.read_without_ids:
+        reads_without_ids = any(layout.blocks.without_ids == "generic" for layout in self.banks.layouts.values())
+        if memory_ids is None and memory_blocks is None and not reads_without_ids:
             return {}
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
         if memory_blocks is None:
             if model.training and torch.is_grad_enabled():
                 self.banks.check_training()
-            return _fetch(self.banks, memory_ids, len(tokens), tokens.device, model.dtype)
+            return self.banks.fetch(memory_ids, len(tokens), tokens.device, model.dtype)
         for batch in memory_blocks.values():
             if batch.num_rows != len(tokens):
                 raise RequestError(
@@ -78,15 +132,43 @@ class BlockService(BankService):
 
     def after_saving(self, folder: str | os.PathLike) -> None:
         """Write open banks into the folder of the weights."""
-        self.banks.save(folder)
+        for name, bank in self.banks.opened.items():
+            bank.save(Path(folder, BANKS_FOLDER, name))
 
     def digest(self) -> str | None:
         """Return a digest of the blocks of all open banks; None if none is open."""
         return " ".join(f"{name} {bank.digest()}" for name, bank in self.banks.opened.items()) or None
 
 
-@torch.compiler.disable
-def _fetch(
-    banks: Banks, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, FetchedBatch]:
-    return banks.fetch(memory_ids, batch, device, dtype)
+def check_tree(
+    banks: Banks,
+    tree: str | None,
+    owner: str,
+    remedy: str,
+    *,
+    shape: tuple[int, int] | None = None,
+    roots: int | None = None,
+    grown_from: Collection[str] = (),
+) -> None:
+    """Refuse a tree, by its fingerprint, if an open bank was trained with another, unless one was grown from the other.
+
+    So is a tree whose levels and branching, `shape`, are not those of the banks. Paths may name the nodes of a tree that was grown
+    from the bank's from then on.
+    """
+    for name, layout in banks.layouts.items():
+        needed = (layout.num_levels, layout.blocks.branching)
+        if shape not in (None, needed):
+            raise RequestError(
+                f"the tree of {owner} has {shape[0]} levels of {shape[1]}, and memory {name!r} fetches blocks by a tree of "
+                f"{needed[0]} levels of {needed[1]}; expected one tree. Give the one that the bank was trained with, or build one."
+            )
+    for name, bank in banks.opened.items():
+        stored: MemoryBank = getattr(bank, "bank", bank)  # of a `TrainedBank`
+        lineage = {*stored.description["grown_from"], *grown_from}
+        if None not in (bank.tree, tree) and bank.tree != tree and not {bank.tree, tree} & lineage:
+            raise RequestError(
+                f"{owner} is of the tree with the fingerprint {str(tree)[:16]}..., and the model's bank was trained with "
+                f"{str(bank.tree)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
+            )
+        stored.grow(roots)
+        banks.layouts[name] = bank.layout = stored.layout

@@ -1,13 +1,12 @@
 """Memories whose parameters texts fetch: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from transformers.activations import ACT2FN
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hierarchical.bank.fetched import FetchedLayer
+from midus_hf.memories.hierarchical.bank import FetchedLayer
 from midus_hf.memories.hierarchical.fetching import BlockService
 from midus_hf.memories.hierarchical.options import (
     HierarchicalOptions,
@@ -33,12 +32,7 @@ class FetchingMemory(MemoryModule):
 
 @layer_of(HierFFNOptions)
 class HierFFN(FetchingMemory):
-    """Hidden units that are added to a gated feed-forward network (figure 18).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model; the units have the model's activation.
-    """
+    """Hidden units with the model's activation that are added to a gated feed-forward network (figure 18)."""
 
     sites = (BesideFeedForward,)
 
@@ -68,22 +62,12 @@ class HierFFN(FetchingMemory):
 
 
 class HierLora(FetchingMemory):
-    """Low-rank factors that are added to projections (figures 14 to 16).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+    """Low-rank factors that are added to projections (figures 14 to 16)."""
 
     options: HierLoraOptions
 
     def forward(
-        self,
-        read: torch.Tensor,
-        output: torch.Tensor,
-        *,
-        projection: str,
-        fetched: FetchedLayer,
+        self, read: torch.Tensor, output: torch.Tensor, *, projection: str, fetched: FetchedLayer
     ) -> torch.Tensor:
         """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`.
 
@@ -108,7 +92,7 @@ class HierLoraQK(HierLora):
     """Low-rank factors of the query and key projections."""
 
     sites = (AttentionAdapters,)
-    projections: ClassVar[tuple[str, ...]] = ("query", "key")
+    projections: ClassVar[tuple[str, ...]] = HierLoraQKOptions.roles
 
 
 @layer_of(HierLoraVOOptions)
@@ -116,7 +100,7 @@ class HierLoraVO(HierLora):
     """Low-rank factors of the value and output projections."""
 
     sites = (AttentionAdapters,)
-    projections: ClassVar[tuple[str, ...]] = ("value", "output_projection")
+    projections: ClassVar[tuple[str, ...]] = HierLoraVOOptions.roles
 
 
 @layer_of(HierLoraFFNOptions)
@@ -124,17 +108,12 @@ class HierLoraFFN(HierLora):
     """Low-rank factors of the projections of the feed-forward network."""
 
     sites = (InsideFeedForward,)
-    projections: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    projections: ClassVar[tuple[str, ...]] = HierLoraFFNOptions.roles
 
 
 @layer_of(HierKVOptions)
 class HierKV(FetchingMemory):
-    """Keys and values that every token attends to in addition to the sequence (figure 17).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+    """Keys and values that every token attends to in addition to the sequence (figure 17)."""
 
     sites = (AttentionHeads,)
     wants_unrotated: ClassVar[bool] = True
@@ -154,9 +133,9 @@ class HierKV(FetchingMemory):
         """Return the output of the heads plus their attention to the fetched keys and values of all levels, without a mask.
 
         Args:
-            query: `[B, H, T, d]`, rotated; not used.
-            key: `[B, K, S, d]`; not used.
-            value: `[B, K, S, d]`; not used.
+            query: Rotated queries; like `key` and `value`, not used.
+            key: Not used.
+            value: Not used.
             output: `[B, T, H, d]`, the output of the heads.
             unrotated: `[B, H, T, d]`, queries without their rotation.
             scaling: Factor that the model multiplies scores by.
@@ -169,10 +148,7 @@ class HierKV(FetchingMemory):
         batch, heads, tokens, width = unrotated.shape
         kv_heads = fetched.levels[0].tensors["memory_keys"].shape[2]
         grouped = unrotated.view(batch, kv_heads, heads // kv_heads, tokens, width)
-        keys, values = (
-            torch.cat([level.to(unrotated.dtype) for level in _rows_of(fetched, name)], dim=1)
-            for name in ("memory_keys", "memory_values")
-        )  # [B, R, K, d]
+        keys, values = (_rows_of(fetched, name, unrotated.dtype) for name in ("memory_keys", "memory_values"))
         wide = torch.promote_types(unrotated.dtype, torch.float32)
         scores = torch.einsum("bkgtd,brkd->bkgtr", grouped, keys).to(wide) * scaling
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -181,8 +157,11 @@ class HierKV(FetchingMemory):
         return output + read.to(output.dtype)
 
 
-def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
-    """Yield, for each level, a tensor of the block of each row, `[B, r, K, d]`."""
+def _rows_of(fetched: FetchedLayer, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the blocks of each row, `[B, R, K, d]`, those of all levels side by side."""
+    rows = []
     for level in fetched.levels:
         tensor = level.tensors[name]
-        yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
+        of_rows = tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
+        rows.append(of_rows.to(dtype))
+    return torch.cat(rows, dim=1)

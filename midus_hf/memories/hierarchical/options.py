@@ -2,20 +2,165 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, TruncatedNormal, Uniform
 from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hierarchical.blocks import BankLayout, FetchedBlocks
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 
 _BLOCK_STD = 0.02
-_MOST_LEAVES = 2**63
+_MAX_LEAVES = 2**63
+_MARK_BYTES = 1  # that a bank stores for each block
+
+
+def level_file(level: int) -> str:
+    """Return the file name of a level, counted from 1."""
+    return f"level-{level}.safetensors"
+
+
+@dataclass(frozen=True)
+class FetchedBlocks:
+    """Blocks of a memory. A text fetches one block per level of a tree (section 2.1).
+
+    Args:
+        branching: k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes.
+        levels: For each level, the tensors by name that one block has in one layer; empty for a level without blocks.
+        without_ids: Blocks for a text that comes without block ids: none, or the blocks of the generic memory. Default:
+            none.
+        roots: Nodes of the first level, more than `branching` in a tree that has grown; level l then has
+            `roots * k ** (l - 1)` nodes. Default: None, for `branching`.
+    """
+
+    branching: int
+    levels: tuple[Mapping[str, DeclaredTensor], ...]
+    without_ids: Literal["none", "generic"] = "none"
+    roots: int | None = None
+
+    def nodes(self, level: int) -> int:
+        """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
+        return (self.roots or self.branching) * self.branching ** (level - 1)
+
+    def path(self, leaf: int) -> tuple[int, ...]:
+        """Return the nodes on the way to a leaf: one per level, the leaf itself last."""
+        depth = len(self.levels)
+        return tuple(leaf // self.branching ** (depth - level) for level in range(1, depth + 1))
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """Position of a tensor in the record of a block: its layer and name, and the number of elements before it."""
+
+    layer: int
+    name: str
+    start: int
+    tensor: DeclaredTensor
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the tensor."""
+        return math.prod(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class BankLayout:
+    """Layout of a memory's bank in files: one record per block, with the tensors of all layers.
+
+    The first record of each level is one more block, of the generic memory, which a text without block ids can read (section 4).
+
+    Args:
+        memory_type: Type of the memory, as in the config.
+        layers: Indices of the layers that have the memory, ascending.
+        blocks: Blocks that each layer has.
+        base: SHA-256 of the weights that the model was upscaled from, from its config. Default: None, unknown.
+    """
+
+    memory_type: str
+    layers: tuple[int, ...]
+    blocks: FetchedBlocks
+    base: str | None = None
+    # The levels that have blocks, counted from 1.
+    levels: list[int] = field(init=False, repr=False, compare=False)
+    # Positions of the tensors in a record, layer by layer, for each level that has blocks.
+    records: dict[int, tuple[BlockPlace, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors])
+        object.__setattr__(self, "records", {level: self._record(level) for level in self.levels})
+
+    def _record(self, level: int) -> tuple[BlockPlace, ...]:
+        places, start = [], 0
+        for layer in self.layers:
+            for name, tensor in self.blocks.levels[level - 1].items():
+                places.append(BlockPlace(layer, name, start, tensor))
+                start += places[-1].numel
+        return tuple(places)
+
+    def with_roots(self, roots: int | None) -> "BankLayout":
+        """Return the layout for a tree that has grown to `roots` nodes of the first level; None for one that has not."""
+        return replace(self, blocks=replace(self.blocks, roots=roots))
+
+    @property
+    def num_levels(self) -> int:
+        """p, the number of levels of the tree, including levels without blocks."""
+        return len(self.blocks.levels)
+
+    def record_numel(self, level: int) -> int:
+        """Return s_l, the number of elements in the record of a block."""
+        return sum(place.numel for place in self.records[level])
+
+    def num_records(self, level: int) -> int:
+        """Return the number of records of a level: one per node, and the record of the generic memory."""
+        return self.blocks.nodes(level) + 1
+
+    def file_bytes(self, level: int, item_bytes: int) -> int:
+        """Return the bytes of a level's file once all blocks are written, without its header, by the bytes per element."""
+        return self.num_records(level) * (_MARK_BYTES + self.record_numel(level) * item_bytes)
+
+    @property
+    def fetched(self) -> int:
+        """Number of parameters that a text fetches, `|R(x; W)|`."""
+        return sum(map(self.record_numel, self.levels))
+
+    @property
+    def bank(self) -> int:
+        """Number of parameters in all blocks, `|W|`, without the generic memory."""
+        return sum(self.record_numel(level) * self.blocks.nodes(level) for level in self.levels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as plain data, which distinguishes the banks of different models."""
+        return {
+            "type": self.memory_type,
+            "layers": list(self.layers),
+            "base": self.base,
+            "branching": self.blocks.branching,
+            "levels": [
+                {name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in self.blocks.levels
+            ],
+        }
+
+    def difference(self, data: Any) -> str | None:
+        """Return the first difference from another layout, given as plain data, in words; None if they fit.
+
+        Bases are compared only if both layouts know theirs.
+        """
+        if not isinstance(data, dict):
+            return f"its layout is {data!r}"
+        for key, value in self.to_dict().items():
+            other = data.get(key)
+            if other == value or (key == "base" and None in (other, value)):
+                continue
+            if key == "base":
+                return (
+                    f"its base, the weights that its model was upscaled from, has the digest {str(other)[:16]}...; expected "
+                    f"{str(value)[:16]}..."
+                )
+            return f"its {key} is {other!r}; expected {value!r}"
+        return None
 
 
 @dataclass(kw_only=True)
@@ -43,7 +188,7 @@ class HierarchicalOptions(MemoryOptions):
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         """Return the tensors that a block of `size` has in one layer."""
-        raise TypeError(f"{type(self).__name__} does not say which tensors a block has.")
+        raise NotImplementedError
 
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
         levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
@@ -68,7 +213,7 @@ class HierarchicalOptions(MemoryOptions):
                 f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
                 "[256, 64, 16, 0]."
             )
-        if self.branching ** len(self.sizes) > _MOST_LEAVES:
+        if self.branching ** len(self.sizes) > _MAX_LEAVES:
             raise RequestError(
                 f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
                 "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
@@ -94,15 +239,23 @@ class HierFFNOptions(HierarchicalOptions):
 class HierLoraOptions(HierarchicalOptions):
     """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
 
+    #: Roles of the projections.
+    roles: ClassVar[tuple[str, ...]] = ()
+
     alpha: float = option(2.0, "number by which the product of both factors is multiplied")
+
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        hidden, inner = sizes.hidden_size, sizes.intermediate_size
+        widths = {"query": (hidden, sizes.num_heads * sizes.head_dim), **head_projections(sizes)}
+        widths |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+        return {role: widths[role] for role in self.roles}
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
-        roles: tuple[Role, Role] = ("key", "value")
         for name, (inputs, outputs) in self.layer_projections(sizes).items():
             # Kaiming's uniform distribution with a = sqrt(5), like the first factor in LoRA.
-            tensors[f"{name}_down"] = DeclaredTensor((size, inputs), roles[0], Uniform(inputs**-0.5))
-            tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
+            tensors[f"{name}_down"] = DeclaredTensor((size, inputs), "key", Uniform(inputs**-0.5))
+            tensors[f"{name}_up"] = DeclaredTensor((outputs, size), "value", ZEROS)
         return tensors
 
     def check(self) -> None:
@@ -117,13 +270,7 @@ class HierLoraQKOptions(HierLoraOptions):
     """LoRA memories of the query and key projections (figure 14)."""
 
     sites = ("inside-attention",)
-
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        d = sizes.head_dim
-        return {
-            "query": (sizes.hidden_size, sizes.num_heads * d),
-            "key": (sizes.hidden_size, sizes.num_key_value_heads * d),
-        }
+    roles = ("query", "key")
 
 
 @register_memory("hier-lora-vo")
@@ -132,13 +279,7 @@ class HierLoraVOOptions(HierLoraOptions):
     """LoRA memories of the value and output projections (figure 15)."""
 
     sites = ("inside-attention",)
-
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        d = sizes.head_dim
-        return {
-            "value": (sizes.hidden_size, sizes.num_key_value_heads * d),
-            "output_projection": (sizes.num_heads * d, sizes.hidden_size),
-        }
+    roles = ("value", "output_projection")
 
 
 @register_memory("hier-lora-ffn")
@@ -147,10 +288,7 @@ class HierLoraFFNOptions(HierLoraOptions):
     """LoRA memories of the three projections of the feed-forward network (figure 16)."""
 
     sites = ("inside-ffn",)
-
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        hidden, inner = sizes.hidden_size, sizes.intermediate_size
-        return {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    roles = ("gate", "up", "down")
 
 
 @register_memory("hier-kv")

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.hierarchical.bank.trained_bank import adamw_update
+from midus_hf.memories.hierarchical.training import adamw_update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Factor by which the storage of moments grows when it is full, so that each row is copied only a few times.

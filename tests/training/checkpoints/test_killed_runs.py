@@ -9,7 +9,7 @@ from processes.warm import run_warm
 from training.outcomes import assert_same_blocks, assert_same_checkpoint, bank_of, by_step, moved
 from training.tiny_run import write_recipe
 
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.training.checkpoints import checkpoints_in, damage_of
 
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
@@ -22,7 +22,7 @@ KILLS = {
 PROGRAM = """
 import itertools, json, os, shutil, signal, sys, traceback
 import midus_hf.training.run
-from midus_hf.memories.hierarchical.bank.trained_bank import TrainedBank
+from midus_hf.memories.hierarchical.training import TrainedBank
 from midus_hf.cli.train import main
 
 def die():

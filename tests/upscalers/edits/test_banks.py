@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.files.checkpoint_files import BLOCK_STATES, RUN_CONFIG
-from midus_hf.memories.hierarchical.bank.memory_bank import MemoryBank
-from midus_hf.memories.hierarchical.bank.model_banks import check_tree
+from midus_hf.memories.hierarchical.bank import MemoryBank
+from midus_hf.memories.hierarchical.fetching import check_tree
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.topics.tree import ClusterTree
