@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from upscalers.record.report import PushError, UpscaleReport
+    from upscalers.record.provenance import PushError, UpscaleReport
     from upscalers.request.errors import MethodError, VerificationError
     from upscalers.runs.strip import strip
     from upscalers.runs.upscale import upscale
@@ -14,8 +14,8 @@ __all__ = ["MethodError", "PushError", "UpscaleReport", "VerificationError", "st
 # Imported on first use, so that `upscale --help` does not import the methods.
 _MODULES = {
     "MethodError": "upscalers.request.errors",
-    "PushError": "upscalers.record.report",
-    "UpscaleReport": "upscalers.record.report",
+    "PushError": "upscalers.record.provenance",
+    "UpscaleReport": "upscalers.record.provenance",
     "VerificationError": "upscalers.request.errors",
     "strip": "upscalers.runs.strip",
     "upscale": "upscalers.runs.upscale",

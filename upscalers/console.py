@@ -18,7 +18,7 @@ from midus_hf.sources.progress import show_progress
 from midus_hf.version import __version__
 from upscalers.edits.chapters import format_numbers
 from upscalers.edits.checkpoint_edit import describe_edit
-from upscalers.record.report import UpscaleReport
+from upscalers.record.provenance import UpscaleReport
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import summary_table
 

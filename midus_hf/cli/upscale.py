@@ -13,7 +13,6 @@ from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line,
 from midus_hf.cli.options import Json, argument, cli_option, flag, show
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
-from upscalers.record.report import PushError
 from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
@@ -94,7 +93,7 @@ def run(
         if given:
             option = given[0].strip("_").replace("_", "-")
             raise RequestError(
-                f"--{option} is given before {context.invoked_subcommand!r}, which would not read it; expected options behind the "
+                f"--{option} is given before {context.invoked_subcommand!r}, which would not read it; expected options after the "
                 "command. Move it there, or leave it out."
             )
         return
@@ -115,6 +114,7 @@ def run(
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
+    from upscalers.record.provenance import PushError
     from upscalers.runs.upscale import upscale
 
     ending: Ending | None = None
@@ -158,7 +158,6 @@ def methods(
     from midus_hf.config.options import describe_options
     from upscalers.console import print_method_list, print_methods
     from upscalers.methods.contract import METHODS, get_method, load_plugin_methods
-    from upscalers.record.provenance import paper_entry
 
     load_plugin_methods()
     described = [
@@ -171,7 +170,7 @@ def methods(
             "placement": method.default_placement,
             "adds_layers": method.adds_layers,
             "options": describe_options(method.options_class),
-            "paper": paper_entry(method),
+            "paper": method.paper and method.paper.to_dict(),
         }
         for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
     ]

@@ -122,7 +122,7 @@ def made_table(findings: Findings) -> TextTable:
         options, cells = dict(train.get("adapters") or {}), ["", ""]
         if upscaling is not None:
             method, values = get_method(upscaling["method"]), upscaling.get("options") or {}
-            recorded = method(parse_options(method.options_class, values, method.name)).recorded_options
+            recorded = method(parse_options(method.options_class, values, method.name)).options_record
             # An exact table has as many rows as its corpus has n-grams.
             sizes = [key for key in _SIZES if (key, recorded.get("table")) != ("rows", "exact")]
             options = {key: recorded[key] for key in recorded if key in values or key in sizes} | options

@@ -9,7 +9,7 @@ import pytest
 from docs.pictures.__main__ import main
 from tests.upscalers.real_configs import LLAMA_3_2_1B, LLAMA_3_2_3B, write_config
 from upscalers.methods.contract import METHODS
-from upscalers.record.report import ParameterCounts
+from upscalers.record.provenance import ParameterCounts
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"

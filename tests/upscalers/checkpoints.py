@@ -11,7 +11,7 @@ from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
 import midus_hf  # noqa: F401 - registers the classes
-from upscalers.record.report import UpscaleReport
+from upscalers.record.provenance import UpscaleReport
 from upscalers.runs.upscale import upscale
 
 SMALL_MEMORY = {"n": 8, "k": 2}

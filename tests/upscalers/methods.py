@@ -13,7 +13,7 @@ from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from tests.upscalers.checkpoints import SMALL, config_of, load
 from tests.upscalers.dense.requests import PROMISING, REQUESTS
-from upscalers.record.report import UpscaleReport
+from upscalers.record.provenance import UpscaleReport
 
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SMALL_TABLES = {"n": 8, "k": 4}

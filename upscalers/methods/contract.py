@@ -22,6 +22,9 @@ from upscalers.tensors.solver import Measurement
 
 METHODS: dict[str, type["Method"]] = {}
 
+# Names that subclasses may still use for what they override, until 1.0.
+_EARLIER_NAMES = {"concerns": "plan_warnings", "recorded_options": "options_record"}
+
 
 @dataclass(frozen=True)
 class Paper:
@@ -51,6 +54,10 @@ class Paper:
             kind, where = ("inproceedings", f"booktitle = {{{self.booktitle}}}")
         fields = (f"title = {{{{{self.title}}}}}", f"author = {{{self.authors}}}", where, f"year = {{{self.year}}}")
         return f"@{kind}{{{self.key},\n  " + ",\n  ".join(fields) + "\n}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return title and reference, as records have them."""
+        return {"title": self.title, "reference": self.reference}
 
 
 @dataclass
@@ -85,10 +92,18 @@ class Method(ABC):
     def __init__(self, options: Any):
         self.options = options
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for earlier, name in _EARLIER_NAMES.items():
+            if earlier in vars(cls) and name not in vars(cls):
+                setattr(cls, name, vars(cls)[earlier])
+
     @property
-    def recorded_options(self) -> dict[str, Any]:
+    def options_record(self) -> dict[str, Any]:
         """The options by name, as they are recorded, without local folders."""
         return asdict(self.options)
+
+    recorded_options = options_record  # the name until 1.0
 
     def check(self, base: BaseCheckpoint) -> None:  # noqa: B027 - most methods take any base
         """Refuse a base that the method cannot upscale.
@@ -143,9 +158,11 @@ class Method(ABC):
         """Return the arguments of a request, such as `placement`, with which the method would make this plan again."""
         return {} if self.default_placement is None else {"placement": plan.new_indices}
 
-    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        """Return remarks to be shown before the work begins, as warnings and in the model card."""
+    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+        """Return warnings about a plan, which are shown before the work begins and stand in the model card."""
         return []
+
+    concerns = plan_warnings  # the name until 1.0
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         """Return warnings about the measurements of solvers.
@@ -158,10 +175,6 @@ class Method(ABC):
     def config(self, base: BaseCheckpoint, plan: Plan) -> Config:
         """Return the raw config of the upscaled model."""
         return follow_plan(base, plan)
-
-    def recorded(self, base: BaseCheckpoint, plan: Plan) -> dict[str, Any]:
-        """Return what the record in the config has beside what each record has, for `strip`. Default: nothing."""
-        return {}
 
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         """Return, for each output layer, a recipe for each of its tensors by the name within the layer."""

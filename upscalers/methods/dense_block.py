@@ -197,7 +197,7 @@ class FusionMethod(DenseMethod):
         terms = tuple((base.layer_names[source][name], 1.0 / len(layer.sources)) for source in layer.sources)
         return Combine(base.tensors[terms[0][0]].shape, terms)
 
-    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         kinds = base.layout.layer_kinds or [""] * base.num_layers
         mixed = {
             index: sorted({kinds[source] for source in layer.sources})

@@ -83,10 +83,10 @@ class Engram(AttachedMemoryMethod):
         self._unspelled: dict[str, None] = {}
 
     @property
-    def recorded_options(self) -> dict[str, Any]:
+    def options_record(self) -> dict[str, Any]:
         corpus = self.options.corpus
         is_path = corpus is not None and Path(corpus).expanduser().exists()
-        return {**super().recorded_options, "corpus": Path(corpus).name if is_path else corpus}
+        return {**super().options_record, "corpus": Path(corpus).name if is_path else corpus}
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
@@ -124,7 +124,7 @@ class Engram(AttachedMemoryMethod):
         hosting = self._hosting_layers(base)
         return tuple(sorted({hosting[min(1, len(hosting) - 1)], hosting[len(hosting) // 2]}))
 
-    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         concern = (
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
         )

@@ -26,7 +26,7 @@ class MixtureOfChapters(AttachedMemoryMethod):
     memory_options = ChaptersOptions
     default_layers = 0.25
 
-    def concerns(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
+    def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
         if not self.options.reads_ahead:
             return []
         return [

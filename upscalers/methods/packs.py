@@ -49,8 +49,8 @@ class Packs(AttachedMemoryMethod):
         self._remarks: list[str] = []
 
     @property
-    def recorded_options(self) -> dict[str, Any]:
-        recorded = super().recorded_options
+    def options_record(self) -> dict[str, Any]:
+        recorded = super().options_record
         for name in ("corpus", "protect"):
             if recorded[name] is not None:
                 recorded[name] = recorded_name(recorded[name])

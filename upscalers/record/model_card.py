@@ -17,7 +17,7 @@ from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
-from upscalers.record.report import ParameterCounts
+from upscalers.record.provenance import ParameterCounts
 from upscalers.request.errors import one_line
 from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Measurement, summary_table

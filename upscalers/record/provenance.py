@@ -1,10 +1,12 @@
-"""Provenance: the record of what was done to a checkpoint, in its config and in `upscale.json`."""
+"""What was done to a checkpoint: its record, in the config and in `upscale.json`, and the report of a run."""
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, language_entry, record_of
+from midus_hf.anatomy.record import RECORD_KEY, UpscaleRecord, has_record, record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
@@ -28,27 +30,12 @@ def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, 
         trainable=method.trainable,
         causal=not reads_ahead,
         plan=tuple(plan.to_list()),
-        options=for_record(method.recorded_options),
+        options=for_record(method.options_record),
         seed=seed,
         base_dtype=TORCH_NAMES[base.dtype],
         base_config=base.config,
         larger_base_config=base.composite.config if base.composite else None,
-        **method.recorded(base, plan),
     )
-
-
-def resized_vocabulary(config: Config) -> tuple[int, int] | None:
-    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not, or without a record."""
-    record = record_of(config) if has_record(config) else None
-    if record is None:
-        return None
-    before, size = record.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
-    return None if before is None or size is None or before == size else (before, size)
-
-
-def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
-    """Return title and reference of a method's paper; None if it has none."""
-    return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
 def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
@@ -118,3 +105,99 @@ def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
             "layers; expected what upscale wrote. Restore the config that it wrote."
         )
     return plan
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters; a tied head counts once. `fetched` and `bank` are of new banks, `trainable` of all that train."""
+
+    base: int
+    new: int
+    total: int
+    trainable: int
+    fetched: int | None = None
+    bank: int | None = None
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Number of bytes read from the base, and of bytes written to the output, as weights and in banks."""
+
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whether the result computes the same as the base: what was compared, the largest difference, and both sides in words."""
+
+    checked: str | None
+    max_abs_diff: float | None
+    compared: str | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class UpscaleReport:
+    """Report of an upscaling. `to_dict` returns what `--json` prints, which is all but the last five fields.
+
+    Args:
+        method: Name of the method.
+        base: The base as given in the request.
+        output: The output folder; None for a dry run without one.
+        model_type: Model type of the upscaled model.
+        num_layers: L + K, number of layers of the upscaled model.
+        new_layer_indices: Indices of the new layers in the upscaled model.
+        parameters: Parameter counts of base and result.
+        bytes: Bytes read and written. For a dry run, the size of the output, and 0 bytes read.
+        identity: Result of the check against the base.
+        seconds: Wall time in seconds, without the start of the program.
+        peak_rss_bytes: Largest resident memory of the process, in bytes.
+        promises_identity: Whether the method, with its options, promises that the result computes what the base
+            computes.
+        identity_except: Exceptions to that, a noun phrase; None if it holds for all texts.
+        kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
+            nats; None if nothing was compared, or the base has no token with finite logits.
+        measurements: Measurements of solvers for each tensor they made; empty for methods without solvers.
+        renumbers_layers: Whether layers of the base have different indices in the upscaled model.
+    """
+
+    method: str
+    base: str
+    output: str | None
+    model_type: str
+    num_layers: int
+    new_layer_indices: list[int]
+    parameters: ParameterCounts
+    bytes: Bytes
+    identity: Identity
+    seconds: float
+    peak_rss_bytes: int
+    promises_identity: bool
+    identity_except: str | None
+    kl_divergence: float | None
+    measurements: list[dict[str, Any]]
+    renumbers_layers: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, as `--json` prints it; `upscale.json` holds the other fields too."""
+        values = dataclasses.asdict(self)
+        values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
+        return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
+
+
+_NOT_PRINTED = ("promises_identity", "identity_except", "kl_divergence", "measurements", "renumbers_layers")
+
+
+class PushError(RuntimeError):
+    """Error for an upload that failed: the checkpoint is complete, but not on the hub.
+
+    Args:
+        message: What happened, and how to upload the folder.
+        report: Report of the upscaling.
+        interrupted: Whether the user interrupted the upload.
+    """
+
+    def __init__(self, message: str, report: UpscaleReport, interrupted: bool):
+        super().__init__(message)
+        self.report = report
+        self.interrupted = interrupted

@@ -14,7 +14,7 @@ from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
 from upscalers.plan.layer_config import followed_quantization, pattern_concern
 from upscalers.plan.plan import Base, Plan
-from upscalers.record.report import ParameterCounts
+from upscalers.record.provenance import ParameterCounts
 from upscalers.request.errors import MethodError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Integers, Recipe
@@ -83,9 +83,9 @@ class Job:
         # As the model reads them, and as they are written: layers of the base store parts of packed weights, not the weights.
         self.made = in_file_order(made_outer, made_layers)
         self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
-        self.concerns = method.concerns(base, plan)
+        self.warnings = method.plan_warnings(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
-            self.concerns = [*self.concerns, pattern]
+            self.warnings = [*self.warnings, pattern]
         self.banks = banks_of(self.layout.memories)
         self.new_banks = {name: bank for name, bank in self.banks.items() if name in plan.new_memories}
 

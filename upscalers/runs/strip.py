@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import LANGUAGE_KEY, UpscaleRecord
+from midus_hf.anatomy.record import LANGUAGE_KEY, UpscaleRecord, language_entry
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config
@@ -20,7 +20,6 @@ from upscalers.record.provenance import (
     read_plan,
     read_record,
     read_upscaled,
-    resized_vocabulary,
     write_record,
 )
 from upscalers.request.progress import Progress
@@ -58,7 +57,7 @@ def strip(
     with resolve_source(str(model)) as source:
         config = read_config(source.folder)
         upscaled = read_upscaled(config, source.folder)
-        resized = resized_vocabulary(config)
+        resized = _resized_vocabulary(config, upscaled)
         opened = open_base(source.folder)
         plan = read_plan(upscaled, opened)
         opened = with_blocks_of_base(opened, plan, upscaled)
@@ -139,6 +138,12 @@ def _base_config(
         return config
     progress.warn(f"the base was {base_dtype}, and its tensors are {dtype} since it was upscaled; they stay so.")
     return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+
+
+def _resized_vocabulary(config: Config, upscaled: UpscaleRecord) -> tuple[int, int] | None:
+    """Return the sizes of the base's and the model's vocabulary if it was resized since; None if not."""
+    before, size = upscaled.base_config.get("vocab_size"), language_entry(config).get("vocab_size")
+    return None if before is None or size is None or before == size else (before, size)
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:

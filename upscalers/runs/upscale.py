@@ -19,7 +19,7 @@ from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repos
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import resolve_source
 from upscalers.methods.contract import Method, get_method
-from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
+from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import Progress, shown
@@ -189,7 +189,7 @@ def _say_what_is_made(job: Job, progress: Progress) -> None:
         )
     for remark in job.method.remarks(base):
         progress.note(remark)
-    for concern in job.concerns:
+    for concern in job.warnings:
         progress.warn(concern)
 
 

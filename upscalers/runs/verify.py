@@ -12,7 +12,7 @@ from midus_hf.config.errors import RequestError
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
-from upscalers.record.report import Identity
+from upscalers.record.provenance import Identity
 from upscalers.request.errors import VerificationError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel

@@ -19,8 +19,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
-from upscalers.record.provenance import base_record, paper_entry, upscale_record, write_record
-from upscalers.record.report import Bytes, Identity
+from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
 from upscalers.request.errors import one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.job import Job
@@ -134,7 +133,7 @@ class Writing:
             job.layout.memories,
             counts,
             request,
-            job.concerns,
+            job.warnings,
             outcome["measurements"],
             base_metadata(job.source, self.progress),
             job.base.auto_class,
@@ -155,7 +154,7 @@ class Writing:
                 "promises_identity": job.method.identity,
                 "kl_divergence": outcome["kl_divergence"],
                 "measurements": outcome["measurements"],
-                "paper": paper_entry(job.method),
+                "paper": job.method.paper and job.method.paper.to_dict(),
             },
         )
 

@@ -10,7 +10,7 @@ from upscalers.architecture.supported_bases import family_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan
-from upscalers.record.report import UpscaleReport
+from upscalers.record.provenance import UpscaleReport
 from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
