@@ -128,7 +128,7 @@ NEAREST_TO_UPSCALERS = {
     "safetensors_format": "safetensors_format checkpoint_layouts",
     "solver": "solvers dense",
     "source": "hub bad_input checkpoint_layouts",
-    "supported_bases": "families quantised_bases plan dense/new_layers",
+    "supported_bases": "families plan dense/new_layers",
     "stack": "dense/new_layers refusals plan every_method",
     "streamed_model": "streamed_model memory_methods verification",
     "strip": "strip every_method",

@@ -206,9 +206,13 @@ REFUSED = [
     ),
     (
         {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
-        r"the base is quantised \(quantization_config: gptq\); expected float32, float16 or bfloat16 weights",
+        r"the base is quantised \(quantization_config: gptq\); expected float32, .* Start from the unquantised",
     ),
-    ({"model_type": "mixtral", "quantization_config": {"quant_method": "mxfp4"}}, r"quantised \(quantization_config: mxfp4\)"),
+    (
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        r"quantised \(quantization_config: mxfp4\); .* Dequantise it first, .*=Mxfp4Config\(dequantize=True\)",
+    ),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, r"=FineGrainedFP8Config\(dequantize=True\)"),
     ({"model_type": "mixtral", "num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive"),
     ({"model_type": "llama", "quantization_config": 8}, r"the base is quantised \(quantization_config: unknown\)"),
     ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base has custom code"),

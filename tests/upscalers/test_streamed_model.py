@@ -13,8 +13,7 @@ from tiny import prompt
 from tests.upscalers.checkpoints import SMALL, logits, read_tensors, save_base, unverified, write_tensors
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.checkpoint.computed_tensor import read_tensor
-from upscalers.checkpoint.safetensors_format import layout
+from upscalers.checkpoint.safetensors_format import layout, read_tensor
 from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.streamed_model import StreamedModel

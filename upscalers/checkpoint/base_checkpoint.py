@@ -20,7 +20,6 @@ from upscalers.architecture.layout import layout_of
 from upscalers.architecture.per_layer import check_lists
 from upscalers.architecture.supported_bases import check_readable, family_of
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
-from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     SAFETENSORS_NAMES,
@@ -52,8 +51,6 @@ class BaseCheckpoint:
     tensors: dict[str, StoredTensor]  # by the names that they have in a separate language model
     unexpected: tuple[str, ...] = ()  # stored, but not part of the architecture; copied to the result
     composite: CompositeModel | None = None
-    parts: frozenset[str] = frozenset()  # parts of quantised weights, such as scales; among the unexpected
-    packed: frozenset[str] = frozenset()  # weights that are stored only as parts
     prefix: str = _PREFIX
     tied_head: str | None = None  # the head, if the embedding is stored only under its name
 
@@ -192,10 +189,6 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
 
     if composite is not None:
         stored = {composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
-    parts: frozenset[str] = frozenset()
-    packed: frozenset[str] = frozenset()
-    if config.get("quantization_config"):
-        stored, parts, packed = with_products(stored, config)
     _refuse_task_head(stored)
     prefix, integers = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else "", layout.integers
     if not prefix:
@@ -207,9 +200,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
     _check_shapes_and_dtypes(stored, expected, carried, integers)
     unexpected = tuple(name for name in stored if name not in expected)
     _refuse_further_layers(unexpected, config)
-    return BaseCheckpoint(
-        folder, config, family, layout, stored, unexpected, composite, parts, packed, prefix, tied_head
-    )
+    return BaseCheckpoint(folder, config, family, layout, stored, unexpected, composite, prefix, tied_head)
 
 
 def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
@@ -297,8 +288,7 @@ def _check_shapes_and_dtypes(
         if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
             wanted = integers.get(name, "float32, float16 or bfloat16")
             raise RequestError(
-                f"{name} is stored as {form}; expected {wanted} weights, or a quantization_config in config.json that says what they "
-                "mean. Start from the unquantised checkpoint."
+                f"{name} is stored as {form}; expected {wanted} weights. Start from the unquantised checkpoint."
             )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
 
 _CHUNK_BYTES = 1 << 20
@@ -14,7 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 def weight_names(model: BaseCheckpoint) -> dict[str, str]:
     """Return the name in digests (without `model.`) of each weight that transformers saves again, by its stored name."""
-    left_out = ({*model.repeated_names, *model.unexpected} - model.parts) | model.packed
+    left_out = {*model.repeated_names, *model.unexpected}
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
 
@@ -28,8 +27,7 @@ class TensorDigests:
     """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
-        self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}
-        self._names = names
+        self._tensors, self._names = tensors, names
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(thread_name_prefix="digest")
@@ -50,11 +48,6 @@ class TensorDigests:
 
     def _digest(self, tensor: StoredTensor) -> str:
         digest = hashlib.sha256(f"{tensor.dtype}:{list(tensor.shape)}\n".encode())
-        if isinstance(tensor, ComputedTensor):
-            import torch
-
-            digest.update(tensor.read().flatten().view(torch.uint8).numpy().data)
-            return digest.hexdigest()
         assert tensor.file is not None
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, tensor.num_bytes)))
         left = tensor.num_bytes

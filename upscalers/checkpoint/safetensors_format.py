@@ -13,20 +13,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from midus_hf.config.errors import RequestError
 from upscalers.request.errors import one_line
 
+if TYPE_CHECKING:
+    import torch
+
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Integer dtypes that are read, of memories and of MXFP4: torch's name by the name in safetensors.
-INTEGER_NAMES = {"U8": "uint8", "I64": "int64"}
+# Integer dtypes that are read, of memories: torch's name by the name in safetensors.
+INTEGER_NAMES = {"I64": "int64"}
 INTEGERS = "I64"
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
@@ -48,20 +51,25 @@ class StoredTensor:
         """Number of bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    @property
-    def as_stored(self) -> "StoredTensor":
-        """The tensor that a copy of this tensor is; a copy of a quantised weight stays quantised."""
-        return self
 
-    @property
-    def in_file(self) -> "StoredTensor":
-        """The tensor whose bytes are in a file; some tensors are computed from stored ones."""
-        return self
+def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+    """Read a tensor, and cast it unless it holds integers; by default it keeps its dtype."""
+    import torch
+
+    assert stored.file is not None
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES)[stored.dtype]))
+    unread, position = tensor.view(-1).view(torch.uint8).numpy().data, stored.start
+    with stored.file.open("rb", buffering=0) as file:
+        while unread:
+            num_bytes = os.preadv(file.fileno(), [unread], position)
+            if not num_bytes:
+                raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
+            unread, position = unread[num_bytes:], position + num_bytes
+    return tensor if dtype is None or stored.dtype in INTEGER_NAMES else tensor.to(dtype)
 
 
 def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
     """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first difference."""
-    left, right = left.in_file, right.in_file
     assert left.file is not None and right.file is not None
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False

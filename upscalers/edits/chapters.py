@@ -15,7 +15,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
 from midus_hf.memories.moc.options import ChaptersOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
-from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.safetensors_format import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
 from upscalers.request.progress import Progress, shown

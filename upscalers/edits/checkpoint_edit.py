@@ -95,8 +95,7 @@ def edit_checkpoint(
         result = {"command": command, "memories": list(decided.memories), **decided.details}
         edit = {**result, "version": importlib.metadata.version("midus-hf")}
         shards: dict[str, list[OutputTensor]] = {}  # the files and the order of the model
-        tensors = {name: tensor.as_stored for name, tensor in opened.tensors.items() if name not in opened.packed}
-        for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+        for name, stored in sorted(opened.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
             assert stored.file is not None
             kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
             shards.setdefault(stored.file.name, []).extend(decided.tensors.get(name, kept))

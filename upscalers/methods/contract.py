@@ -191,7 +191,7 @@ class Method(ABC):
         """Return a recipe for each tensor outside the layers, by full name."""
         names = base.outer_names(plan.num_layers)
         recipes: dict[str, Recipe] = {new: Copy(base.tensors[name].shape, name) for name, new in names.items()}
-        return recipes | block_recipes(base, plan, self.config(base, plan))
+        return recipes | block_recipes(base, plan.sources, self.config(base, plan))
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
         """Return the bytes that `fill_banks` writes. Default: 0."""

@@ -172,7 +172,7 @@ class Engram(AttachedMemoryMethod):
 
     def _compresses(self, base: BaseCheckpoint) -> bool:
         """Return whether tokens of similar text share a number. A dry run may have only a config, and assumes a tokenizer."""
-        has_weights = any(tensor.in_file.file is not None for tensor in base.tensors.values())
+        has_weights = any(tensor.file is not None for tensor in base.tensors.values())
         return self.options.compress and (has_tokenizer(base.folder) or not has_weights)
 
     def _token_numbers(self, base: BaseCheckpoint) -> "torch.Tensor":

@@ -1,8 +1,6 @@
 """Config of the upscaled model: all per-layer values follow the plan."""
 
 import copy
-import re
-from collections.abc import Iterable
 from typing import Any
 
 from midus_hf.config.errors import RequestError
@@ -19,13 +17,6 @@ from upscalers.architecture.per_layer import (
 )
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.plan import Base, Plan
-
-KEPT_KEY = "modules_to_not_convert"
-# An alias, which transformers reads only if the first is absent.
-_KEPT_ALIAS = "ignored_layers"
-# The modules that transformers does not quantise if a config does not list any.
-_KEPT_BY_DEFAULT = ["lm_head"]
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
@@ -126,25 +117,3 @@ def _undeclared(path: str, description: str) -> RequestError:
         f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
         "upscalers/architecture/per_layer.py."
     )
-
-
-def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers."""
-    quantization = copy.deepcopy(config["quantization_config"])
-    kept = quantization.get(KEPT_KEY, quantization.get(_KEPT_ALIAS))
-    listed = [
-        entry for pattern in (_KEPT_BY_DEFAULT if kept is None else kept) for entry in _in_new_layers(pattern, plan)
-    ]
-    quantization[KEPT_KEY] = list(dict.fromkeys([*listed, *new_modules]))
-    return quantization
-
-
-def _in_new_layers(pattern: str, plan: Plan) -> list[str]:
-    """Return a module's path, once for each layer of the upscaled model that is the layer which the path names."""
-    match = _LAYER.search(pattern)
-    if match is None:
-        return [pattern]
-    indices = [
-        index for index, layer in enumerate(plan.layers) if isinstance(layer, Base) and layer.index == int(match[2])
-    ]
-    return [f"{pattern[: match.start(2)]}{index}{pattern[match.end(2) :]}" for index in indices]

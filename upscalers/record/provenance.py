@@ -41,8 +41,7 @@ def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, 
 def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
     """Return the record of the base: its name, the digest of each of its weights, and the layout of its files."""
     files: dict[str, list[tuple[int, str]]] = {}
-    stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
-    for tensor_name, tensor in stored.items():
+    for tensor_name, tensor in base.tensors.items():
         assert tensor.file is not None
         files.setdefault(tensor.file.name, []).append((tensor.start, tensor_name))
     return {

@@ -12,8 +12,8 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
-from upscalers.plan.layer_config import followed_quantization, pattern_concern
-from upscalers.plan.plan import Base, Plan
+from upscalers.plan.layer_config import pattern_concern
+from upscalers.plan.plan import Plan
 from upscalers.record.provenance import ParameterCounts
 from upscalers.request.errors import MethodError, one_line
 from upscalers.tensors.layer_blocks import LayerBlocks
@@ -51,38 +51,24 @@ class Job:
         self.config.pop(RECORD_KEY, None)  # of an earlier upscaling
         layers, outer = method.recipes(base, plan, seed), method.outer_recipes(base, plan, seed)
         self.layout = layout_of(self.config)
-        if base.parts:
-            modules = _new_modules(base, plan, layers, outer)
-            self.config["quantization_config"] = followed_quantization(self.config, plan, modules)
         if dtype != "auto":
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = dtype
         self._check(layers, outer)
 
-        # Quantised weights and their scales keep their dtypes where they are copied.
-        stored_dtypes = {name: stored.as_stored.dtype for name, stored in base.tensors.items()}
-        carried = {name: stored if name in base.parts else self.cast(stored) for name, stored in stored_dtypes.items()}
-        made_outer, made_layers, in_parts = [], [], set()
+        made_outer, made_layers = [], []
         for name, recipe in outer.items():
             if isinstance(recipe, Copy | LayerBlocks):
-                new_dtype = carried[recipe.source]
+                new_dtype = self.cast(base.tensors[recipe.source].dtype)
             else:
                 new_dtype = INTEGERS if isinstance(recipe, Integers) else self.cast(base.dtype)
             made_outer.append(OutputTensor(name, recipe, new_dtype))
-        for index, (layer, origin) in enumerate(zip(plan.layers, plan.sources, strict=True)):
+        for index, origin in enumerate(plan.sources):
             for name, recipe in layers[index].items():
-                full_name = base.new_name(index, name)
-                if isinstance(layer, Base) and isinstance(recipe, Copy):
-                    new_dtype = carried[recipe.source]
-                    if recipe.source in base.packed:
-                        in_parts.add(full_name)
-                else:  # new layers are trained, and weights in FP8 cannot be
-                    like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
-                    new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
-                made_layers.append(OutputTensor(full_name, recipe, new_dtype))
-        # As the model reads them, and as they are written: layers of the base store parts of packed weights, not the weights.
+                like = recipe.source if isinstance(recipe, Copy) else base.layer_names[origin].get(name)
+                new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
+                made_layers.append(OutputTensor(base.new_name(index, name), recipe, new_dtype))
         self.made = in_file_order(made_outer, made_layers)
-        self.written = [tensor for tensor in self.made if tensor.name not in in_parts]
         self.warnings = method.plan_warnings(base, plan)
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
             self.warnings = [*self.warnings, pattern]
@@ -145,21 +131,6 @@ class Job:
         """Return the bytes of disk that solvers need while they work."""
         solvers = {part.solver for tensor in self.made for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
-
-
-def _new_modules(
-    base: BaseCheckpoint, plan: Plan, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]
-) -> list[str]:
-    """Return the paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
-    new = [f"model.layers.{index}" for index, layer in enumerate(plan.layers) if not isinstance(layer, Base)]
-    made = [
-        f"layers.{index}.{name}"
-        for index, recipes in enumerate(layers)
-        for name, recipe in recipes.items()
-        if isinstance(plan.layers[index], Base) and not isinstance(recipe, Copy)
-    ]
-    made += [name.removeprefix(base.prefix) for name, recipe in outer.items() if not isinstance(recipe, Copy)]
-    return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
 
 
 def _check_recipes(

@@ -12,8 +12,7 @@ import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.saved_models import auto_class_of
-from upscalers.checkpoint.computed_tensor import read_tensor
-from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.checkpoint.safetensors_format import StoredTensor, read_tensor
 from upscalers.request.errors import VerificationError
 
 _NAMED = 3

@@ -14,6 +14,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import (
@@ -24,7 +25,7 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.progress import Progress
 from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
-from upscalers.tensors.layer_blocks import with_blocks_of_base
+from upscalers.tensors.layer_blocks import LayerBlocks, block_recipes
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor, in_file_order, split_shards
 
@@ -60,8 +61,7 @@ def strip(
         resized = _resized_vocabulary(config, upscaled)
         opened = open_base(source.folder)
         plan = read_plan(upscaled, opened)
-        opened = with_blocks_of_base(opened, plan, upscaled)
-        tensors = _base_tensors(opened, plan)
+        tensors = _base_tensors(opened, plan, upscaled)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = CheckpointFolder(output, source.folder, overwrite)
@@ -86,6 +86,10 @@ def strip(
                     "the tokenizer's files are not the base's: they stay as transformers had loaded them, and tokenize text alike."
                 )
             hashes = digests.finish()
+            if made := {each.name for each in tensors if isinstance(each.recipe, LayerBlocks) and hashes}:
+                stored = opened.by_name(stored_tensors(folder.partial, needs_weights=True) or {})
+                with TensorDigests(stored, {name: name.removeprefix(opened.prefix) for name in made}) as of_blocks:
+                    hashes |= of_blocks.finish()
             comparison = _compare_with_base(hashes, upscaled, record)
             if comparison["base_confirmed"] is False:
                 differing = comparison["differing_tensors"]
@@ -184,11 +188,14 @@ def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[
     }
 
 
-def _base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
+def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> list[OutputTensor]:
     """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
+    kept = [plan.kept_indices[layer] for layer in range(plan.num_base_layers)]
+    blocks = block_recipes(model, kept, dict(upscaled.base_config))
 
     def carried(name: str, source: str) -> OutputTensor:
-        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].as_stored.dtype)
+        stored = model.tensors[source]
+        return OutputTensor(name, blocks.get(source) or Copy(stored.shape, source), stored.dtype)
 
     names_in_base = model.outer_names(plan.num_base_layers)
     outer = [carried(in_base, name) for name, in_base in names_in_base.items() if not plan.owns(name)]
@@ -196,8 +203,6 @@ def _base_tensors(model: BaseCheckpoint, plan: Plan) -> list[OutputTensor]:
     for layer, index in plan.kept_indices.items():
         names = model.layer_names[index]
         layers[layer] = [
-            carried(model.new_name(layer, key), source)
-            for key, source in names.items()
-            if not plan.owns(source) and source not in model.packed
+            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
         ]
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))

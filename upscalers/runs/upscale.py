@@ -103,7 +103,7 @@ def upscale(
 
     with resolve_source(name, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
-        unknown = set(opened.unexpected) - opened.parts
+        unknown = opened.unexpected
         if unknown:
             progress.warn(
                 f"the base holds {len(unknown)} tensors that its architecture does not have; they are copied."
@@ -111,7 +111,7 @@ def upscale(
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
         _say_what_is_made(job, progress)
-        num_bytes = sum(tensor.num_bytes for tensor in job.written)
+        num_bytes = sum(tensor.num_bytes for tensor in job.made)
         num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
         counts = job.counts()
         if folder is not None:

@@ -14,7 +14,6 @@ from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.quantised_weights import with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
@@ -41,7 +40,7 @@ class Writing:
     def run(self) -> dict[str, Any]:
         """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`."""
         job, progress = self.job, self.progress
-        shards = split_shards(job.written, self.max_shard_bytes)
+        shards = split_shards(job.made, self.max_shard_bytes)
         digested = TensorDigests(job.base.tensors, weight_names(job.base))
         with self.folder.writing() as partial, digested as digests:
             upscaled = upscale_record(job.method, job.base, job.plan, job.seed, job.layout.memories.reads_ahead)
@@ -101,9 +100,6 @@ class Writing:
         job = self.job
         files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
         tensors = job.base.by_name(files)
-        if job.base.parts:
-            tensors, parts, _ = with_products(tensors, config)
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
         dtype, promised = job.cast(job.base.dtype), job.method.identity
         return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
 

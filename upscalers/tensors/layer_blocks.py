@@ -1,15 +1,12 @@
 """Tensors outside the layers that hold one block for each layer, such as the embeddings per layer of Gemma 4."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from midus_hf.anatomy.record import UpscaleRecord
-from upscalers.architecture.layer_tensors import Config, Layout, Shape
+from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
-from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
-from upscalers.plan.plan import Plan
 from upscalers.tensors.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -35,68 +32,26 @@ class LayerBlocks(Recipe):
         return (self.source,)
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        return _chosen(read(self.source), self.dim, self.num_blocks, self.blocks)
+        import torch
+
+        parts = read(self.source).unflatten(self.dim, (self.num_blocks, -1))
+        return parts.index_select(self.dim, torch.tensor(self.blocks)).flatten(self.dim, self.dim + 1)
 
 
-@dataclass(frozen=True)
-class _ChosenBlocks(ComputedTensor):
-    """Some blocks of a stored tensor, as in `LayerBlocks`."""
+def block_recipes(model: BaseCheckpoint, layers: Sequence[int], config: Config) -> dict[str, LayerBlocks]:
+    """Return a recipe for each tensor outside the layers that has a block per layer, by full name.
 
-    dim: int = 0
-    num_blocks: int = 0
-    blocks: tuple[int, ...] = ()
-
-    def read(self) -> "torch.Tensor":
-        return _chosen(read_tensor(self.in_file), self.dim, self.num_blocks, self.blocks)
-
-
-def block_recipes(base: BaseCheckpoint, plan: Plan, config: Config) -> dict[str, LayerBlocks]:
-    """Return a recipe for each tensor outside the layers that has a block per layer, by full name; `config` is the result's.
-
-    A layer of the result gets the block of the base layer whose attention it takes.
+    `layers` has the layer of the model whose block each layer of the result gets, and `config` is the result's.
     """
-    if plan.sources == list(range(base.num_layers)):
+    before, after = model.num_layers, len(layers)
+    if list(layers) == list(range(before)):
         return {}
-    return {
-        name: LayerBlocks(shape, name, dim, base.num_layers, tuple(plan.sources))
-        for name, dim, shape in _with_blocks(base, layout_of(config))
-    }
-
-
-def _with_blocks(model: BaseCheckpoint, other: Layout) -> Iterator[tuple[str, int, Shape]]:
-    """Yield each tensor outside the layers that has one block per layer, along which dimension, and its shape in a deeper model."""
-    before, after = model.num_layers, len(other.layers)
+    recipes, outer = {}, layout_of(config).outer
     for name, shape in model.layout.outer.items():
-        sizes = zip(shape, other.outer.get(name, shape), strict=True)
+        sizes = zip(shape, outer.get(name, shape), strict=True)
         dims = [dim for dim, (size, wanted) in enumerate(sizes) if size != wanted and size * after == wanted * before]
         for dim in dims:
             resized = (*shape[:dim], shape[dim] // before * after, *shape[dim + 1 :])
-            yield model.prefix + name.removeprefix("model."), dim, resized
-
-
-def with_blocks_of_base(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) -> BaseCheckpoint:
-    """Return a model, made by a plan that keeps all layers of its base, with only the base's blocks in tensors per layer."""
-    if not plan.new_indices:
-        return model
-    blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
-    chosen = {
-        name: _ChosenBlocks(
-            dtype=stored.dtype,
-            shape=shape,
-            start=0,
-            weight=stored,
-            dim=dim,
-            num_blocks=model.num_layers,
-            blocks=blocks,
-        )
-        for name, dim, shape in _with_blocks(model, layout_of(dict(upscaled.base_config)))
-        for stored in (model.tensors[name],)
-    }
-    return replace(model, tensors={**model.tensors, **chosen})
-
-
-def _chosen(tensor: "torch.Tensor", dim: int, num_blocks: int, blocks: Sequence[int]) -> "torch.Tensor":
-    import torch
-
-    parts = tensor.unflatten(dim, (num_blocks, -1))
-    return parts.index_select(dim, torch.tensor(blocks)).flatten(dim, dim + 1)
+            full = model.prefix + name.removeprefix("model.")
+            recipes[full] = LayerBlocks(resized, full, dim, before, tuple(layers))
+    return recipes

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     TORCH_NAMES,
@@ -169,23 +168,20 @@ class CheckpointWriter:
             return True
         if not isinstance(tensor.recipe, Copy | Rows):
             return False
-        sources = [self._sources[name].as_stored for name in tensor.recipe.sources]
-        if any(isinstance(source, ComputedTensor) for source in sources):
-            return False
-        dtypes = {source.dtype for source in sources}
+        dtypes = {self._sources[name].dtype for name in tensor.recipe.sources}
         return dtypes <= {tensor.dtype} and not (self._scan and tensor.dtype in TORCH_NAMES)
 
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
         recipe = tensor.recipe
         if isinstance(recipe, Copy):
-            source = self._sources[recipe.source].as_stored
+            source = self._sources[recipe.source]
             assert source.shape == recipe.shape, (tensor.name, recipe.shape)
             self._copy_bytes(source, 0, target, start, tensor.num_bytes)
             self._copied(recipe.source)
         for rows in recipe.ranges if isinstance(recipe, Rows) else ():
             row_bytes = tensor.num_bytes // recipe.shape[0]
             if rows.source is not None:  # a hole in the file reads as zeros
-                source = self._sources[rows.source].as_stored
+                source = self._sources[rows.source]
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
                 self._copy_bytes(source, rows.first * row_bytes, target, start, rows.count * row_bytes)
@@ -234,10 +230,6 @@ class CheckpointWriter:
     def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
         import torch
 
-        if isinstance(source, ComputedTensor):
-            self._bytes_read += source.in_file.num_bytes
-            yield from source.read().flatten().split(_CHUNK_ELEMENTS)
-            return
         dtype = getattr(torch, TORCH_NAMES[source.dtype])
         position, end = source.start, source.start + source.num_bytes
         with _reading(source) as file:
