@@ -58,7 +58,7 @@ NEAREST = {
     "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py tests/upscalers/test_packs.py "
     "tests/upscalers/test_every_method.py",
     "midus_hf/memories/module.py": "tests/memory tests/models/test_config.py tests/sites",
-    "midus_hf/memories/hosting/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
+    "midus_hf/memories/hosting/heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memories/moda/layer.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_refusals.py",
     "midus_hf/cli": "tests/commands tests/look",
@@ -72,7 +72,7 @@ NEAREST = {
     "midus_hf/models/families": "tests/models/test_families.py tests/models/test_every_type.py tests/upscalers/test_any_type.py",
     "midus_hf/anatomy": "tests/models/test_every_type.py tests/upscalers/test_strip.py tests/upscalers/test_families.py",
     "midus_hf/models/listing.py": "tests/models/test_listing.py",
-    "midus_hf/models/task_heads.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
+    "midus_hf/models/language_model.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
     "midus_hf/memories/engram/known.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
     "midus_hf/topics": "tests/topics",
     "midus_hf/files": "tests/files",

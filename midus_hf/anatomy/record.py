@@ -134,7 +134,7 @@ def _entry(config: Any) -> Any:
     return entry if isinstance(entry, Mapping) else {}
 
 
-def base_digest(config: Any) -> str | None:
+def recorded_base_sha256(config: Any) -> str | None:
     """Return the digest of the base's weights that a config of transformers has; None if there is none."""
     digest = _entry(config).get("base_sha256")
     return digest if isinstance(digest, str) else None
@@ -146,7 +146,7 @@ def base_layers(config: Any) -> dict[int, int]:
     return {index: layer["base"] for index, layer in enumerate(plan) if "base" in layer}
 
 
-def recorded_options(entry: Any, method: str) -> Iterator[dict[str, Any]]:
+def iter_recorded_options(entry: Any, method: str) -> Iterator[dict[str, Any]]:
     """Yield the options of a method in the entry of a config, and in those of its bases, to be changed in place."""
     while isinstance(entry, dict):
         if entry.get("method") == method and isinstance(entry.get("options"), dict):

@@ -31,7 +31,7 @@ def register_memory(name: str, default_name: str = "") -> Any:
     return decorate
 
 
-def layer_of(options_class: Any) -> Any:
+def register_layer(options_class: Any) -> Any:
     """Return a decorator that makes a class the layer of a memory."""
 
     def decorate(cls: Any) -> Any:

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.evaluation.text_rows import RowLosses, TextRows, row_losses
 from midus_hf.look.page import Panel, TextTable, bars
-from midus_hf.models.added_parts import switched_off
-from midus_hf.models.view import ModelView, Part
+from midus_hf.models.view import ModelView, Part, switched_off
 from midus_hf.sources.progress import show_progress
 
 HOW_TO_READ = (

@@ -12,9 +12,8 @@ from torch import nn
 from midus_hf.config.errors import RequestError
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.look.page import Panel, TextTable, grid, table_of
-from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.hosting.token_places import token_places
-from midus_hf.models.watched_models import HostedMemory, depth_heads, held_hooks, hosted_memories, lacking
+from midus_hf.memories.hosting.parts import decoder_of, token_places
+from midus_hf.models.view import HostedMemory, depth_heads, hosted_memories, lacking, temporary_hooks
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.moda.op import joint_shares
 
@@ -136,7 +135,7 @@ def _watch_depth(model: nn.Module, watchers: Sequence[tuple[HostedMemory, _Watch
         )
         watcher(*shares, memory, kwargs, real[0])
 
-    with held_hooks() as hold:
+    with temporary_hooks() as hold:
         hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
         for hosted, watcher in watchers:
             hold(hosted.module.register_forward_hook(partial(behind, watcher), with_kwargs=True))

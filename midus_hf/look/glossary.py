@@ -16,7 +16,7 @@ from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.memories.packs.glossary import Glossary
 from midus_hf.memories.packs.names import names_in
-from midus_hf.models.watched_models import lacking
+from midus_hf.models.view import lacking
 from midus_hf.sources.progress import show_progress
 
 HOW_TO_READ = (

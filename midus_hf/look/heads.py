@@ -13,7 +13,7 @@ from midus_hf.anatomy.record import record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Panel, TextTable, curves, grid, table_of
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.watched_models import held_hooks
+from midus_hf.models.view import temporary_hooks
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -68,7 +68,7 @@ def head_importance(model: PreTrainedModel, answers: Iterable[Answer]) -> HeadIm
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
     count, total = 0, 0.0
     inputs: list[torch.Tensor] = []
-    with held_hooks() as hold:
+    with temporary_hooks() as hold:
         hold(embeddings.register_forward_hook(lambda module, arguments, output: output.detach().requires_grad_()))
         for projection in projections.values():
             # A pass within the pass, over a text that is named, computes no gradients.

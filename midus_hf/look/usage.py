@@ -13,7 +13,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Panel, Row, TextTable, curves, table_of
 from midus_hf.memories.hierarchical.bank import GENERIC
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.watched_models import held_hooks, hosted_memories, lacking
+from midus_hf.models.view import hosted_memories, lacking, temporary_hooks
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
@@ -75,7 +75,7 @@ def record_usage(model: nn.Module) -> Iterator[Counts]:
     """
     counts: Counts = {}
     decoder = decoder_of(model)
-    with held_hooks() as hold:
+    with temporary_hooks() as hold:
         for hosted in hosted_memories(model, "retrieve", "route"):
             memory, has_slots = hosted.module, hasattr(hosted.module, "retrieve")
             heads, choices = (

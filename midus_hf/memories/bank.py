@@ -2,7 +2,7 @@
 
 A memory with a bank has a module `bank_files` in the folder of its options, with a `Bank` under `@bank_of(Options)`. Upscaling,
 strip, edits and downloads treat all banks alike; a model opens and saves its banks by services
-(`midus_hf.memories.hosting.bank_folder`).
+(`midus_hf.memories.hosting.service`).
 """
 
 from collections.abc import Callable, Mapping

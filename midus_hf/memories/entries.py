@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midus_hf.anatomy.record import base_digest
+from midus_hf.anatomy.record import recorded_base_sha256
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
@@ -118,7 +118,7 @@ def memories_of(config: Any) -> Memories:
         RequestError: If `read_memories` refuses the list.
     """
     config = config.get_text_config()
-    return read_memories(config.memory, ModelSizes.from_config(config), base_digest(config))
+    return read_memories(config.memory, ModelSizes.from_config(config), recorded_base_sha256(config))
 
 
 def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:

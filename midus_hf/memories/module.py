@@ -1,6 +1,6 @@
 """Base class of all memory layers.
 
-The layer of a memory is a subclass of `MemoryModule` under the decorator `layer_of`; the base class makes the tensors that the
+The layer of a memory is a subclass of `MemoryModule` under the decorator `register_layer`; the base class makes the tensors that the
 memory's options declare. A layer must read its tensors in its `forward`, as the hooks of offloading and sharding require. The
 arguments and the result of `forward` depend on the memory's site:
 
@@ -40,7 +40,7 @@ class MemoryModule(DeclaredModule):
 
     #: Classes of the sites at which the memory can be attached (`midus_hf.memories.hosting.sites`); none for an inserted memory.
     sites: ClassVar[tuple[Any, ...]] = ()
-    #: Classes of the services that the memory needs from the model (`midus_hf.memories.hosting.services`). Options may omit some.
+    #: Classes of the services that the memory needs from the model (`midus_hf.memories.hosting.service`). Options may omit some.
     services: tuple[Any, ...] = ()
     #: Names of keyword arguments of the model's forward pass that the memory takes. A memory that takes `input_ids` `[B, T]` always
     #: gets them: passes with `inputs_embeds` then also need `token_ids`.
@@ -142,5 +142,5 @@ def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
         if is_needed and service not in own:
             raise RequestError(
                 f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
-                f"expected midus_hf.memories.hosting.services.{service} there."
+                f"expected midus_hf.memories.hosting.service.{service} there."
             )

@@ -35,7 +35,7 @@ class MemoryOptions:
     type: ClassVar[str]
     #: Name of an attached memory in the names of its tensors, unless its entry gives another.
     default_name: ClassVar[str]
-    #: Class of the memory's layer, once its module has been imported; `layer_of` sets it, and `layer_class` looks it up.
+    #: Class of the memory's layer, once its module has been imported; `register_layer` sets it, and `layer_class` looks it up.
     layer: ClassVar[Any] = None
     #: Sites that the memory can take, the default first.
     sites: ClassVar[tuple[SiteName, ...]] = ()

@@ -73,7 +73,7 @@ def register_memory(name: str, default_name: str | None = None) -> Callable[[typ
     return decorate
 
 
-def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
+def register_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     """Return a decorator that makes a class the layer of a memory, which `layer_class` finds by the memory's options.
 
     Raises:
@@ -92,7 +92,10 @@ def layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     return decorate
 
 
-def paged_layer_of(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
+layer_of = register_layer  # the name until 1.0
+
+
+def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     """Return a decorator that makes a subclass of a memory's layer the one that serves the memory in vLLM.
 
     vLLM lays tokens of several requests in one row and keeps keys and values in pages. A memory that reads the tokens before has a
@@ -127,7 +130,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     if vars(options_class).get("layer") is None:
         raise RequestError(
             f"memory type {options.type!r} has no layer; expected one in the module 'layer' beside {options_class.__name__}, "
-            f"with the decorator layer_of({options_class.__name__})."
+            f"with the decorator register_layer({options_class.__name__})."
         )
     return options_class.layer
 

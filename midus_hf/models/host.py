@@ -19,11 +19,9 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, memories_of
-from midus_hf.memories.hosting.block import MemoryBlock
-from midus_hf.memories.hosting.inputs import MemoryInputs, arguments_of_pass
-from midus_hf.memories.hosting.parts import CACHE, Keywords, named_cache
-from midus_hf.memories.hosting.service import HostStack
-from midus_hf.memories.hosting.services import scale_initial
+from midus_hf.memories.hosting.layer import MemoryBlock
+from midus_hf.memories.hosting.parts import CACHE, Keywords, MemoryInputs, arguments_of_pass, named_cache
+from midus_hf.memories.hosting.service import HostStack, scale_initial
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_class
 from midus_hf.memories.tables import DeclaredModule
@@ -349,7 +347,7 @@ class MemoryModel(HostMixin, HostStack):
         own = {"memory_reports": memory_reports, "token_mask": token_mask, "token_ids": token_ids}
         own |= {name: kwargs.pop(name) for name in self.memory_input_names if name in kwargs}
         if self._makes_inputs:
-            values = {key: service.of_pass(self, arguments, own) for key, service in self.services.items()}
+            values = {key: service.prepare_pass(self, arguments, own) for key, service in self.services.items()}
             taken = arguments_of_pass(self._taken_arguments, arguments, own)
             kwargs["memory_inputs"] = MemoryInputs(values, taken)
         return super().forward(**arguments, **kwargs)

@@ -1,15 +1,20 @@
 """Mixin for a family's language model over a stack that hosts memory."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import Cache
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers import AutoModel, Cache
+from transformers.modeling_outputs import (
+    MoeCausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutputWithPast,
+)
 
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.hosting.parts import Keywords, named_cache
 from midus_hf.memories.hosting.service import HostStack
-from midus_hf.models.host import HostMixin
+from midus_hf.models.host import CodeMixin, HostMixin
 from midus_hf.models.listing import list_model
 
 _IGNORED_LABEL = -100
@@ -148,3 +153,181 @@ class MemoryForCausalLM(HostMixin):
         for service in self.stack.services.values():
             service.check_continuous_batching({})
         return super().init_continuous_batching(*args, **kwargs)
+
+
+@dataclass
+class RoutedClassification(SequenceClassifierOutputWithPast):
+    """Output of a classifier whose memories have routers: the family's output, then the losses and logits of the routers."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class RoutedAnswer(QuestionAnsweringModelOutput):
+    """Output of a head that finds answers, if its memories have routers: the family's output, then losses and logits of routers."""
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class MemoryHead(HostMixin):
+    """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
+
+    The stack is always the attribute `model`, as in the language model, whose checkpoint fills it. `LlamaForQuestionAnswering` calls
+    its stack otherwise, and starts it at random.
+    """
+
+    base_model_prefix = "model"
+    model_class: ClassVar[Any]
+    model: Any
+    config: Any
+
+    def __init__(self, config):
+        # Transformers' heads take their stack from this table, which code that a checkpoint carries has not filled.
+        AutoModel.register(self.model_class.config_class, self.model_class, exist_ok=True)
+        super().__init__(config)
+        list_model(type(self))
+
+    @property
+    def stack(self) -> HostStack:
+        """The stack of layers that host memories."""
+        return self.model
+
+    def _run(self, arguments: Keywords, cache: Any, past_key_values: Any, **memory_arguments: Any) -> Any:
+        """Run the family's forward with those arguments of memories that are not None, and add the losses of routers."""
+        if "report" not in self.stack.services:
+            del memory_arguments["output_router_logits"]
+        given = {name: value for name, value in memory_arguments.items() if value is not None}
+        return self.run(super().forward, {**arguments, **named_cache(cache, past_key_values), **given})
+
+
+class MemoryForClassification(MemoryHead):
+    """Mixin for a family's classifier of sequences or of tokens."""
+
+    output_class = RoutedClassification
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        past_key_values: Cache | None = None,
+        output_router_logits: bool | None = None,
+        token_mask: torch.Tensor | None = None,
+        memory_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the family's forward, and add the losses of routers.
+
+        Other arguments are described at `MemoryForCausalLM.forward`; they are named, since a Trainer drops the columns of a dataset
+        that the signature lacks.
+
+        Args:
+            labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
+        """
+        kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
+        memory_arguments = {
+            "output_router_logits": output_router_logits,
+            "token_mask": token_mask,
+            "memory_ids": memory_ids,
+        }
+        return self._run(kwargs, cache, past_key_values, **memory_arguments)
+
+
+class MemoryForQuestionAnswering(MemoryHead):
+    """Mixin for a family's head that finds the span of an answer."""
+
+    output_class = RoutedAnswer
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        *,
+        past_key_values: Cache | None = None,
+        output_router_logits: bool | None = None,
+        token_mask: torch.Tensor | None = None,
+        memory_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the family's forward, and add the losses of routers.
+
+        Other arguments are described at `MemoryForCausalLM.forward`.
+
+        Args:
+            start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
+            end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
+        """
+        kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs |= {"inputs_embeds": inputs_embeds, "start_positions": start_positions, "end_positions": end_positions}
+        memory_arguments = {
+            "output_router_logits": output_router_logits,
+            "token_mask": token_mask,
+            "memory_ids": memory_ids,
+        }
+        return self._run(kwargs, cache, past_key_values, **memory_arguments)
+
+
+class CompositeMemoryConfig(CodeMixin):
+    """Mixin for the config of a composite model. Its `text_config` is the config of a family that hosts memory."""
+
+    # Class of `text_config`.
+    language_config_class: ClassVar[Any]
+    # Name of the class of models of this config.
+    composite_class_name: ClassVar[str]
+    text_config: Any
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        language = self.text_config
+        if not isinstance(language, self.language_config_class):
+            values = language if isinstance(language, dict) else {} if language is None else language.to_dict()
+            own = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+            self.text_config = self.language_config_class(**own)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def class_names(cls) -> dict[str, str]:
+        """Return the names of the config, and of the model for each Auto class that loads it."""
+        auto_classes = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+        return {"AutoConfig": cls.__name__, **dict.fromkeys(auto_classes, cls.composite_class_name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result of `CodeMixin.to_dict`; the language model's config has no `auto_map`."""
+        values = super().to_dict()
+        values["text_config"].pop("auto_map", None)
+        return values
+
+
+class MemoryForConditionalGeneration(MemoryForCausalLM):
+    """Mixin for a composite model: the family's own forward over a language model whose stack hosts memory."""
+
+    def __init__(self, config):
+        # Some families build their language model by the class of its config.
+        AutoModel.register(type(config.get_text_config()), self.model_class, exist_ok=True)
+        super().__init__(config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the composite model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
+
+        Args:
+            args: Arguments of `MemoryForCausalLM.forward`, whose names a class of models lists.
+            kwargs: Arguments of `MemoryForCausalLM.forward`, and of the family's forward.
+        """
+        padding = kwargs.get("attention_mask")
+        if "tokens" in self.stack.services and isinstance(padding, torch.Tensor) and padding.dim() == 2:
+            if kwargs.get("token_mask") is None:
+                kwargs["token_mask"] = padding
+        if "input_ids" in self.stack.memory_input_names and kwargs.get("input_ids") is not None:
+            kwargs.setdefault("token_ids", kwargs["input_ids"])
+        return super().forward(*args, **kwargs)

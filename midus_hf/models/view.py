@@ -1,17 +1,73 @@
-"""What a loaded model is made of, and what `upscale` added to its base: found in one place, from the model and its record."""
+"""Tools to watch a model: its memories by layer and name, and hooks that are removed afterwards."""
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from midus_hf.memories.hierarchical.fetching import Banks
+from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.models.watched_models import depth_heads
+from midus_hf.memories.moda.site import DepthHeads
+
+
+class HostedMemory(NamedTuple):
+    """A memory with the layer that hosts it."""
+
+    layer: int
+    name: str
+    block: Any
+    module: Any
+
+    @property
+    def place(self) -> str:
+        """Layer and name of the memory, such as `3 chapters`, or only the layer for an inserted memory."""
+        return f"{self.layer} {self.name}".rstrip()
+
+
+def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
+    """Return the memories of a model that have one of some methods, in the order of layers, including PEFT's copies."""
+    hosts = []
+    layers: Any = decoder_of(model).layers
+    for layer, block in enumerate(layers):
+        inserted = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
+        memories: dict[str, Any] = {**inserted, **getattr(block, "memories", {})}
+        for name, memory in memories.items():
+            if not any(hasattr(memory, method) for method in methods):
+                continue
+            if any(parameter.device.type == "meta" for parameter in memory.parameters()):
+                raise RequestError(
+                    f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
+                )
+            hosts.append(HostedMemory(layer, name, block, memory))
+    return hosts
+
+
+def depth_heads(block: Any) -> DepthHeads | None:
+    """Return a decoder layer's part in attention over the depth; None if it has none."""
+    return next((site for site in getattr(block, "attached", ()) if isinstance(site, DepthHeads)), None)
+
+
+def lacking(model: Any, part: str) -> RequestError:
+    """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
+    return RequestError(
+        f"this {model.config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
+    )
+
+
+@contextlib.contextmanager
+def temporary_hooks() -> Iterator[Callable[[Any], object]]:
+    """Yield a function that takes the handles of hooks, and remove these hooks when the context ends."""
+    # Compiled code does not call hooks that were added after compilation.
+    with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
+        yield lambda handle: handles.callback(handle.remove)
 
 
 @dataclass(frozen=True)
@@ -146,3 +202,52 @@ class ModelView:
 def has_adapters(model: Any) -> bool:
     """Return whether PEFT has wrapped a model, which may be of any kind; PEFT need not be installed."""
     return hasattr(model, "peft_config")
+
+
+@contextlib.contextmanager
+def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
+    """Run a model without some of its parts within the context.
+
+    A layer passes the residual stream on unchanged. A memory is skipped, like a fetching memory for which nothing was fetched.
+    Heads that read the depth read only the sequence. What a layer writes for other layers is kept: slots of the depth, and the
+    output of a memory that skips layers. Parameters do not change; modules have additional hooks within the context, and
+    all compiled models, not only this one, run uncompiled.
+
+    Args:
+        model: A model as in `ModelView`.
+        parts: Parts to switch off, of `ModelView.parts`.
+
+    Raises:
+        RequestError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
+    """
+    blocks, readers = decoder_of(model).layers, hosted_memories(model, "attend")
+    parts = list(parts)
+    for part in parts:
+        for layer in part.layers:
+            if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):
+                raise RequestError(
+                    f"part is {part.name!r}, and the model has no {part.memory or 'decoder'} layer {layer}; expected a part of this "
+                    "model, as ModelView.parts lists them."
+                )
+    with contextlib.ExitStack() as passed_by, temporary_hooks() as hold:
+        for part in parts:
+            for layer in part.layers:
+                if part.kind in ("memory", "bank"):
+                    passed_by.enter_context(without_memories([blocks[layer]], [part.memory]))
+                elif part.kind == "depth":
+                    (module,) = (one.module for one in readers if (one.layer, one.name) == (layer, part.memory))
+                    hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))
+                else:
+                    hold(blocks[layer].register_forward_hook(_residual_alone, with_kwargs=True))
+        yield
+
+
+def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return a layer's input in place of its output. Other outputs, for later layers, are unchanged."""
+    residual = arguments[0] if arguments else kwargs["hidden_states"]
+    return (residual, *output[1:]) if isinstance(output, tuple) else residual
+
+
+def _sequence_alone(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the output of heads that read only the sequence. The output of a call that writes a slot is unchanged."""
+    return kwargs["sequence"].attend_to_sequence() if "sequence" in kwargs else output

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.evaluation.text_rows import evaluating
-from midus_hf.models.added_parts import switched_off
-from midus_hf.models.view import ModelView
+from midus_hf.models.view import ModelView, switched_off
 from midus_hf.training.parallel import shares_parameters
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.files.checkpoint_files import INPUTS_FILE, STREAM_FILE
 from midus_hf.memories.engram.certificate import OF_SAVING
-from midus_hf.memories.hosting.bank_folder import BankService
+from midus_hf.memories.hosting.service import BankService
 
 _ROWS_AT_ONCE = 1000
 # Digests by the key of the run that names an input, and by the part of it, in words for messages.

@@ -29,7 +29,7 @@ from midus_hf.anatomy.types import (
     installed_version,
     own_rows,
 )
-from midus_hf.memories.hosting.parts import MissingPart
+from midus_hf.memories.hosting.parts import MissingPartError
 from midus_hf.models.families.template import shapes_digest
 from scripts.anatomy.architecture import is_composite
 from scripts.anatomy.layouts import written_layout
@@ -74,7 +74,7 @@ def proven_row(model_type: str) -> dict[str, Any] | str:
     for wiring in WIRINGS:
         try:
             prove(model_type, wiring)
-        except (MissingPart, UnprovenArchitecture) as error:
+        except (MissingPartError, UnprovenArchitecture) as error:
             refused[wiring] = _one_line(error).removeprefix(f"{model_type}: ")
     return _plain(
         dataclasses.replace(

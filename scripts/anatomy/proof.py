@@ -17,7 +17,7 @@ from torch import nn
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedBatch, initial_block
 from midus_hf.memories.hierarchical.options import block_layouts
-from midus_hf.memories.hosting.parts import CACHE, MissingPart, has_heads
+from midus_hf.memories.hosting.parts import CACHE, MissingPartError, has_heads
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.models.families import FAMILIES
 from midus_hf.models.families.template import host_type
@@ -82,7 +82,7 @@ def prove(model_type: str, wiring: str) -> None:
 
     Raises:
         UnknownType: If the type cannot host memory.
-        MissingPart: If its layers have no part for the site.
+        MissingPartError: If its layers have no part for the site.
         UnprovenArchitecture: If the proof fails.
     """
     row = read_type(model_type)
@@ -99,7 +99,7 @@ def prove(model_type: str, wiring: str) -> None:
         _prove_values(trial, memory)
         _prove_steps(trial)
         _prove_gradients(trial)
-    except MissingPart:
+    except MissingPartError:
         raise
     except UnprovenArchitecture as error:
         raise UnprovenArchitecture(f"{model_type}: {error}") from None
@@ -134,7 +134,7 @@ def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Tr
     if site == "inserted":
         donors = [index for index, layer in enumerate(base.model.layers) if has_heads(mixer_of(layer))]
         if not donors:
-            raise MissingPart(f"every layer of {base.config.model_type!r}", site)
+            raise MissingPartError(f"every layer of {base.config.model_type!r}", site)
         entry["layers"] = [donors[-1]]
         sources = [*range(donors[-1] + 1), *range(donors[-1], len(base.model.layers))]  # the last donor twice
         fields = _with_copy(fields, sources)
@@ -173,7 +173,7 @@ def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
         if part is not None and all(_widths(part, role, stacked) == width for role, width in widths.items()):
             layers.append(index)
     if len(layers) < (2 if options.attends else 1):
-        raise MissingPart(f"every layer of {base.config.model_type!r}", entry["site"])
+        raise MissingPartError(f"every layer of {base.config.model_type!r}", entry["site"])
     return layers
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.hierarchical.bank import FetchedBatch, FetchedLayer
-from midus_hf.memories.hosting.layer import first_of, with_first
+from midus_hf.memories.hosting.layer import get_hidden_states, with_first
 from midus_hf.memories.hosting.parts import CACHE
 from scripts.anatomy.architecture import (
     LayerParts,
@@ -131,7 +131,7 @@ def state(
 
 def _change(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the hidden states in the output of a module."""
-    module.register_forward_hook(lambda _, args, output: with_first(output, change(first_of(output))))
+    module.register_forward_hook(lambda _, args, output: with_first(output, change(get_hidden_states(output))))
 
 
 def _state_beside(
@@ -177,7 +177,9 @@ def _run_block(memory: nn.Module, names: LayerParts, layer: Any, args: Any, kwar
     """Run the memory of a block in front of a layer, on heads of the layer's own attention."""
     hidden_states, *others = args
     normalised = getattr(layer, names.attention_norm)(hidden_states) if names.attention_norm else hidden_states
-    heads = first_of(_twin(mixer_of(layer), output_projection=_Unprojected())(hidden_states=normalised, **kwargs))
+    heads = get_hidden_states(
+        _twin(mixer_of(layer), output_projection=_Unprojected())(hidden_states=normalised, **kwargs)
+    )
     return (memory(heads, hidden_states), *others), kwargs
 
 

@@ -58,7 +58,7 @@ def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, metho
 
 def test_an_engine_makes_no_model_with_packs(checkpoints, monkeypatch):
     assert refusal_of(checkpoints("llama", "packs"), "vllm", monkeypatch) == (
-        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected midus-hf installed "
+        "attention 'vllm' exposes no log-sum-exp, which this memory needs; expected midus-hf installed "
         "beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
     )
 

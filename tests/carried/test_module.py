@@ -213,7 +213,7 @@ STANDS_FOR = {
     "check_place": "midus_hf.memories.entries",
     "MEMORY_TYPES": "midus_hf.memories.registry",
     "register_memory": "midus_hf.memories.registry",
-    "layer_of": "midus_hf.memories.registry",
+    "register_layer": "midus_hf.memories.registry",
     "layer_class": "midus_hf.memories.registry",
     "memory_type": "midus_hf.memories.registry",
     "check_layer": "midus_hf.memories.module",

@@ -13,8 +13,7 @@ from midus_hf.anatomy.record import record_of
 from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.ablation import ablate, ablation_finding, ablation_panels, ablation_table, effect_between
 from midus_hf.look.page import draw_panels
-from midus_hf.models.added_parts import switched_off
-from midus_hf.models.view import ModelView, Part
+from midus_hf.models.view import ModelView, Part, switched_off
 from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])

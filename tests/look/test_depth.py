@@ -12,7 +12,7 @@ from training.tiny_run import refused
 
 from midus_hf.evaluation.text_rows import TextRows, row_losses
 from midus_hf.look.depth import DepthReading, depth_map, depth_rows, depth_table, record_depth
-from midus_hf.memories.hosting.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.heads import SequenceHeads
 
 HEADS = 4
 
@@ -160,5 +160,5 @@ def test_attention_is_asked_only_for_what_it_tells():
     assert torch.equal(attention.log_sum(), divisor)
     with refused(r"attention 'flex_attention' has masks that do not say what each query reads; exp"):
         attention.shares(0)
-    with refused(r"attention 'flash_attention_2' on cpu does not tell by what its softmax divides"):
+    with refused(r"attention 'flash_attention_2' on cpu exposes no log-sum-exp"):
         replace(attention, implementation="flash_attention_2").log_sum()

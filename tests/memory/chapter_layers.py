@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.moc.layer import Chapters
 from midus_hf.memories.moc.options import ChaptersOptions
 from midus_hf.memories.module import build_memory

@@ -5,8 +5,8 @@ import torch
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.state import MemoryState
-from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import build_memory
 from midus_hf.ops.engram.addresses import ngram_keys, windows
 

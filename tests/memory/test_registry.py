@@ -13,7 +13,7 @@ from midus_hf.memories.midus_hml.layer import HeadwiseMemory
 from midus_hf.memories.midus_hml.options import HeadwiseOptions
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import MemoryOptions, SharedTables
-from midus_hf.memories.registry import MEMORY_TYPES, layer_class, layer_of
+from midus_hf.memories.registry import MEMORY_TYPES, layer_class, register_layer
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 
@@ -37,7 +37,7 @@ def test_options_that_have_a_layer_are_refused_another():
         """Another layer of the same options."""
 
     with pytest.raises(ValueError, match="HeadwiseOptions already has the layer HeadwiseMemory; choose other options"):
-        layer_of(HeadwiseOptions)(Rival)
+        register_layer(HeadwiseOptions)(Rival)
     assert HeadwiseOptions.layer is HeadwiseMemory
 
 
@@ -45,7 +45,7 @@ def test_a_layer_that_is_defined_again_takes_its_own_place(monkeypatch):
     monkeypatch.setattr(HeadwiseOptions, "layer", HeadwiseMemory)
     names = {"__qualname__": "HeadwiseMemory", "__module__": HeadwiseMemory.__module__}
     again = type("HeadwiseMemory", (HeadwiseMemory,), names)
-    assert layer_of(HeadwiseOptions)(again) is again
+    assert register_layer(HeadwiseOptions)(again) is again
     assert layer_class(HeadwiseOptions()) is again
 
 

@@ -1,11 +1,13 @@
 """Losses of routers are those of loops over tokens and chapters, whatever the rows hold."""
 
+from functools import partial
+
 import pytest
 import torch
 from memory.chapter_layers import by_loops, indices, layer, places_of, states
 
-from midus_hf.memories.hosting.reports import RouterReports
-from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.hosting.parts import TokenPlaces
+from midus_hf.memories.hosting.service import RouterReports
 from midus_hf.memories.moc.layer import balance_loss, z_loss
 
 
@@ -26,7 +28,7 @@ def test_half_precision_is_summed_in_float32_and_nothing_but_padding_gives_zero(
 def told(memory, hidden_states, **inputs):
     """What a layer tells of its router: logits and loss."""
     reports = RouterReports(needs_gradient=True)
-    memory(hidden_states, report=reports.report_for("chapters", 0), **inputs)
+    memory(hidden_states, report=partial(reports.store, "chapters", 0), **inputs)
     (logits,) = reports.logits()
     return logits, reports.loss()
 
@@ -86,10 +88,10 @@ def test_a_report_is_the_mean_of_layers_and_the_sum_of_memories():
     reports = RouterReports()
     assert reports.loss() is None and reports.logits() == ()
     for layer_index, name, loss in ((3, "a", 5.0), (1, "a", 1.0), (2, "b", 10.0)):
-        reports.report_for(name, layer_index).tell(torch.full((1, 8), loss), torch.tensor(loss))
+        reports.store(name, layer_index, torch.full((1, 8), loss), torch.tensor(loss))
     assert reports.loss().item() == (5 + 1) / 2 + 10
     assert [logits[0, 0].item() for logits in reports.logits()] == [1, 10, 5], "in the order of layers"
-    reports.report_for("a", 1).tell(torch.zeros(1, 8), torch.tensor(3.0))  # a layer that is computed again
+    reports.store("a", 1, torch.zeros(1, 8), torch.tensor(3.0))  # a layer that is computed again
     assert reports.loss().item() == (5 + 3) / 2 + 10 and len(reports.logits()) == 3
 
 

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
+from midus_hf.memories.hosting.parts import TokenPlaces, token_places
 from midus_hf.memories.hosting.state import MemoryState
-from midus_hf.memories.hosting.token_places import TokenPlaces, token_places
 from midus_hf.memories.moc.pooling import ChunkSizes
 from midus_hf.memories.moc.segments import EqualSegments, PaddedSegments
 from midus_hf.ops.moc import op as chapter_attention

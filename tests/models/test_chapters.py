@@ -153,7 +153,7 @@ REFUSED = {
     "without layers": (
         "chunk",
         lambda base, model: model(prompt(1), **{CACHE: ((),)}),
-        "the cache is a tuple, which has no place for what memories keep",
+        "the cache is a tuple, which cannot hold memory states",
     ),
     "looking ahead": (
         "sequence",

@@ -133,10 +133,7 @@ def refusal(name, suffix=""):
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if name.startswith("paged"):
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
-    return (
-        f"attention '{name}'{suffix} does not tell by what its softmax divides, "
-        f"which a memory that attends needs; {remedy}"
-    )
+    return f"attention '{name}'{suffix} exposes no log-sum-exp, which a memory that attends needs; {remedy}"
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])
@@ -181,7 +178,7 @@ def test_vllm_makes_no_such_model(monkeypatch):
     with pytest.raises(ValueError) as raised:
         AutoModel.from_config(config)
     assert str(raised.value) == (
-        "attention 'vllm' does not tell by what its softmax divides, which a memory that attends needs; expected midus-hf "
+        "attention 'vllm' exposes no log-sum-exp, which this memory needs; expected midus-hf "
         "installed beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
     )
     config.memory = []

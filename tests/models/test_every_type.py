@@ -21,9 +21,8 @@ from midus_hf.anatomy.types import FILE, MAIN_TYPES, WIRINGS, UnknownType, liste
 from midus_hf.memories.hierarchical import layer as hierarchical
 from midus_hf.memories.hierarchical.layer import HierKV
 from midus_hf.memories.hosting import heads, layer, sites
-from midus_hf.memories.hosting.inputs import MemoryInputs
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.memories.hosting.parts import PROJECTIONS, MissingPart
+from midus_hf.memories.hosting.parts import PROJECTIONS, MemoryInputs, MissingPartError
 from midus_hf.memories.hosting.sites import ChangesProjections
 from midus_hf.memories.moda import site as depth_site
 from midus_hf.memories.moda.site import DepthHeads
@@ -142,7 +141,7 @@ def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, w
         prove(model_type, wiring)
     except UnprovenArchitecture as error:
         assert (model_type, wiring) in UNPROVEN and UNPROVEN[model_type, wiring] in str(error)
-    except MissingPart as error:
+    except MissingPartError as error:
         assert str(error).endswith(NO_PART.format(INSIDE.get(wiring, wiring)))
     else:
         assert (model_type, wiring) not in UNPROVEN
@@ -448,7 +447,7 @@ def test_an_inserted_layer_without_heads_is_refused(model_type):
         if key not in ("model_type", "architectures")
     }
     config = hosting.config_class(**fields, memory=[{"type": "midus-linear", "slots": 4, "k": 2, "layers": [0]}])
-    with pytest.raises(MissingPart, match=r"^layer 0 of class \w+ " + re.escape(NO_PART.format("inserted"))):
+    with pytest.raises(MissingPartError, match=r"^layer 0 of class \w+ " + re.escape(NO_PART.format("inserted"))):
         hosting(config)
 
 

@@ -21,8 +21,8 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.memories.hierarchical.training import train_blocks
-from midus_hf.memories.hosting.bank_folder import BankService, folder_of_checkpoint
 from midus_hf.memories.hosting.heads import AttentionHost, unrotated
+from midus_hf.memories.hosting.service import BankService, folder_of_checkpoint
 
 
 def compare(family, kind, folder, **base):
@@ -160,7 +160,7 @@ def test_a_bank_is_saved_by_the_main_process_in_the_subfolder_of_its_model_where
 def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
     request = {}
     monkeypatch.setattr(
-        "midus_hf.memories.hosting.bank_folder.snapshot_download",
+        "midus_hf.memories.hosting.service.snapshot_download",
         lambda name, **arguments: request.update(arguments, name=name) or str(tmp_path),
     )
     options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}

@@ -410,7 +410,7 @@ def test_a_model_without_a_glossary_says_so(tmp_path, monkeypatch):
             _ = model.glossary
     base = tiny_model("llama")
     assert torch.equal(logits(model, prompt()), logits(base, prompt()))
-    monkeypatch.setattr("midus_hf.memories.hosting.bank_folder.folder_of_checkpoint", lambda *_: None)
+    monkeypatch.setattr("midus_hf.memories.hosting.service.folder_of_checkpoint", lambda *_: None)
     with pytest.raises(ValueError, match="the glossary of this model is not at hand, without which no name would be"):
         model.model.services["packs"].after_loading("org/model", {})
 

@@ -1,6 +1,7 @@
 """Losses of routers in the loss of a model: when they are added, of what tokens, and the same however a step is cut."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny import prompt
 from transformers import PreTrainedModel
 
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.hosting.reports import RouterReports
+from midus_hf.memories.hosting.service import RouterReports
 
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
 TOKENS = 8
@@ -42,7 +43,7 @@ def test_the_loss_is_cross_entropy_and_the_mean_of_the_routers_of_each_memory(na
 
     def ask_again(name, memory, arguments, inputs):
         reports = RouterReports()
-        type(memory).forward(memory, *arguments, **{**inputs, "report": reports.report_for(name, 0)})
+        type(memory).forward(memory, *arguments, **{**inputs, "report": partial(reports.store, name, 0)})
         told[name].append(reports.loss().item())
 
     for layer in model.model.layers:

@@ -139,7 +139,7 @@ def test_heads_that_read_the_depth_need_attention_that_tells_its_sum(case, tmp_p
         with pytest.raises(ValueError) as raised:
             in_one_row(with_attention(model, attention))
         assert str(raised.value) == (
-            f"attention 'paged|{attention}' does not tell by what its softmax divides, which a memory that attends needs; "
+            f"attention 'paged|{attention}' exposes no log-sum-exp, which this memory needs; "
             "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
         )
 

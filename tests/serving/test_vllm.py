@@ -136,7 +136,7 @@ def test_packs_are_read_behind_names_and_nowhere_else(enforce_eager, bases, tmp_
             {"memory_tokens": 24, "chapters": 12, "k": 2},
             "keeps nothing for the memory 'chapters', which reads",
         ),
-        ("moda", {}, "does not tell by what its softmax divides, which a memory that attends needs"),
+        ("moda", {}, "exposes no log-sum-exp, which this memory needs"),
         ("engram", {"rows": 97}, r"expected midus-hf installed beside vLLM \(for engram and packs\)"),
     ],
 )

@@ -11,8 +11,8 @@ from peft import PeftModel, get_peft_model
 from tiny import prompt, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs
-from midus_hf.memories.hosting.services import Tables
+from midus_hf.memories.hosting.parts import CarriedKey, MemoryInputs
+from midus_hf.memories.hosting.service import Tables
 from midus_hf.memories.midus_hml.layer import HeadwiseMemory
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.memories.ultramem_v2.layer import UltraMem

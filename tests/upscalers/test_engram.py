@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from midus_hf.memories.engram.known import NgramTable
 from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
-from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.hosting.parts import TokenPlaces
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
 from upscalers.runs.strip import strip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.anatomy.record import RECORD_KEY, language_entry, recorded_options
+from midus_hf.anatomy.record import RECORD_KEY, iter_recorded_options, language_entry
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, TRAVELLING, is_of
 from midus_hf.files.outputs import exclusive, write_text
@@ -157,7 +157,7 @@ def _edit(
         glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), _max_tokens(opened))
         changed = change(glossary)
         remarks = [*changed.remarks]
-        recorded = [each.get("protect") for each in recorded_options(opened.config.get(RECORD_KEY), "packs")]
+        recorded = [each.get("protect") for each in iter_recorded_options(opened.config.get(RECORD_KEY), "packs")]
         was_protected = [name for name in recorded if name is not None and (changed.new_names or protect is not None)]
         if protect is not None:
             remarks.append(check_protected(glossary, protect))
@@ -230,7 +230,7 @@ def _record_protected(folder: Path, protect: str | None) -> None:
     """Record in config, record and card which texts contain no name; None: none is known to."""
 
     def record(entry: Any) -> None:
-        for options in recorded_options(entry, "packs"):
+        for options in iter_recorded_options(entry, "packs"):
             options["protect"] = None if protect is None else recorded_name(protect)
 
     config = read_config(folder)

@@ -9,12 +9,12 @@ from torch import nn
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
-from midus_hf.memories.hosting.services import States, Tables, Tokens
+from midus_hf.memories.hosting.parts import TokenPlaces
+from midus_hf.memories.hosting.service import States, Tables, Tokens
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer, BesideFeedForward
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState, without_last
-from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.ops.dispatch.precision import wide_dtype
 from midus_hf.ops.engram.addresses import (
     NO_TOKEN,
@@ -29,7 +29,7 @@ from midus_hf.ops.gather.weighted import weighted_gather
 _GATE_EPS = 1e-6
 
 
-@layer_of(NgramOptions)
+@register_layer(NgramOptions)
 class Ngrams(MemoryModule):
     """Rows of a table by the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
 

@@ -7,12 +7,12 @@ import torch
 
 from midus_hf.memories.engram.layer import Ngrams
 from midus_hf.memories.engram.options import NgramOptions
-from midus_hf.memories.hosting.services import Tables
+from midus_hf.memories.hosting.service import Tables
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates
-from midus_hf.memories.registry import paged_layer_of
+from midus_hf.memories.registry import register_paged_layer
 
 
-@paged_layer_of(NgramOptions)
+@register_paged_layer(NgramOptions)
 class PagedNgrams(Ngrams):
     """The n-gram memory of a pass whose T tokens, of several requests, are treated as T sequences of one token."""
 

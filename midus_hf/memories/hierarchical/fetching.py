@@ -12,9 +12,8 @@ from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hierarchical.bank import GENERIC, FetchedBatch, MemoryBank
 from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
-from midus_hf.memories.hosting.bank_folder import BankService
 from midus_hf.memories.hosting.parts import Keywords
-from midus_hf.memories.hosting.service import HostStack
+from midus_hf.memories.hosting.service import BankService, HostStack
 from midus_hf.memories.module import MemoryModule
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
@@ -85,7 +84,7 @@ class BlockService(BankService):
         self.banks = model.own_banks = Banks(block_layouts(memories))
         model.memory_input_names |= {IDS, BLOCKS}
 
-    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Mapping[str, FetchedBatch]:
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Mapping[str, FetchedBatch]:
         """Return the blocks of the texts of the pass, by the name of the memory.
 
         Raises:
@@ -112,7 +111,7 @@ class BlockService(BankService):
         return memory_blocks
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> Keywords:
+    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
         """Return the blocks of the layer."""
         return {"fetched": value[name].blocks_for(layer)}
 

@@ -19,7 +19,7 @@ from midus_hf.memories.hierarchical.options import (
 )
 from midus_hf.memories.hosting.sites import AttentionAdapters, AttentionHeads, BesideFeedForward, InsideFeedForward
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.ops.block_linear.op import block_linear
 
 
@@ -30,7 +30,7 @@ class FetchingMemory(MemoryModule):
     options: HierarchicalOptions
 
 
-@layer_of(HierFFNOptions)
+@register_layer(HierFFNOptions)
 class HierFFN(FetchingMemory):
     """Hidden units with the model's activation that are added to a gated feed-forward network (figure 18)."""
 
@@ -87,7 +87,7 @@ class HierLora(FetchingMemory):
         return output
 
 
-@layer_of(HierLoraQKOptions)
+@register_layer(HierLoraQKOptions)
 class HierLoraQK(HierLora):
     """Low-rank factors of the query and key projections."""
 
@@ -95,7 +95,7 @@ class HierLoraQK(HierLora):
     projections: ClassVar[tuple[str, ...]] = HierLoraQKOptions.roles
 
 
-@layer_of(HierLoraVOOptions)
+@register_layer(HierLoraVOOptions)
 class HierLoraVO(HierLora):
     """Low-rank factors of the value and output projections."""
 
@@ -103,7 +103,7 @@ class HierLoraVO(HierLora):
     projections: ClassVar[tuple[str, ...]] = HierLoraVOOptions.roles
 
 
-@layer_of(HierLoraFFNOptions)
+@register_layer(HierLoraFFNOptions)
 class HierLoraFFN(HierLora):
     """Low-rank factors of the projections of the feed-forward network."""
 
@@ -111,7 +111,7 @@ class HierLoraFFN(HierLora):
     projections: ClassVar[tuple[str, ...]] = HierLoraFFNOptions.roles
 
 
-@layer_of(HierKVOptions)
+@register_layer(HierKVOptions)
 class HierKV(FetchingMemory):
     """Keys and values that every token attends to in addition to the sequence (figure 17)."""
 

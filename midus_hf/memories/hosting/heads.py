@@ -1,16 +1,20 @@
-"""What memories need of a family's attention to read its heads: its attention function, and the rotation of its heads."""
+"""What memories need of a family's attention: its attention function, the rotation of its heads, the log-sum-exp of its softmax."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.layer import HostLayer
+from midus_hf.ops.moda.op import sequence_lse
+from midus_hf.ops.moda.reference import sequence_weights
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -28,8 +32,10 @@ class Attention(Protocol):
 class ChangesHeads(Protocol):
     """Site whose memories change the output of the heads."""
 
-    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
-        """Attend by `own`, the model's attention function with the changes of sites before, and change the output of the heads.
+    def attend(
+        self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
+    ) -> HeadsOutput:
+        """Attend by a function, the model's own with the changes of sites before, and change the output of the heads.
 
         Args:
             heads: Queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the mask.
@@ -39,12 +45,12 @@ class ChangesHeads(Protocol):
 class AttentionHost:
     """Stands for the config of an attention whose heads memories read.
 
-    A family looks its attention function up in the config of the module. Here it finds one that runs the function that the model's
+    A family looks its attention function up in the config of the module, and finds one here that runs the function that the model's
     config names, with the changes of memories around it. Anything else is read from the model's config.
 
     Args:
         attention: The attention, which gets this in place of its config.
-        rotates: Whether the attention rotates queries and keys, which in some families only some layers do.
+        rotates: Whether the attention rotates queries and keys, as only some layers of some families do.
     """
 
     def __init__(self, attention: Any, rotates: bool):
@@ -65,7 +71,7 @@ class AttentionHost:
         return getattr(self.config, name)
 
 
-def host_of_heads(layer: HostLayer) -> AttentionHost:
+def get_attention_host(layer: HostLayer) -> AttentionHost:
     """Return what hosts memories at the heads of a host layer's attention, which gets it if it has none."""
     attention = layer.mixer_part
     if not isinstance(attention.config, AttentionHost):
@@ -92,33 +98,29 @@ def _attend_with_memory(
 ALL_ATTENTION_FUNCTIONS.register(WITH_MEMORY, _attend_with_memory)
 
 
-class _HeadsAttend(Exception):
-    """A call of attention has come to its heads."""
+class _StopAtHeads(Exception):
+    """Raised in place of attending."""
 
     @classmethod
     def attend(cls, *heads: object, **kwargs: object) -> HeadsOutput:
-        """Raise this in place of attending."""
+        """Raise this."""
         raise cls
 
 
 @torch.no_grad()
 def rotates(attention: Any) -> bool:
-    """Return whether an attention rotates its queries and keys, which in some families only some layers do.
-
-    Args:
-        attention: Attention with a config, which has parameters.
-    """
+    """Return whether an attention, which has a config and parameters, rotates its queries and keys."""
     hidden_states = next(attention.parameters()).new_zeros(1, 1, attention.config.hidden_size)
-    own, attention.config = attention.config, AttentionHost(attention, rotates=False)
-    attention.config.changes.append(_HeadsAttend)
+    config, attention.config = attention.config, AttentionHost(attention, rotates=False)
+    attention.config.changes.append(_StopAtHeads)
     try:  # with a rotation that cannot be used
         attention.forward(hidden_states, position_embeddings=(None, None), attention_mask=None)
-    except _HeadsAttend:
+    except _StopAtHeads:
         return False
     except (AttributeError, TypeError):
         return True
     finally:
-        attention.config = own
+        attention.config = config
     raise AssertionError("attention calls its attention function")
 
 
@@ -155,3 +157,158 @@ def moved_by(attention: Attention, heads: torch.Tensor, angles: torch.Tensor) ->
     """Rotate keys `[B, K, T, d]` further by angles `[B, T, r]`, in radians."""
     rotation = angles.cos(), angles.sin()
     return rotated(attention, heads.to(angles.dtype), rotation).to(heads.dtype)
+
+
+# Implementations whose masks tell for each query and key whether the key is read.
+_MASKS_TELL = ("eager", "sdpa")
+# Implementations whose softmax has a known log-sum-exp: returned, or computed separately.
+_LSE_IMPLEMENTATIONS = (*_MASKS_TELL, "flex_attention")
+
+
+def require_log_sum_exp(implementation: str | None) -> None:
+    """Refuse an attention implementation with which a memory cannot share the softmax on any device.
+
+    Args:
+        implementation: The implementation's name; None lets transformers choose, which chooses supported ones only.
+
+    Raises:
+        RequestError: If it gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged attention, vLLM's and
+            SGLang's, and any registered by a user.
+    """
+    if implementation is not None and implementation not in _LSE_IMPLEMENTATIONS:
+        raise _lse_error(implementation)
+
+
+def _lse_error(implementation: str, where: str = "") -> RequestError:
+    remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    if implementation in ("vllm", "sglang"):
+        remedy = "expected midus-hf installed beside vLLM (for packs), a server such as `transformers serve`, or a method without it."
+    if implementation.startswith("paged"):  # set by continuous batching; transformers 5.23 leaves 'sdpa' as it is
+        remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
+    return RequestError(
+        f"attention {implementation!r}{where} exposes no log-sum-exp, which this memory needs; {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class SequenceHeads:
+    """A layer's call of the model's own attention to the sequence, not run yet.
+
+    Args:
+        module: The layer's attention module.
+        attention_function: The model's attention function.
+        implementation: Name of the attention implementation.
+        query: `[B, H, T, d]`, rotated.
+        key: `[B, K, S, d]`, rotated, from the cache.
+        value: `[B, K, S, d]`, from the cache.
+        mask: The mask, in the form that `attention_function` takes.
+        arguments: Keyword arguments of `attention_function`.
+    """
+
+    module: Attention
+    attention_function: AttentionFunction
+    implementation: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    arguments: Mapping[str, Any]
+
+    @property
+    def scaling(self) -> float:
+        """Factor that scores are multiplied by."""
+        return self.arguments["scaling"]
+
+    @property
+    def softcap(self) -> float | None:
+        """Limit of the scores, c in `c * tanh(score / c)`; None if scores are not capped."""
+        return self.arguments.get("softcap")
+
+    def with_log_sum(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Attend, and compute the log-sum-exp.
+
+        Returns:
+            The output `[B, T, H, d]`, attention weights to the sequence `[B, H, T, S]` if the implementation returns them, and the
+            log-sum-exp of the scores `[B, H, T]`, float32 at least.
+
+        Raises:
+            RequestError: If the log-sum-exp of the softmax over the sequence is not known.
+        """
+        require_log_sum_exp(self.implementation)
+        output, extra = self.attend_to_sequence()  # weights, or the log-sum-exp of flex_attention
+        if self.implementation in _MASKS_TELL:
+            softcap = self.softcap if self.implementation == "eager" else None  # torch's attention does not cap
+            arguments = (self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
+            return output, extra, sequence_lse(*arguments)
+        return output, None, self._returned_lse(extra)
+
+    def attend_to_sequence(self) -> HeadsOutput:
+        """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
+        return self.attention_function(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
+
+    def attend_with_extra_keys(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
+        """Attend with one query per row, which has no mask, to extra keys and values too, in one softmax.
+
+        Args:
+            key: `[B, K, S', d]`, rotated.
+            value: `[B, K, S', d]`.
+            bias: `[B, 1, S']`, number added to their scores; None for 0.
+        """
+        key, value = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
+        if bias is None:
+            return self.attention_function(self.module, self.query, key, value, None, **self.arguments)
+        mask = F.pad(bias.to(self.query.dtype), (0, self.key.shape[2]))[:, None]  # [B, 1, 1, S' + S]
+        if self.implementation == "sdpa" and self.query.is_cpu:
+            # With a mask, transformers repeats keys and values for each query head, which takes longer than to attend.
+            arguments = {"dropout_p": self.arguments.get("dropout", 0.0), "scale": self.scaling}
+            has_groups = self.query.shape[1] != key.shape[1]
+            output = F.scaled_dot_product_attention(self.query, key, value, mask, **arguments, enable_gqa=has_groups)
+            return output.transpose(1, 2), None
+        return self.attention_function(self.module, self.query, key, value, mask, **self.arguments)
+
+    def log_sum(self) -> torch.Tensor:
+        """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.
+
+        Raises:
+            RequestError: If the implementation does not give it.
+        """
+        if self.implementation in _MASKS_TELL:
+            return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+        return self._returned_lse(self.attend_to_sequence()[1] if self.implementation == "flex_attention" else None)
+
+    def shares(self, head: int) -> torch.Tensor:
+        """Return for inspection the weight of each key for each query of a head, `[B, T, S]`, in the softmax over the sequence.
+
+        Raises:
+            RequestError: If the implementation's masks do not tell which keys each query reads.
+        """
+        if self.implementation not in _MASKS_TELL:
+            raise RequestError(
+                f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
+                "'sdpa' or 'eager'."
+            )
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        kv_head = head // (heads // kv_heads)
+        has_one_mask = self.mask is None or self.mask.shape[1] == 1
+        weights = sequence_weights(
+            self.query[:, head : head + 1],
+            self.key[:, kv_head : kv_head + 1],
+            self.mask if has_one_mask else self.mask[:, head : head + 1],
+            self._is_causal,
+            self.scaling,
+            self.softcap,
+        )
+        return weights[:, 0]
+
+    @property
+    def _is_causal(self) -> bool:
+        """True if attention is causal without a mask, by the rules of transformers."""
+        if self.implementation != "sdpa" or self.mask is not None or self.query.shape[2] == 1:
+            return False
+        is_causal = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if is_causal is None else is_causal)
+
+    def _returned_lse(self, lse: torch.Tensor | None) -> torch.Tensor:
+        if lse is None:
+            raise _lse_error(self.implementation, f" on {self.query.device.type}")
+        return lse.to(torch.promote_types(lse.dtype, torch.float32))

@@ -1,7 +1,8 @@
-"""A layer of the base that hosts memories, and the base class of the sites at which they act in it."""
+"""A layer of the base that hosts memories, the base class of the sites where they act in it, and the layer inserted for a memory."""
 
 import contextlib
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,41 +13,43 @@ from transformers import PreTrainedConfig
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hosting.inputs import CarriedKey, MemoryInputs, given_at, taken_at
 from midus_hf.memories.hosting.parts import (
     Arguments,
+    CarriedKey,
     Keywords,
     LayerNames,
-    MissingPart,
+    MemoryInputs,
+    MissingPartError,
     PartOutput,
+    carried_inputs,
+    carried_outputs,
     projection_name,
     stacked_rows,
 )
 from midus_hf.memories.module import MemoryModule, build_memory
+from midus_hf.memories.options import InsertedOptions
 from midus_hf.memories.registry import layer_class
 
 
+@dataclasses.dataclass
 class LayerCall:
-    """One call of a layer with attached memories: what hooks on the layer's parts read, from the first to the last of them.
+    """One call of a layer with attached memories, which hooks on the layer's parts read.
 
     Args:
-        entered: `[B, T, D]`, the input of the layer.
+        layer_input: `[B, T, D]`.
         memory_inputs: Inputs of the pass for memories.
-        carried: Tensors from earlier layers by `CarriedKey`, to which the layer adds the tensors for later layers.
+        carried: Tensors from earlier layers, and those that the layer adds for later layers.
         rotation: Cosines and sines of the pass at this layer; None if there are none.
+        attention_input: `[B, T, D]`, noted by sites that need it, as is:
+        own_heads: The attention's own keys and values, `[B, K, T, d]`.
     """
 
-    def __init__(
-        self,
-        entered: torch.Tensor,
-        memory_inputs: MemoryInputs,
-        carried: dict[CarriedKey, torch.Tensor | None],
-        rotation: Any,
-    ):
-        self.entered, self.memory_inputs, self.carried, self.rotation = entered, memory_inputs, carried, rotation
-        # What the attention of the layer read, `[B, T, D]`, and its own keys and values, `[B, K, T, d]`, where a site notes them.
-        self.attention_input: torch.Tensor | None = None
-        self.own_heads: tuple[torch.Tensor, torch.Tensor] | None = None
+    layer_input: torch.Tensor
+    memory_inputs: MemoryInputs
+    carried: dict[CarriedKey, torch.Tensor | None]
+    rotation: Any
+    attention_input: torch.Tensor | None = None
+    own_heads: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class LayerCalls(threading.local):
@@ -65,10 +68,9 @@ _NO_INPUTS = MemoryInputs()
 class HostLayer(LayerNames):
     """Mixin that turns a family's decoder layer into a layer with memories at its sites.
 
-    A layer of the family is taken over, so its parts keep their names, their place in the cache and their class: masks, caches,
-    checkpointing and output capture treat the layer as any other layer. The forward is the family's own. Memories act in it by hooks
-    on the layer's parts (`Site`), which read what the forward sets here for the length of the call: so a checkpointed layer, of which
-    the backward pass repeats the forward alone, sets it again.
+    A layer of the family is taken over, so parts keep their names and class, and masks, caches, checkpointing and output capture
+    treat it as any other layer. The forward is the family's own; memories act in it by hooks on the layer's parts (`Site`), which
+    read what the forward sets for the length of the call: checkpointing reruns only this forward.
     """
 
     attention_class: ClassVar[type[nn.Module] | None] = None
@@ -77,49 +79,44 @@ class HostLayer(LayerNames):
     stacked: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # Whether some layers of the type do not rotate queries and keys.
     some_do_not_rotate: ClassVar[bool] = False
-    # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
+    # Whether the residual stream after the mixer is the sum of the layer's input and the mixer's output.
     adds_mixer: ClassVar[bool] = True
 
-    # The call that runs now in each thread, for the hooks on the layer's parts.
     calls: LayerCalls
     # Tensors that the layer reads from earlier layers, and those that it computes for later layers.
     layer_inputs: tuple[CarriedKey, ...] = ()
     layer_outputs: tuple[CarriedKey, ...] = ()
     memories: nn.ModuleDict
     layer_idx: int
-    # The site of each memory by name, which every pass looks up: a memory that is taken out of this is skipped.
+    # The site of each memory by name, looked up in every pass: a memory taken out of this is skipped.
     sites: dict[str, str]
-    classes: dict[str, type[MemoryModule]]
+    classes: dict[str, type[MemoryModule]]  # stored, since PEFT may wrap memories
     attached: list["Site"]
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
-        """Build the memories that are attached to the layer, a layer of the family whose class has just become this one.
+        """Build the memories attached to the layer, a layer of the family whose class has just become this one.
 
         Raises:
-            MissingPart: If the layer lacks the part at which a memory is to be attached.
+            MissingPartError: If the layer lacks the part at which a memory is to be attached.
         """
         self.layer_idx, self.calls = layer_idx, LayerCalls()
-        entries, sizes, attention = (
-            memories.attached_to(layer_idx),
-            memories.sizes.at(layer_idx),
-            config._attn_implementation,
-        )
+        entries, sizes = memories.attached_to(layer_idx), memories.sizes.at(layer_idx)
+        attention = config._attn_implementation
         built = {
             each.name: build_memory(each.options, sizes, each.layers.index(layer_idx), len(each.layers), attention)
             for each in entries
         }
         self.sites = {entry.name: entry.site for entry in entries}
-        # Stored, since PEFT may wrap memories.
         self.classes = {name: type(memory) for name, memory in built.items()}
         attached = memories.attached.values()
-        self.layer_inputs = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
-        self.layer_outputs = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
+        self.layer_inputs = tuple(carried for entry in attached for carried in carried_inputs(entry, layer_idx))
+        self.layer_outputs = tuple(carried for entry in attached for carried in carried_outputs(entry, layer_idx))
         sites = [site for entry in attached for site in sites_of(entry) if site.concerns(entry, layer_idx)]
-        # Behind the layer, memories read what all others add.
+        # After the layer, memories read what all others add.
         sites = sorted(dict.fromkeys(sites), key=lambda site: site.name == "behind-layer")
         for site in sites:
             if site.is_missing(self):
-                raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)
+                raise MissingPartError(f"layer {layer_idx} of class {self.family_class.__name__}", site.name)
         if built:
             self.memories = nn.ModuleDict(built)
         self.attached = [site(self, config, memories) for site in sites]
@@ -129,9 +126,9 @@ class HostLayer(LayerNames):
     def __call__(
         self, hidden_states: torch.Tensor, *args: object, memory_inputs: MemoryInputs | None = None, **kwargs: object
     ) -> PartOutput:
-        """Call the layer with the tensors from earlier layers as inputs, and the tensors for later layers as outputs.
+        """Call the layer with the tensors from earlier layers as inputs, and those for later layers as outputs.
 
-        So both kinds of activation checkpointing treat these tensors as they treat hidden states.
+        So both kinds of activation checkpointing treat these tensors as hidden states.
         """
         call = super().__call__
         if not self.layer_inputs and not self.layer_outputs:
@@ -169,13 +166,13 @@ class HostLayer(LayerNames):
 
     @property
     def feed_forward_part(self) -> nn.Module | None:
-        """The feed-forward network; None if the layer has none. Children of some families are called `feed_forward`."""
+        """The feed-forward network; None if the layer has none."""
         return getattr(self, self.feed_forward_name or "", None)
 
     def projection(self, part_name: str, role: str) -> tuple[str, tuple[tuple[str, int], ...]]:
-        """Return the name, in a part, of the module of the projection in a role, and the projections that the module has.
+        """Return the name, in a part, of the module of the projection in a role, and the module's projections: roles and rows.
 
-        These are roles with their numbers of rows; a module with one projection has all rows, which are not counted.
+        The rows of a single projection are not counted.
         """
         part = getattr(self, part_name)
         for path, roles in self.stacked.items():
@@ -218,7 +215,7 @@ class HostLayer(LayerNames):
     def at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Return the names of this layer's memories at a site that have something to do in this pass."""
         at_site = (name for name, taken in self.sites.items() if taken == site)
-        return [name for name in at_site if memory_inputs.are_there_for(self.classes[name], name)]
+        return [name for name in at_site if memory_inputs.is_complete_for(self.classes[name], name)]
 
     def read(self, name: str, hidden_states: torch.Tensor, memory_inputs: MemoryInputs) -> torch.Tensor:
         """Return the output of a memory, `[B, T, D]`, for the input `hidden_states`, `[B, T, D]`."""
@@ -231,7 +228,7 @@ class HostLayer(LayerNames):
     def with_added(
         self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs
     ) -> torch.Tensor:
-        """Add to `hidden_states` the output of each memory at a site for the input `read`."""
+        """Return `hidden_states` plus the output of each memory at a site for the input `read`."""
         for name in self.at(site, memory_inputs):
             hidden_states = hidden_states + self.read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
@@ -280,13 +277,13 @@ class Site:
         return False
 
     def hook(self, path: str, hook: Callable[..., Any], *, before: bool = False) -> None:
-        """Run a hook, which gets keyword arguments too, behind or before the part of the layer at a path."""
+        """Run a hook, which gets keyword arguments too, after or before the part of the layer at a path."""
         self._hooks[path] = hook, before
 
     def attach(self) -> None:
-        """Register each hook, unless the module at its path, or one that this wraps, has it: others may have replaced the module.
+        """Register each hook, unless the module at its path, or one that this wraps, has it.
 
-        Quantisation replaces linear layers, vLLM norms too, and an adapter wraps what it changes.
+        Quantisation replaces linear layers, vLLM also norms, and an adapter wraps what it changes.
         """
         for path, (hook, before) in self._hooks.items():
             part: nn.Module = self.layer
@@ -302,7 +299,7 @@ class Site:
                 self._hooked[path] = part
 
     def behind(self, output: PartOutput) -> PartOutput:
-        """Return the output of the layer with what memories add behind it."""
+        """Return the output of the layer with what memories add after it."""
         return output
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Site":
@@ -314,7 +311,7 @@ class Site:
         return copied
 
 
-def first_of(output: PartOutput) -> torch.Tensor:
+def get_hidden_states(output: PartOutput) -> torch.Tensor:
     """Return the hidden states in the output of a part, which may be a tuple that begins with them."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
@@ -324,19 +321,19 @@ def with_first(output: PartOutput, hidden_states: torch.Tensor) -> PartOutput:
     return hidden_states if isinstance(output, torch.Tensor) else (hidden_states, *output[1:])
 
 
-def read_by(args: Arguments, kwargs: Keywords) -> torch.Tensor:
+def hidden_states_argument(args: Arguments, kwargs: Keywords) -> torch.Tensor:
     """Return the hidden states that a part was called with."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def sites_of(entry: MemoryEntry) -> list[type[Site]]:
-    """Return the classes of the sites by which a memory is attached."""
+    """Return the classes of the sites at which a memory is attached."""
     return [site for site in layer_class(entry.options).sites if site.name == entry.site]
 
 
 @contextlib.contextmanager
 def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[None]:
-    """Let layers skip attached memories, by their names, while the context is open. Layers without memories may be among them."""
+    """Let layers skip attached memories, by name, while the context is open. Layers without memories may be among them."""
     hosts = [layer for layer in layers if hasattr(layer, "sites")]
     before = [layer.sites for layer in hosts]
     for layer in hosts:
@@ -346,3 +343,88 @@ def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[
     finally:
         for layer, sites in zip(hosts, before, strict=True):
             layer.sites = sites
+
+
+class MemoryBlock(LayerNames):
+    """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
+
+    The family's layer is built first, so masks, caches, checkpointing and output capture treat the block as any other layer. The
+    block then drops the feed-forward network, every norm except the one before attention, and, unless the memory wants them,
+    attention's output projection and output norm. The memory's output is added directly to the residual stream: an output norm
+    (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
+    """
+
+    # Class of the attention whose heads a memory can read; None if the family's layers have none.
+    block_attention: ClassVar[type[nn.Module] | None] = None
+
+    def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
+        """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
+
+        Raises:
+            MissingPartError: If the layer has no attention whose heads a memory can read.
+        """
+        self.layer_idx, entry = layer_idx, memories.inserted[layer_idx]
+        options = entry.options
+        assert isinstance(options, InsertedOptions)
+        self.attention_name, self.adds_block_input = self.mixer_name, options.inner_residual
+        self.output_norm = self.attention_output_norm if options.output_projection else None
+        kept = self.attention_name, self.attention_norm, self.output_norm
+        for name in [name for name, _ in self.named_children() if name not in kept]:
+            delattr(self, name)
+        for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
+            delattr(self, name)
+        if self.block_attention is None or not isinstance(getattr(self, self.attention_name), self.block_attention):
+            raise MissingPartError(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
+        if not options.output_projection:  # attention then returns the heads' outputs side by side
+            attention = getattr(self, self.attention_name)
+            name = projection_name(attention, "output_projection")
+            delattr(attention, name)
+            setattr(attention, name, _NoProjection())
+        sizes = memories.sizes.at(layer_idx)
+        self.memory = build_memory(options, sizes, entry.layers.index(layer_idx), len(entry.layers))
+        self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
+        self.takes_inputs = bool(self.memory.forward_arguments or self.memory.services)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: object,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        memory_inputs: MemoryInputs | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Return the residual stream `[B, T, D]` after this layer. Arguments that are not listed here are the family layer's.
+
+        Args:
+            hidden_states: The residual stream before this layer, `[B, T, D]`.
+            args: Inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
+            memory_inputs: Inputs of the pass for memories. Default: none.
+            kwargs: Other arguments of the family's attention.
+        """
+        norm = None if self.attention_norm is None else getattr(self, self.attention_norm)
+        attention_output, _ = getattr(self, self.attention_name)(
+            hidden_states=hidden_states if norm is None else norm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )  # [B, T, H * d], or [B, T, D] with an output projection
+        if self.output_norm is not None:
+            attention_output = getattr(self, self.output_norm)(attention_output)
+        if self.adds_block_input:
+            attention_output = hidden_states + attention_output
+        inputs: Keywords = {}
+        if self.takes_inputs and memory_inputs is not None:
+            inputs = memory_inputs.arguments_for(self.memory_class, "", self.layer_idx)
+        return self.memory(attention_output, hidden_states, **inputs)
+
+
+class _NoProjection:
+    """Stand-in for a removed projection, no module: PEFT would find one for a LoRA on every `o_proj`."""
+
+    def __init__(self) -> None:
+        self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution
+
+    def __call__(self, heads_output: torch.Tensor, *_: object) -> torch.Tensor:
+        """Return the outputs of the heads unchanged; some families pass the index of the layer too."""
+        return heads_output

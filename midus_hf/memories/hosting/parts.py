@@ -1,8 +1,10 @@
-"""Names of a model's and of a layer's parts in the families' code."""
+"""Names of the parts of models and layers in the families' code, and what a pass gives to memories besides hidden states."""
 
+import copy
+import dataclasses
 import warnings
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -10,22 +12,23 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from midus_hf.config.errors import RequestError
+from midus_hf.memories.entries import MemoryEntry
+from midus_hf.memories.module import MemoryModule
 
-# Arguments of a call by place and by name, and what a layer or its part returns: hidden states, or a tuple that begins with them.
+# Positional and keyword arguments of a call, and what a layer or its part returns: hidden states, or a tuple that begins with them.
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 PartOutput = torch.Tensor | tuple[Any, ...]
 
-#: Name of the argument of forwards, and of the field of outputs, that holds the cache: `cache` from Transformers 5.24 on,
-#: `past_key_values` before. Forwards of this package take both names.
+#: Argument of forwards, and field of outputs, that holds the cache: `cache` from Transformers 5.24 on, before `past_key_values`.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
-    """Return the keyword arguments by which a family's forward gets its cache, which came under either name.
+    """Return the keyword arguments that pass the cache, given under either name, to a family's forward.
 
-    From Transformers 5.24 on the older name is deprecated, and this warns of it as the family does. Before, continuous batching
-    passes its own kind of cache as `cache`, beside `past_key_values`.
+    Warns of the older name where the family does. Before Transformers 5.24, continuous batching passes its own kind of cache as
+    `cache` in addition to `past_key_values`.
     """
     if CACHE == "cache" and past_key_values is not None and not torch.compiler.is_compiling():
         ignored = "" if cache is None else ", and ignored beside `cache`"
@@ -36,13 +39,13 @@ def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
     return {CACHE: past_key_values, "cache": cache}
 
 
-#: Names of the children that mix tokens, in any type's layers. The first name that a layer has is its mixer.
+#: Names of the children that mix tokens, in any type's layers; a layer's mixer is the first that it has.
 MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "temporal_block")
 
-#: Names of the children that are, or route to, the feed-forward network. The first name that a layer has is taken.
+#: Names of the children that are, or route to, the feed-forward network; the first that a layer has.
 FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "mlp_block", "ffn")
 
-#: Names of the projections of attention and of feed-forward networks, by role. The first name that a part has is taken.
+#: Names of the projections of attention and feed-forward networks, by role; the first that a part has.
 PROJECTIONS = {
     "query": ("q_proj",),
     "key": ("k_proj",),
@@ -61,15 +64,12 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 
 
 def projection_name(part: Any, role: str) -> str:
-    """Return the name of the module of an attention or a feed-forward network that has a role; empty if no module has it."""
+    """Return the name of the module with a role in an attention or a feed-forward network; empty if there is none."""
     return next((name for name in PROJECTIONS[role] if isinstance(getattr(part, name, None), nn.Module)), "")
 
 
 def has_heads(mixer: Any) -> bool:
-    """Return whether a mixer is an attention with an output projection, whose input is the output of the heads.
-
-    The projections of queries, keys and values are separate, or stacked in one linear module.
-    """
+    """Return whether a mixer is an attention whose output projection reads the heads, and whose other projections are known."""
     separate = all(projection_name(mixer, role) for role in ("query", "key", "value"))
     stacked = any(isinstance(getattr(mixer, name, None), nn.Linear) for name in STACKED)
     return hasattr(mixer, "config") and bool(projection_name(mixer, "output_projection")) and (separate or stacked)
@@ -88,13 +88,8 @@ def stacked_rows(stacked: Any, following: Any, roles: Sequence[str]) -> tuple[tu
     return ((first, following.in_features), *((role, rest) for role in others))
 
 
-class MissingPart(RequestError):
-    """A layer without the part at which a memory is to be.
-
-    Args:
-        layer: The layer, in words.
-        site: The memory's site.
-    """
+class MissingPartError(RequestError):
+    """Raised if a layer, described in words, lacks the part for a memory at a site."""
 
     def __init__(self, layer: str, site: str):
         super().__init__(
@@ -104,13 +99,9 @@ class MissingPart(RequestError):
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the decoder of a language model: the module whose `layers` are the decoder layers, also within a composite model.
-
-    Args:
-        model: A causal language model, a model with another head, or a composite model that holds a language model.
-    """
+    """Return the module whose `layers` are the decoder layers of a language model, also with another head or in a composite model."""
     decoder = model.get_decoder()
-    # Llama 4's language model names another attribute than that of its stack as its base model.
+    # Llama 4's language model has its stack in another attribute than the one it names as its base model.
     return decoder if hasattr(decoder, "layers") else decoder.model
 
 
@@ -121,25 +112,185 @@ class FamilyMixin(nn.Module):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if not issubclass(cls.__bases__[-1], FamilyMixin):  # as classes are that FSDP makes of classes here
+        if not issubclass(cls.__bases__[-1], FamilyMixin):  # FSDP makes subclasses of classes here
             cls.family_class = cls.__bases__[-1]
 
 
 class LayerNames(FamilyMixin):
-    """Mixin for a family's layers that holds the names of parts, and how to take a layer over. The defaults are Llama's names."""
+    """Mixin for a family's layers that holds the names of parts. The defaults are Llama's."""
 
-    # Name of the feed-forward network, dense or of experts; None if the layers have none.
+    # The feed-forward network, dense or of experts; None if the layers have none.
     feed_forward_name: ClassVar[str | None] = "mlp"
-    # Name of the norm before attention; None if the family has none.
+    # The norms before attention, after its output projection, and after the feed-forward network; None if the family has none.
     attention_norm: ClassVar[str | None] = "input_layernorm"
-    # Name of the norm behind the attention's output projection.
     attention_output_norm: ClassVar[str | None] = None
-    # Name of the norm behind the feed-forward network.
     mlp_output_norm: ClassVar[str | None] = None
-    # Names of the children that mix tokens; a layer has one of them.
+    # Children that mix tokens; a layer has one of them.
     mixer_names: ClassVar[tuple[str, ...]] = ("self_attn",)
 
     @property
     def mixer_name(self) -> str:
-        """Name of the child that mixes tokens; empty if no child is known to."""
+        """Name of the child that mixes tokens; empty if none is known to."""
         return next((name for name in self.mixer_names if getattr(self, name, None) is not None), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPlaces:
+    """Padding and documents among the tokens of a forward pass.
+
+    Args:
+        real: `[B, T]`, bool, false for padding. Default: no token is padding.
+        starts: `[B, T]`, bool, true if a document begins here after another one of the row. Default: one document per row.
+    """
+
+    real: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TokenPlaces":
+        """Return the padding and documents on another device."""
+        both = (self.real, self.starts)
+        return TokenPlaces(*(None if each is None else each.to(device, non_blocking=non_blocking) for each in both))
+
+
+def token_places(
+    token_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+    position_ids: torch.Tensor | None,
+    num_tokens: int,
+    *,
+    may_hold_documents: bool,
+) -> TokenPlaces:
+    """Find padding and documents among the tokens of a pass.
+
+    Args:
+        token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. Or a mask between pairs of tokens,
+            `[B, 1, T, T]`, in which padding is hidden from itself; of several masks by name, the first is used. None: no padding.
+        position_ids: `[B, T]`, positions that the model was called with, or None.
+        num_tokens: T, number of tokens of the pass.
+        may_hold_documents: Whether a position of zero begins a document, as it does without a mask and without a cache.
+    """
+    real = starts = None
+    mask = next(iter(token_mask.values())) if isinstance(token_mask, dict) else token_mask
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        may_hold_documents = False
+        real = mask[:, mask.shape[1] - num_tokens :] != 0
+    elif isinstance(mask, torch.Tensor) and mask.shape[-2:] == (num_tokens, num_tokens):
+        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # [B, T]
+        real = seen > torch.finfo(seen.dtype).min / 2 if seen.is_floating_point() else seen != 0
+    if may_hold_documents and num_tokens > 1 and position_ids is not None and position_ids.dim() == 2:
+        starts = position_ids == 0
+        # The first token begins the row anyway.
+        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts[:, 1:]], dim=1)
+    if real is not None and starts is not None:
+        starts = starts & real & real.roll(1, dims=1)  # the first token after padding begins the row
+    if torch.compiler.is_compiling() or num_tokens == 1:
+        return TokenPlaces(real, starts)  # a graph cannot branch on what tensors hold; a decoding step need not wait
+    holds_documents, is_padded = starts is not None and bool(starts.any()), real is not None and not bool(real.all())
+    return TokenPlaces(real if is_padded else None, starts if holds_documents else None)
+
+
+class CarriedKey(NamedTuple):
+    """Key of a tensor that one layer of a pass gives to later layers.
+
+    Args:
+        name: Name of the memory.
+        layer: Index of the layer that gives the tensor.
+        part: Name of the tensor, for memories that give several per layer. Default: `"output"`.
+    """
+
+    name: str
+    layer: int
+    part: str = "output"
+
+
+class MemoryInputs:
+    """Inputs of a model's memories in one forward pass, passed to the layers as one keyword argument.
+
+    Made per pass, so that two passes may run before one backward pass, and checkpointing repeats a layer with the same inputs.
+
+    Args:
+        values: What each service made for the pass, by the key of the service. Default: nothing.
+        arguments: Arguments of the model's forward that memories take, by name. Default: none.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None, arguments: Mapping[str, object] | None = None):
+        self._values, self._arguments = values or {}, arguments or {}
+        # Tensors that layers gave to later layers.
+        self.carried: dict[CarriedKey, torch.Tensor | None] = {}
+
+    def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> Keywords:
+        """Return a memory's keyword arguments: its `forward_arguments` that were passed, and what its services give.
+
+        Args:
+            memory_class: Class of the memory's module, which PEFT may have wrapped since.
+            name: Name of an attached memory; empty for an inserted memory.
+            layer: Index of the memory's layer.
+        """
+        inputs = {key: self._arguments[key] for key in memory_class.forward_arguments if key in self._arguments}
+        for service in memory_class.services:
+            inputs |= service.layer_arguments(self._values.get(service.key), name, layer)
+        return inputs
+
+    def is_complete_for(self, memory_class: type[MemoryModule], name: str) -> bool:
+        """Return whether all required services have inputs for a memory."""
+        required = (service.key for service in memory_class.services if service.is_required)
+        return all(name in self._values.get(key, ()) for key in required)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "MemoryInputs":
+        """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
+        moved = copy.copy(self)  # all copies share the tensors that layers carry
+        moved._values = _moved(self._values, device, non_blocking)
+        moved._arguments = _moved(self._arguments, device, non_blocking)
+        return moved
+
+
+def _moved(value: object, device: Any, non_blocking: bool) -> Any:
+    """Return tensors, or objects that hold tensors, on another device; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
+    return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+
+def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Keywords:
+    """Return the arguments `names` of a model's forward, which memories take.
+
+    Args:
+        names: Names of the arguments that memories take.
+        arguments: Arguments of the family's forward.
+        own: Arguments that the family's forward does not get.
+
+    Raises:
+        RequestError: If a memory takes `input_ids`, and only embeddings are passed.
+    """
+    values = {name: arguments.get(name, own.get(name)) for name in names}
+    if "input_ids" in values and values["input_ids"] is None:
+        values["input_ids"] = own["token_ids"]
+        if values["input_ids"] is None:
+            raise RequestError(
+                "inputs_embeds is passed alone, and a memory of this model reads input_ids; expected input_ids. Or pass the ids "
+                "with the embeddings, as token_ids."
+            )
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def carried_outputs(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
+    """Return the tensors that a memory in a layer gives to later layers; none if the layer lacks the memory."""
+    if layer not in entry.layers:
+        return ()
+    index = entry.layers.index(layer)
+    skips = (CarriedKey(entry.name, layer),) if entry.into and entry.into[index] != layer else ()
+    parts = entry.options.layer_outputs(index, len(entry.layers))
+    return (*skips, *(CarriedKey(entry.name, layer, part) for part in parts))
+
+
+def carried_inputs(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
+    """Return the tensors that a layer takes from a memory in earlier layers."""
+    skips = tuple(CarriedKey(entry.name, read) for read in skip_sources(entry, layer) if read != layer)
+    if layer not in entry.layers:
+        return skips
+    taken = entry.options.layer_inputs(entry.layers.index(layer))
+    return (*skips, *(CarriedKey(entry.name, entry.layers[index], part) for index, part in taken))
+
+
+def skip_sources(entry: MemoryEntry, layer: int) -> tuple[int, ...]:
+    """Return the layers where a memory reads the input for results that are added after `layer`."""
+    return tuple(read for read, into in zip(entry.layers, entry.into, strict=False) if into == layer)

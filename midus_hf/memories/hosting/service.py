@@ -1,28 +1,43 @@
-"""The base class of services: what a model does for its memories beside calling them in its layers."""
+"""Services: what a model does for its memories besides calling them in its layers, and the services that several memories share."""
 
+import contextlib
 import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 
+from midus_hf.config.errors import RequestError
+from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.memories.hosting.parts import Keywords
+from midus_hf.memories.hosting.parts import CACHE, Keywords, TokenPlaces, projection_name, token_places
+from midus_hf.memories.hosting.state import MemoryState, crop_error, refuse_one_row, states_in
 from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.tables import MemoryTables
+
+# Memories by their name, empty for an inserted one, and the index of their layer.
+Hosted = Mapping[tuple[str, int], MemoryModule]
+# Tables by name, for each memory and layer.
+LayerTables = dict[tuple[str, int], dict[str, torch.Tensor]]
 
 
 class Service:
-    """Service of a model to its memories: what it makes in every pass for them, and what it does around passes.
+    """What a model makes for its memories in every pass, and does for them around passes.
 
     A layer of a memory names the classes of the services that it needs, and the stack of layers makes one object of each. A service
     keeps nothing of a pass.
 
     Args:
         model: The stack of layers, whose memories are built.
-        hosted: Each memory that needs the service, by its name and the index of its layer; the name of an inserted memory is empty.
+        hosted: Each memory that needs the service, by name and layer.
     """
 
     #: Name of the service in a stack's `services`.
@@ -32,18 +47,23 @@ class Service:
     #: Whether a pass may get a cache from the service, which then comes after services that ask whether there is one.
     may_add_cache: ClassVar[bool] = False
 
-    def __init__(self, model: "HostStack", memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: "HostStack", memories: Memories, hosted: Hosted):
         pass
 
-    def of_pass(self, model: "HostStack", arguments: Keywords, own: Keywords) -> Any:
-        """Return the value of a pass of the stack, which `given` takes. Default: None.
+    def __init_subclass__(cls) -> None:
+        for old, new in (("of_pass", "prepare_pass"), ("given", "layer_arguments")):  # the names until 1.0
+            if old in vars(cls):
+                setattr(cls, new, vars(cls)[old])
+
+    def prepare_pass(self, model: "HostStack", arguments: Keywords, own: Keywords) -> Any:
+        """Prepare a pass of the stack; `layer_arguments` gets the result. Default: None.
 
         The service may change the `arguments` of the family's forward; `own` are those that the family's forward does not get.
         """
         return None
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> Keywords:
+    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
         """Return a memory's keyword arguments in a layer, from the value of the pass; None for one without inputs. Default: none."""
         return {}
 
@@ -64,13 +84,13 @@ class Service:
         """Refuse continuous batching, which lays the tokens of several requests in one row, with its arguments. Default: allowed."""
 
     def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
-        """Load what lies beside a checkpoint, with the arguments of `from_pretrained`. Default: nothing."""
+        """Load what lies next to a checkpoint, with the arguments of `from_pretrained`. Default: nothing."""
 
     def before_saving(self, folder: str | os.PathLike) -> None:
-        """Write what belongs beside the weights in a folder, and is uploaded with them. Default: nothing."""
+        """Write what belongs next to the weights in a folder, and is uploaded with them. Default: nothing."""
 
     def after_saving(self, folder: str | os.PathLike) -> None:
-        """Write what belongs beside the weights in a folder. Default: nothing."""
+        """Write what belongs next to the weights in a folder. Default: nothing."""
 
     def check_upload(self) -> None:
         """Refuse an upload by Transformers. Default: allowed."""
@@ -89,3 +109,326 @@ class HostStack(nn.Module):
     services: dict[str, Service]
     #: What `banks` of a model returns.
     own_banks: Any = None
+
+
+class Tables(Service):
+    """Tables that several layers read, as `tables`, which the stack holds in `memory_tables`, if options share any."""
+
+    key = "tables"
+
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        shared = {name: tables for name in memories.attached if (tables := memories.tables(name))}
+        self.number_of_layer = {
+            name: {layer: str(number) for number, tables in enumerate(layer_tables) for layer in tables.layers}
+            for name, layer_tables in shared.items()
+        }
+        if shared:
+            modules = {
+                name: nn.ModuleDict({str(number): MemoryTables(each.tensors) for number, each in enumerate(tables)})
+                for name, tables in shared.items()
+            }
+            model.memory_tables = nn.ModuleDict(modules)
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> LayerTables:
+        """Return the tables of each memory and layer."""
+        tables: LayerTables = {}
+        for name, number_of_layer in self.number_of_layer.items():
+            by_number = {number: module() for number, module in model.memory_tables[name].items()}
+            tables |= {(name, layer): by_number[number] for layer, number in number_of_layer.items()}
+        return tables
+
+    @staticmethod
+    def layer_arguments(value: LayerTables | None, name: str, layer: int) -> Keywords:
+        """Return the tables of the layer, if it shares any."""
+        return {"tables": value[name, layer]} if value and (name, layer) in value else {}
+
+
+class Tokens(Service):
+    """Padding and documents of a pass, as `tokens`, a `TokenPlaces`."""
+
+    key = "tokens"
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> TokenPlaces:
+        """Return where padding is and documents begin."""
+        mask = arguments["attention_mask"]
+        tells_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+        return token_places(
+            mask if own["token_mask"] is None else own["token_mask"],
+            arguments["position_ids"],
+            tokens.shape[1],
+            may_hold_documents=not tells_padding and arguments[CACHE] is None,
+        )
+
+    @staticmethod
+    def layer_arguments(value: TokenPlaces | None, name: str, layer: int) -> Keywords:
+        """Return the places of the tokens. Default: no padding, one document per row."""
+        return {"tokens": value or TokenPlaces()}
+
+    def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
+        """Add a mask of padding, since static caches get a mask of another form."""
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+            # Of one stride whatever the length before, since compiled code would be compiled again for each token.
+            own = attention_mask[:, -tokens.shape[1] :]
+            inputs["token_mask"] = own.clone(memory_format=torch.contiguous_format)
+
+
+class States(Service):
+    """States of the sequences in the cache of a pass, each as `state`, a `MemoryState`, if the pass has a cache.
+
+    For memories whose result for a token depends on earlier tokens.
+    """
+
+    key = "state"
+    may_add_cache = True
+
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        self.stateful, attention = dict(hosted), model.config._attn_implementation
+        if attention in ("vllm", "sglang") and self.may_add_cache:  # where states lie
+            own = "midus-hf installed beside vLLM (for engram and packs), a server such as `transformers serve`"
+            refuse_one_row(self.stateful, f"attention {attention!r}", own)
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], MemoryState]:
+        """Return the states of the cache of the pass. Outside training, create a cache if the pass uses one and has none."""
+        cache: Cache | None = arguments[CACHE]
+        use_cache = arguments["use_cache"]
+        if cache is None and not model.training:
+            if getattr(model.config, "use_cache", False) if use_cache is None else use_cache:
+                cache = arguments[CACHE] = DynamicCache(config=model.config)
+        # The repetition of a checkpointed layer would read what the layer had kept.
+        if cache is None or (model.training and getattr(model, "gradient_checkpointing", False)):
+            return {}
+        return states_in(cache, self.stateful, model.config.num_hidden_layers)
+
+    @staticmethod
+    def layer_arguments(value: dict[tuple[str, int], MemoryState] | None, name: str, layer: int) -> Keywords:
+        """Return the state of the memory in the layer. Default: sequences begin here, and no state is kept."""
+        return {"state": value[name, layer]} if value and (name, layer) in value else {}
+
+    def check_assistant(self) -> None:
+        """Refuse assisted decoding, which takes tokens back, if a memory cannot take them back."""
+        for (name, _), memory in self.stateful.items():
+            if not memory.is_croppable:
+                raise crop_error(name)
+
+    def check_continuous_batching(self, arguments: Keywords) -> None:
+        """Refuse continuous batching, whose cache has no place for states."""
+        instead = "`generate`, or `transformers serve` without --continuous-batching"
+        refuse_one_row(self.stateful, "continuous batching", instead)
+
+
+class WholeSequences(Service):
+    """Passes over whole sequences, for memories that let a token depend on later tokens."""
+
+    key = "whole"
+
+    def before_generate(self, arguments: Keywords) -> None:
+        """Let a generation compute all tokens so far for each new token, without a cache.
+
+        Raises:
+            RequestError: If a cache is passed, or embeddings, which need a cache.
+        """
+        if any(arguments.get(name) is not None for name in (CACHE, "past_key_values")):
+            raise RequestError(
+                "a cache is passed, but a memory of this model looks at the whole sequence, which no cache holds; "
+                "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
+            )
+        if arguments.get("inputs_embeds") is not None:
+            raise RequestError(
+                "inputs_embeds is given, but a memory of this model looks at the whole sequence, and what follows embeddings is "
+                "computed from a cache; expected input_ids. Or upscale with routing = 'chunk'."
+            )
+        warnings.warn(
+            "a memory of this model chooses by the whole sequence, later tokens included: generation computes every token anew "
+            "for each one that it adds, and what it computes of a token is not what training saw.",
+            stacklevel=4,
+        )
+        arguments["use_cache"] = False
+
+
+class ScaledInitialisation(Service):
+    """Scale `1 / sqrt(2 L)` of the initial projections that write to the residual stream (UltraMemV2, appendix B.3)."""
+
+    key = "initialisation"
+
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        for layer in model.layers:
+            for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
+                module: Any = getattr(layer, part or "", None)
+                projection: Any = getattr(module, projection_name(module, role), None)
+                # A layer that was inserted for a memory has no projection of this name, and some families wrap theirs.
+                if isinstance(getattr(projection, "weight", None), nn.Parameter):
+                    # Transformers initialises the projection later, and the stack then scales it.
+                    projection.initial_scale = (2 * model.config.num_hidden_layers) ** -0.5
+                    scale_initial(projection)
+
+
+@torch.no_grad()
+def scale_initial(module: nn.Module) -> None:
+    """Multiply the weight of a projection by its `initial_scale`, if it has one and no checkpoint has filled the weight."""
+    scale = getattr(module, "initial_scale", None)
+    weight: Any = getattr(module, "weight", None)
+    if scale is not None and not getattr(weight, "_is_hf_initialized", False):
+        weight.mul_(scale)
+
+
+class BankService(Service):
+    """Service of memories with a bank next to the weights, which it opens when a checkpoint is loaded, and writes in `after_saving`.
+
+    Models of the same weights can compute differently. TRL keeps log-probabilities of a reference model by a hash of its
+    `state_dict`, which includes `digest` only for this: a state is saved and loaded, and FSDP shards every tensor in it.
+    """
+
+    #: Patterns of the files that are needed of a checkpoint on the Hub.
+    files: ClassVar[tuple[str, ...]] = (f"{BANKS_FOLDER}/**",)
+    #: Whether reading an open bank runs passes of the model.
+    runs_passes: ClassVar[bool] = False
+
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
+        model.register_state_dict_post_hook(_add_digests)
+
+    def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
+        """Open the bank in a checkpoint's folder, None if it is not at hand, with the arguments of `from_pretrained`."""
+        raise NotImplementedError
+
+    def digest(self) -> str | None:
+        """Return a digest of what the memories read, whatever its folder; None if nothing is open."""
+        raise NotImplementedError
+
+    def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
+        """Open the bank next to the checkpoint; none for a model that was made of a state."""
+        if name is not None:
+            self.open_bank(folder_of_checkpoint(name, arguments, self.files), arguments)
+
+    def check_upload(self) -> None:
+        """Refuse an upload while a bank is open: Transformers uploads before it is written, and leaves nested folders out."""
+        if self.digest() is not None:
+            raise RequestError(
+                "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
+                "save_pretrained(folder), and then in a shell: hf upload REPO_ID folder."
+            )
+
+
+def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+    """Add the digests of a stack's services to its state, if TRL's `hash_module` asks for it, of the stack or of a model around."""
+    frame = sys._getframe()
+    while (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("hash_module", "trl.trainer.utils"):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    for key, service in stack.services.items():
+        if isinstance(service, BankService) and (digest := service.digest()) is not None:
+            state[f"{prefix}beside.{key}"] = torch.tensor(list(digest.encode()), dtype=torch.uint8)
+
+
+def folder_of_checkpoint(name: str | os.PathLike, options: Keywords, patterns: Sequence[str]) -> Path | None:
+    """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
+
+    Args:
+        name: Folder or hub id, the first argument of `from_pretrained`.
+        options: Keyword arguments of `from_pretrained`.
+        patterns: Patterns of files in the folder.
+    """
+    folder = Path(name, options.get("subfolder") or "")
+    if folder.is_dir():
+        return folder
+    known = ("revision", "cache_dir", "token", "local_files_only")
+    hub_options = {key: options[key] for key in known if options.get(key) is not None}
+    subfolder = options.get("subfolder") or "."
+    wanted = [PurePosixPath(subfolder, each).as_posix() for each in patterns]
+    with contextlib.suppress(OSError, ValueError):
+        return Path(snapshot_download(str(name), allow_patterns=wanted, **hub_options), subfolder)
+    return None
+
+
+# What a router calls with its logits `[S, C]` and its loss, a scalar.
+RouterReport = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class RouterReports:
+    """Reports of all routers on one forward pass; a layer repeated by activation checkpointing replaces its report by an equal one.
+
+    Args:
+        needs_gradient: Whether the routers' losses need gradients. Default: false.
+    """
+
+    def __init__(self, needs_gradient: bool = False):
+        self.needs_gradient = needs_gradient
+        # Logits and losses by layer and memory.
+        self.routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def store(self, name: str, layer: int, logits: torch.Tensor, loss: torch.Tensor) -> None:
+        """Store what the router of a memory in a layer reports.
+
+        Raises:
+            RequestError: If losses need gradients and the router runs without, as under reentrant activation checkpointing.
+        """
+        if self.needs_gradient and not torch.is_grad_enabled():
+            raise RequestError(
+                f"the router of memory {name!r} in layer {layer} runs without gradients in a pass that trains, as under reentrant "
+                "activation checkpointing; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        self.routed[layer, name] = (logits, loss)
+
+    def logits(self) -> tuple[torch.Tensor, ...]:
+        """Return the logits of all routers, ordered by layer."""
+        return tuple(self.routed[key][0] for key in sorted(self.routed))
+
+    def loss(self) -> torch.Tensor | None:
+        """Return the sum over memories of the mean loss of each memory's layers; None if no router reported."""
+        losses: dict[str, list[torch.Tensor]] = {}
+        for layer, name in sorted(self.routed):
+            losses.setdefault(name, []).append(self.routed[layer, name][1])
+        means = [torch.stack([loss.to(each[0].device) for loss in each]).mean() for each in losses.values()]
+        return torch.stack([mean.to(means[0].device) for mean in means]).sum() if means else None
+
+
+class Reports(Service):
+    """Reports of routers, to which each memory writes as `report` if the pass collects them, and the losses of routers.
+
+    In training, losses are added as in transformers' mixture-of-experts models. If `output_router_logits`, an argument of `forward`
+    or an attribute of the config, is true, the routers' logits are returned, and the losses are added outside training too. If it
+    is false, losses are never added.
+    """
+
+    key = "report"
+    #: Fields of the family's output that are kept.
+    fields = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
+
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> RouterReports | None:
+        """Return the collector of the pass."""
+        return own["memory_reports"]
+
+    @staticmethod
+    def layer_arguments(value: RouterReports | None, name: str, layer: int) -> Keywords:
+        """Return what the memory in the layer calls to report. Default: routers do not report."""
+        return {} if value is None else {"report": partial(value.store, name, layer)}
+
+    def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:
+        """Run the forward of a model, and add the losses of routers. `return_dict` and `output_router_logits` may be given."""
+        wanted = arguments.pop("output_router_logits", None)
+        if wanted is None:
+            wanted = getattr(model.config.get_text_config(), "output_router_logits", None)
+        learns = model.training and torch.is_grad_enabled()
+        trains = learns and any(arguments.get(name) is not None for name in ("labels", "start_positions"))
+        if learns and not trains and wanted is None:
+            warnings.warn(
+                "a pass that trains has no labels, so the losses of its routers are not added; where the loss is computed outside "
+                "the model, call it with output_router_logits=True and add aux_loss.",
+                stacklevel=6,
+            )
+        if wanted is False or not (wanted or trains):
+            return forward(arguments)
+        return_dict = arguments.pop("return_dict", None)
+        reports = RouterReports(needs_gradient=trains)
+        family_output = forward({**arguments, "memory_reports": reports, "return_dict": True})
+        added, loss = reports.loss(), family_output.loss
+        if loss is not None and added is not None:
+            share = model.share_of_step(arguments)
+            loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
+        values = {name: family_output[name] for name in self.fields if name in family_output}
+        values |= {"loss": loss, "aux_loss": added, "router_logits": reports.logits() if wanted else None}
+        output = model.output_class(**values)
+        return_dict = model.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()

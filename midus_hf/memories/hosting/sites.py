@@ -7,10 +7,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories, MemoryEntry
-from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads, unrotated
-from midus_hf.memories.hosting.inputs import CarriedKey, skips_into
-from midus_hf.memories.hosting.layer import HostLayer, Site, first_of, read_by, with_first
-from midus_hf.memories.hosting.parts import Arguments, Keywords, PartOutput
+from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, get_attention_host, unrotated
+from midus_hf.memories.hosting.layer import HostLayer, Site, get_hidden_states, hidden_states_argument, with_first
+from midus_hf.memories.hosting.parts import Arguments, CarriedKey, Keywords, PartOutput, skip_sources
 
 
 class ChangesProjections(Site):
@@ -74,16 +73,18 @@ class AttentionHeads(InsideAttention):
 
     def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
-        host_of_heads(layer).changes.append(self)
+        get_attention_host(layer).changes.append(self)
 
-    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
-        """Attend by the function `own`, and let each memory change the output of the heads, `[B, T, H, d]`.
+    def attend(
+        self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
+    ) -> HeadsOutput:
+        """Attend by `attention_function`, and let each memory change the output of the heads, `[B, T, H, d]`.
 
         A memory gets queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output. One that
         wants them also gets `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the factor of the scores;
         and `softcap`, the limit of the scores, None if they are not capped.
         """
-        output, weights = own(module, *heads, **kwargs)
+        output, weights = attention_function(module, *heads, **kwargs)
         query, key, value, _ = heads
         layer, call = self.layer, self.layer.call
         for name in layer.at(self.name, call.memory_inputs):
@@ -114,8 +115,10 @@ class BehindAttention(Site):
     def add(self, part: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
         """Add what memories read from the sum of the part's output and the layer's input."""
         call = self.layer.call
-        added = first_of(output)
-        return with_first(output, self.layer.with_added(self.name, added, call.entered + added, call.memory_inputs))
+        added = get_hidden_states(output)
+        return with_first(
+            output, self.layer.with_added(self.name, added, call.layer_input + added, call.memory_inputs)
+        )
 
 
 class InsideFeedForward(ChangesProjections):
@@ -150,9 +153,9 @@ class BesideFeedForward(Site):
     def add(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> PartOutput:
         """Add what memories read from the input of the network."""
         call = self.layer.call
-        read = read_by(args, kwargs)
+        read = hidden_states_argument(args, kwargs)
         # Some networks of experts return all tokens in one dimension.
-        computed = first_of(output).view_as(read)
+        computed = get_hidden_states(output).view_as(read)
         return with_first(output, self.layer.with_added(self.name, computed, read, call.memory_inputs))
 
 
@@ -166,7 +169,7 @@ class Skip(Site):
         self._added = tuple(
             CarriedKey(entry.name, read)
             for entry in memories.attached.values()
-            for read in skips_into(entry, layer.layer_idx)
+            for read in skip_sources(entry, layer.layer_idx)
         )
         if "skip" in layer.sites.values():
             self.hook(str(layer.feed_forward_name), self.read)
@@ -185,7 +188,7 @@ class Skip(Site):
         """Let memories read the input of the network, for the layers behind which their results are added."""
         layer, call = self.layer, self.layer.call
         for name in layer.at("skip", call.memory_inputs):
-            read = layer.read(name, read_by(args, kwargs), call.memory_inputs)
+            read = layer.read(name, hidden_states_argument(args, kwargs), call.memory_inputs)
             call.carried[CarriedKey(name, layer.layer_idx)] = read
 
     def behind(self, output: PartOutput) -> PartOutput:
@@ -194,7 +197,7 @@ class Skip(Site):
         for skip in self._added:
             added = call.carried.get(skip)
             if added is not None:  # None if the memory had nothing to do
-                output = with_first(output, first_of(output) + added.to(call.entered.dtype))
+                output = with_first(output, get_hidden_states(output) + added.to(call.layer_input.dtype))
         return output
 
 
@@ -205,5 +208,5 @@ class BehindLayer(Site):
 
     def behind(self, output: PartOutput) -> PartOutput:
         """Add what memories read from the layer's output."""
-        stream = first_of(output)
+        stream = get_hidden_states(output)
         return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

@@ -19,9 +19,7 @@ SPARE_TOKENS = 64
 def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
     """Return the tensors of a state, each `[B, tokens, ...]`, without the last tokens; None if they do not reach back so far.
 
-    Args:
-        kept: The tensors, beside `spare`, `[B]`, int64: how many tokens can be taken back.
-        count: Number of tokens to take back.
+    Among the tensors `kept` is also `spare`, `[B]`, int64: how many tokens can be taken back.
     """
     if count > int(kept["spare"].min()):
         return None
@@ -32,9 +30,7 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 class MemoryState:
-    """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
-
-    The state follows the layers of the model in the cache. Its attributes keep transformers from treating it as a layer of tokens.
+    """Tensors of a batch of sequences in a transformers cache, after its layers of tokens, which repeats, selects and resets them.
 
     Args:
         name: Name of the memory.
@@ -44,6 +40,7 @@ class MemoryState:
         rollback: Function that takes the last tokens out of the tensors. Default: the tensors do not depend on these tokens.
     """
 
+    # These keep transformers from treating it as a layer of tokens.
     is_compileable = True
     is_initialized = True
     supports_early_init = False
@@ -65,13 +62,13 @@ class MemoryState:
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
-        """The kept tensors by name, each with the batch as first dimension; empty before the first pass.
+        """The kept tensors by name, each `[B, ...]`; empty before the first pass.
 
         Raises:
             RequestError: If tokens were taken back and the state cannot be cropped.
         """
         if self._is_cropped:
-            raise not_croppable(self.name)
+            raise crop_error(self.name)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -91,11 +88,11 @@ class MemoryState:
         self._is_empty = self._is_empty and not tensors
 
     def get_seq_length(self) -> int:
-        """Return 0: the state holds no tokens."""
+        """Return 0."""
         return 0
 
     def get_max_length(self) -> int:
-        """Return -1: the number of tokens is not limited."""
+        """Return -1, no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -136,7 +133,7 @@ class MemoryState:
         """
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
-            raise not_croppable(self.name)
+            raise crop_error(self.name)
         if self._rollback is not None and tokens and not self._is_empty:
             left = self._rollback(self._tensors, abs(tokens))
             if left is None:
@@ -157,8 +154,8 @@ class MemoryState:
             self._first_layer.prefetch(*args, **kwargs)
 
 
-def not_croppable(name: str) -> RequestError:
-    """Return the refusal to take tokens back from a memory."""
+def crop_error(name: str) -> RequestError:
+    """Return the error for cropping a state."""
     return RequestError(
         f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
         "an assistant or prompt lookup. Or upscale with routing = 'token'."
@@ -169,9 +166,9 @@ def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: st
     """Refuse an engine that lays the tokens of several requests in one row, and passes no cache that can hold a state.
 
     Args:
-        stateful: Name and layer of each memory that keeps a state; none, and nothing is refused.
-        engine: What lays the tokens in one row, for the message.
-        instead: What serves the model, for the message.
+        stateful: Name and layer of each memory that keeps a state; if there is none, nothing is refused.
+        engine: What lays the tokens in one row.
+        instead: What serves the model.
     """
     for name, _ in stateful:
         raise RequestError(
@@ -196,7 +193,7 @@ def states_in(
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         raise RequestError(
-            f"the cache is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
+            f"the cache is a {type(cache).__name__}, which cannot hold memory states; "
             "expected a cache of layers, such as DynamicCache or StaticCache."
         )
     states = {(state.name, state.layer): state for state in layers if isinstance(state, MemoryState)}

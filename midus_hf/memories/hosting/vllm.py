@@ -170,7 +170,7 @@ class Slots:
         return torch.where(position < 0, self.num_slots, slots)
 
 
-def for_pass() -> dict[str, Any]:
+def pass_storage() -> dict[str, Any]:
     """Return what is kept for the length of the pass that runs, by names."""
     from vllm.forward_context import get_forward_context
 
@@ -295,7 +295,7 @@ def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
 
 # Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
 @torch.library.custom_op("midus::earlier", mutates_args=())
-def earlier(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
+def store_and_read_past(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
     """Write rows of the tokens of a pass into a table, and return those of tokens before.
 
     Args:
@@ -317,7 +317,7 @@ def earlier(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.
     return table[slots.at(slots.request[:, None], slots.position[:, None] - distances)]
 
 
-@earlier.register_fake
+@store_and_read_past.register_fake
 def _(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor:
     return new.new_empty(new.shape[0], len(back), *new.shape[1:])
 
@@ -339,11 +339,11 @@ class SlotState:
         return {"slots": self}
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing, since `earlier` keeps."""
+        """Do nothing, since `store_and_read_past` keeps."""
 
     def earlier(self, name: str, new: torch.Tensor, back: Sequence[int]) -> torch.Tensor:
         """Keep rows `[T, ...]` of the tokens of the pass, and return those so many positions before each, `[T, P, ...]`."""
-        return earlier(new.contiguous(), self.layer, f"{self.owner}.{name}", list(back))
+        return store_and_read_past(new.contiguous(), self.layer, f"{self.owner}.{name}", list(back))
 
 
 class SlotStates(Service):
@@ -355,12 +355,12 @@ class SlotStates(Service):
         self.hosted = tuple(hosted)
         check_engine(next(name for name, _ in hosted))
 
-    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], SlotState]:
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], SlotState]:
         """Return the states, which keep by the slots of one layer."""
         where = first_attention(model, self.hosted[0][0]).layer_name
         return {(name, layer): SlotState(where, f"{name}.{layer}") for name, layer in self.hosted}
 
     @staticmethod
-    def given(value: dict[tuple[str, int], SlotState], name: str, layer: int) -> Keywords:
+    def layer_arguments(value: dict[tuple[str, int], SlotState], name: str, layer: int) -> Keywords:
         """Return the state of the memory in the layer."""
         return {"state": value[name, layer]}

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import RetrievalMemory
 from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.product_key.op import product_key_topk
@@ -42,7 +42,7 @@ class SharedValueMemory(RetrievalMemory):
         return output if residual is None else (residual + output).to(residual.dtype)
 
 
-@layer_of(LinearOptions)
+@register_layer(LinearOptions)
 class LinearMemory(SharedValueMemory):
     """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
 
@@ -58,7 +58,7 @@ class LinearMemory(SharedValueMemory):
         return flat_key_topk(query, self.slot_keys, self.k)
 
 
-@layer_of(ProductKeyOptions)
+@register_layer(ProductKeyOptions)
 class ProductKeyMemory(SharedValueMemory):
     """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
 

@@ -6,13 +6,13 @@ import torch
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.midus_hml.options import HeadwiseOptions
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import RetrievalMemory
 from midus_hf.ops.midus_hml.op import headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 
 
-@layer_of(HeadwiseOptions)
+@register_layer(HeadwiseOptions)
 class HeadwiseMemory(RetrievalMemory):
     """A memory per head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
 

@@ -8,12 +8,10 @@ from torch import nn
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hosting.reports import Reports, RouterReport
-from midus_hf.memories.hosting.service import Service
-from midus_hf.memories.hosting.services import States, Tables, Tokens, WholeSequences
+from midus_hf.memories.hosting.parts import TokenPlaces
+from midus_hf.memories.hosting.service import Reports, RouterReport, Service, States, Tables, Tokens, WholeSequences
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer
 from midus_hf.memories.hosting.state import MemoryState
-from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.moc.options import ChaptersOptions
 from midus_hf.memories.moc.pooling import (
     ChunkSizes,
@@ -25,7 +23,7 @@ from midus_hf.memories.moc.pooling import (
 )
 from midus_hf.memories.moc.segments import Numbers
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
 from midus_hf.ops.moc.op import chapter_attention
@@ -35,7 +33,7 @@ _RMS_EPS = 1e-6
 _MANY_TIMES = 4
 
 
-@layer_of(ChaptersOptions)
+@register_layer(ChaptersOptions)
 class Chapters(MemoryModule):
     """Cross-attention of tokens to the chapters of a bank that a router chose for them (section 5, algorithm 1).
 
@@ -84,7 +82,7 @@ class Chapters(MemoryModule):
             tables: The bank, if layers share one. Default: the layer's bank.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
-            report: Receives the router's logits and losses. Default: not reported.
+            report: Called with the router's logits and loss. Default: not reported.
 
         Returns:
             `[B, T, D]`, to be added to the hidden states.
@@ -220,7 +218,7 @@ class Chapters(MemoryModule):
         balance = balance_loss(candidates, chosen - first, counts)
         squares = z_loss(candidates, counts)
         loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
-        report.tell(logits, loss)
+        report(logits, loss)
 
 
 def _memory_rows(

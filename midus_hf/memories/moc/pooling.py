@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.memories.hosting.token_places import TokenPlaces
+from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.moc.segments import EqualSegments, Segments, padded
 from midus_hf.ops.dispatch.precision import wide_dtype
 

@@ -6,17 +6,16 @@ from typing import Any
 import torch
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hosting.heads import HeadsOutput
-from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
+from midus_hf.memories.hosting.heads import HeadsOutput, SequenceHeads, require_log_sum_exp
 from midus_hf.memories.moda.options import DepthAttentionOptions, SlotSource
 from midus_hf.memories.moda.site import DepthHeads
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.ops.moda.op import depth_attention
 from midus_hf.ops.moda.reference import joint_attention, parts_of_both
 
 
-@layer_of(DepthAttentionOptions)
+@register_layer(DepthAttentionOptions)
 class DepthAttention(MemoryModule):
     """A layer's part of attention over the depth: a gate per head, and projections of the slots that the layer writes.
 

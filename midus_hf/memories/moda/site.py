@@ -12,14 +12,13 @@ from midus_hf.memories.hosting.heads import (
     AttentionFunction,
     HeadsOutput,
     Rotation,
-    host_of_heads,
+    SequenceHeads,
+    get_attention_host,
     rotated,
     unrotated,
 )
-from midus_hf.memories.hosting.inputs import CarriedKey
-from midus_hf.memories.hosting.layer import HostLayer, LayerCall, read_by
-from midus_hf.memories.hosting.parts import CACHE, KEY_NORMS, Arguments, Keywords, PartOutput
-from midus_hf.memories.hosting.sequence_heads import SequenceHeads
+from midus_hf.memories.hosting.layer import HostLayer, LayerCall, hidden_states_argument
+from midus_hf.memories.hosting.parts import CACHE, KEY_NORMS, Arguments, CarriedKey, Keywords, PartOutput
 from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.moda.options import DepthAttentionOptions, Slot, SlotSource
 
@@ -51,7 +50,7 @@ class DepthHeads(InsideAttention):
         self.reuses = self.options.attention_slots == "reused" and "attention" in self.writes
         self.hook(layer.mixer_name, self.note_input, before=True)
         # Other memories change what heads make of the sequence and the depth.
-        host_of_heads(layer).changes.insert(0, self)
+        get_attention_host(layer).changes.insert(0, self)
         self.hook(str(layer.feed_forward_name), self.write_slots)
 
     @property
@@ -63,7 +62,7 @@ class DepthHeads(InsideAttention):
         """Record the input of attention, and the keys and values of the tokens of the pass, if later layers read them."""
         if not self.is_active:
             return None
-        self.layer.call.attention_input = read_by(args, kwargs)
+        self.layer.call.attention_input = hidden_states_argument(args, kwargs)
         cache = kwargs.get(CACHE)
         if not self.reuses or cache is None:
             return None
@@ -78,12 +77,14 @@ class DepthHeads(InsideAttention):
             if source == "attention" and self.reuses:
                 written = self._own_heads()
             else:
-                read = call.attention_input if source == "attention" else read_by(args, kwargs)
+                read = call.attention_input if source == "attention" else hidden_states_argument(args, kwargs)
                 assert read is not None, "attention runs before the feed-forward network"
                 written = self._projected(source, read)
             call.carried[key], call.carried[value] = written
 
-    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
+    def attend(
+        self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
+    ) -> HeadsOutput:
         """Attend to the sequence, and to the slots of the depth if the layer reads any.
 
         Returns:
@@ -91,14 +92,14 @@ class DepthHeads(InsideAttention):
         """
         query, key, value, mask = heads
         if not self.is_active:
-            return own(module, query, key, value, mask, **kwargs)
+            return attention_function(module, query, key, value, mask, **kwargs)
         call = self.layer.call
         if call.own_heads is None:  # no cache was updated
             call.own_heads = key, value
         if not self.slots:
-            return own(module, query, key, value, mask, **kwargs)
+            return attention_function(module, query, key, value, mask, **kwargs)
         implementation = module.config.config._attn_implementation
-        sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
+        sequence = SequenceHeads(module, attention_function, implementation, query, key, value, mask, kwargs)
         keys, values = ([call.carried[each] for each in carried] for carried in zip(*self.slots, strict=True))
         if self.without_rotation:
             query = unrotated(module, query, call.rotation)

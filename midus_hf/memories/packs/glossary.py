@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midus_hf.anatomy.record import recorded_options
+from midus_hf.anatomy.record import iter_recorded_options
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
@@ -267,7 +267,7 @@ class Glossary:
         """Warn of what a change leaves out, and end what is recorded about protected texts if there are new names."""
         for line in change.remarks:
             warnings.warn(line, stacklevel=3)
-        for options in recorded_options(self.recorded, "packs") if change.new_names else ():
+        for options in iter_recorded_options(self.recorded, "packs") if change.new_names else ():
             if options.get("protect") is not None:
                 warnings.warn(
                     f"{UNPROTECTED.format(options['protect'])} Check them with midus edit add.", stacklevel=3

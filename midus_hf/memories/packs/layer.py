@@ -6,16 +6,22 @@ import torch
 from transformers import PreTrainedConfig
 
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, host_of_heads
+from midus_hf.memories.hosting.heads import (
+    Attention,
+    AttentionFunction,
+    HeadsOutput,
+    SequenceHeads,
+    get_attention_host,
+    require_log_sum_exp,
+)
 from midus_hf.memories.hosting.layer import HostLayer
-from midus_hf.memories.hosting.sequence_heads import SequenceHeads, require_log_sum_exp
 from midus_hf.memories.hosting.sites import InsideAttention
 from midus_hf.memories.hosting.state import without_last
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, Recording
 from midus_hf.memories.packs.service import OpensPacks
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.ops.moda.reference import joint_attention, sequence_scores, shares_of_both
 
 
@@ -25,26 +31,28 @@ class PackedHeads(InsideAttention):
     def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         self.memory = next(entry.name for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
-        host_of_heads(layer).changes.insert(0, self)
+        get_attention_host(layer).changes.insert(0, self)
 
-    def attend(self, own: AttentionFunction, module: Attention, *heads: Any, **kwargs: object) -> HeadsOutput:
+    def attend(
+        self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
+    ) -> HeadsOutput:
         """Attend to the sequence, and to the packs that tokens of the pass read, if there are any."""
         layer, call = self.layer, self.layer.call
-        if not call.memory_inputs.are_there_for(layer.classes[self.memory], self.memory):
-            return own(module, *heads, **kwargs)
+        if not call.memory_inputs.is_complete_for(layer.classes[self.memory], self.memory):
+            return attention_function(module, *heads, **kwargs)
         query, key, value, mask = heads
         inputs = layer.inputs_of(self.memory, call.memory_inputs)
         if isinstance(inputs["packs"], Recording):  # also where the layer skips the memory
             inputs["packs"].note(layer.memories[self.memory].index, module, key, value, call.rotation)  # type: ignore[arg-type]
-            return own(module, *heads, **kwargs)
+            return attention_function(module, *heads, **kwargs)
         if self.memory not in layer.sites:
-            return own(module, *heads, **kwargs)
+            return attention_function(module, *heads, **kwargs)
         implementation = module.config.config._attn_implementation
-        sequence = SequenceHeads(module, own, implementation, query, key, value, mask, kwargs)
+        sequence = SequenceHeads(module, attention_function, implementation, query, key, value, mask, kwargs)
         return layer.memories[self.memory](sequence=sequence, **inputs)
 
 
-@layer_of(PacksOptions)
+@register_layer(PacksOptions)
 class Packs(MemoryModule):
     """A layer's part of packs: it has no tensors, and reads keys and values of the texts whose names are open.
 
@@ -79,7 +87,7 @@ class Packs(MemoryModule):
         """
         if packs.is_whole and sequence.query.shape[2] == 1 and sequence.mask is None:  # a step of a generation
             (part,) = packs.parts
-            return sequence.beside(*packs.of(self.index, part, sequence.module), part.bias)
+            return sequence.attend_with_extra_keys(*packs.of(self.index, part, sequence.module), part.bias)
         output, weights, lse = sequence.with_log_sum()
         alone = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done, shares_of_sequence = [], 0, torch.ones_like(lse)

@@ -8,11 +8,9 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.bank_folder import folder_of_checkpoint
-from midus_hf.memories.hosting.inputs import arguments_of_pass
-from midus_hf.memories.hosting.parts import Keywords
-from midus_hf.memories.hosting.sequence_heads import SequenceHeads
-from midus_hf.memories.hosting.service import HostStack
+from midus_hf.memories.hosting.heads import SequenceHeads
+from midus_hf.memories.hosting.parts import Keywords, arguments_of_pass
+from midus_hf.memories.hosting.service import HostStack, folder_of_checkpoint
 from midus_hf.memories.hosting.vllm import (
     CachedHeads,
     Slots,
@@ -20,8 +18,8 @@ from midus_hf.memories.hosting.vllm import (
     blocks_of_pass,
     check_engine,
     first_attention,
-    for_pass,
     part_of_vllm,
+    pass_storage,
     serve_heads,
     slot_table,
     slots_of_pass,
@@ -41,7 +39,7 @@ from midus_hf.memories.packs.opening import (
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import OpenPacks, PackPart, open_packs
 from midus_hf.memories.packs.service import RECORDING, OpensPacks
-from midus_hf.memories.registry import paged_layer_of
+from midus_hf.memories.registry import register_paged_layer
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
 # Tokens of a prompt that attend at once.
@@ -129,7 +127,7 @@ class PagedOpens(OpensPacks):
         self._kept: dict[str, Any] = {}
         _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
 
-    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
         """Return the packs that tokens read, by the name of the memory."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
@@ -255,7 +253,7 @@ class OpenedPass(NamedTuple):
     name: str
 
 
-@paged_layer_of(PacksOptions)
+@register_paged_layer(PacksOptions)
 class PagedPacks(Packs):
     """A layer's part of packs, which attends again for tokens that read packs, to vLLM's cache and the packs in one softmax."""
 
@@ -276,7 +274,7 @@ class PagedPacks(Packs):
             The output of the heads, `[T, H d]`, that of vLLM, bit for bit, where a token reads no pack; and None.
         """
         module: Any = sequence.module
-        output, weights = sequence.alone()
+        output, weights = sequence.attend_to_sequence()
         attend_again(output, sequence.query[0], packs.opened, module.attn.layer_name, packs.name, self.index)
         return output, weights
 
@@ -285,7 +283,7 @@ class PagedPacks(Packs):
 @torch.library.custom_op("midus::find_open_packs", mutates_args=())
 def find_open_packs(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
     """Find the packs that the tokens `[T]` of a pass read, and leave them in its context."""
-    for_pass()[f"midus.{name}"] = _SERVICES[name].groups(ids, layer)
+    pass_storage()[f"midus.{name}"] = _SERVICES[name].groups(ids, layer)
     return ids.new_zeros(1)
 
 
@@ -308,7 +306,7 @@ def attend_again(
         name: Name of the memory.
         index: Number of the layer among those with packs.
     """
-    groups, service = for_pass()[f"midus.{name}"], _SERVICES[name]
+    groups, service = pass_storage()[f"midus.{name}"], _SERVICES[name]
     for group in groups:
         for part in group.opened.parts:
             tokens = range(group.tokens.shape[1])[part.tokens]

@@ -12,13 +12,9 @@ import torch
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.memories.entries import Memories
-from midus_hf.memories.hosting.bank_folder import BankService
-from midus_hf.memories.hosting.inputs import arguments_of_pass
-from midus_hf.memories.hosting.parts import CACHE, Keywords
-from midus_hf.memories.hosting.service import HostStack
-from midus_hf.memories.hosting.services import States, Tokens
+from midus_hf.memories.hosting.parts import CACHE, Keywords, TokenPlaces, arguments_of_pass
+from midus_hf.memories.hosting.service import BankService, HostStack, States, Tokens
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState
-from midus_hf.memories.hosting.token_places import TokenPlaces
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.packs.glossary import Glossary, read_glossary, write_glossary
 from midus_hf.memories.packs.opening import (
@@ -107,7 +103,7 @@ class OpensPacks(BankService, States):
             digest.update(repr(entry).encode())
         return digest.hexdigest()
 
-    def of_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
+    def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
         """Return the packs that tokens read, by the name of the memory; nothing if no token reads any."""
         if own.get(RECORDING) is not None:
             return {self.name: own[RECORDING]}
@@ -115,8 +111,8 @@ class OpensPacks(BankService, States):
         if self.glossary is None or is_skipped:
             return {}
         ids = arguments_of_pass({"input_ids"}, arguments, own)["input_ids"]
-        places = self.tokens.of_pass(model, arguments, own)
-        state = next(iter(super().of_pass(model, arguments, own).values()), None)
+        places = self.tokens.prepare_pass(model, arguments, own)
+        state = next(iter(super().prepare_pass(model, arguments, own).values()), None)
         positions, cache = arguments["position_ids"], arguments[CACHE]
         if positions is None:
             first = 0 if cache is None else int(cache.get_seq_length())
@@ -237,7 +233,7 @@ class OpensPacks(BankService, States):
         return at_end, [entry for entry in self.glossary.named(ids) if entry not in at_end]
 
     @staticmethod
-    def given(value: Any, name: str, layer: int) -> Keywords:
+    def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
         """Return the packs that tokens read."""
         return {"packs": value[name]}
 

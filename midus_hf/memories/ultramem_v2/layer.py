@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.hosting.services import ScaledInitialisation, Tables
+from midus_hf.memories.hosting.service import ScaledInitialisation, Tables
 from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.memories.ultramem_v2.options import UltraMemOptions
 from midus_hf.ops.dispatch.precision import without_autocast
@@ -22,7 +22,7 @@ from midus_hf.ops.ultramem_v2.reference import leading_vectors
 _QUERY_EPS = 1e-6
 
 
-@layer_of(UltraMemOptions)
+@register_layer(UltraMemOptions)
 class UltraMem(MemoryModule):
     """Slots of a large table, retrieved by Tucker-decomposed scores, whose values are scaled and summed (section 3, equation 15).
 

@@ -164,7 +164,7 @@ def family_source(row: ModelType) -> str:
         causal_lm=causal_lm,
         experts=_experts(native),
         head_kinds=f"    head_kinds = {tuple(heads)}\n".replace("'", '"') if heads else "",
-        mixins=_MIXINS.format(names=", ".join(sorted({_mixin(kind) for kind in heads}))) if heads else "",
+        mixins=", ".join(sorted({"MemoryForCausalLM", *map(_mixin, heads)})),
         heads="".join(
             _HEAD.format(family=family, kind=kind, mixin=_mixin(kind), head=head.__name__, experts=_experts(head))
             for kind, head in heads.items()
@@ -267,12 +267,11 @@ from {modeling} import (
 {names}
 )
 
-from midus_hf.memories.hosting.block import MemoryBlock
-from midus_hf.memories.hosting.layer import HostLayer
+from midus_hf.memories.hosting.layer import HostLayer, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
-from midus_hf.models.language_model import MemoryForCausalLM
-{shared}{mixins}
+from midus_hf.models.language_model import {mixins}
+{shared}
 
 class Midus{family}Config(MemoryConfig, {config}):
     """`{config}` with a list of memory entries."""
@@ -298,8 +297,6 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
     config: Midus{family}Config
     model_class = Midus{family}Model
 {experts}{conversions}'''
-
-_MIXINS = "from midus_hf.models.task_heads import {names}\n"
 
 _HEAD = '''
 class Midus{family}{kind}({mixin}, {head}):
@@ -335,7 +332,7 @@ from {config_module} import {config}
 from {modeling} import {composite}
 
 from {language_module} import {language_config}, {language_model}
-{shared}from midus_hf.models.composite_model import CompositeMemoryConfig, MemoryForConditionalGeneration
+{shared}from midus_hf.models.language_model import CompositeMemoryConfig, MemoryForConditionalGeneration
 from midus_hf.models.families import register_composite_family
 
 

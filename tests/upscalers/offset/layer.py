@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.hosting.bank_folder import BankService
+from midus_hf.memories.hosting.service import BankService
 from midus_hf.memories.hosting.sites import BehindLayer
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import layer_of
