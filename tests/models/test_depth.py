@@ -133,7 +133,7 @@ def refusal(name, suffix=""):
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if name.startswith("paged"):
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
-    return f"attention '{name}'{suffix} exposes no log-sum-exp, which a memory that attends needs; {remedy}"
+    return f"attention '{name}'{suffix} exposes no log-sum-exp, which this memory needs; {remedy}"
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])
