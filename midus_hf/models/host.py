@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from midus_hf.models.listing import show_in_transformers
 
 
 class CodeMixin:
-    """Mixin for a config that is saved with the code of its classes, and that says what memories the model has."""
+    """Mixin for a config that is saved with the code of its classes, and lists the model's memories."""
 
     keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
 
@@ -39,21 +39,18 @@ class CodeMixin:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
+        """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that names the code saved with the config."""
         auto_map = {auto_class: f"{ENTRY_MODULE}.{name}" for auto_class, name in self.class_names().items()}
         return {**super().to_dict(), "auto_map": auto_map}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
-        """Save the config, and beside it the code that its `auto_map` names.
-
-        Since a model saves its config too, `trust_remote_code=True` finds the code however the model was saved.
-        """
+        """Save the config and the code that its `auto_map` names, also whenever a model saves its config."""
         write_code(save_directory, self)
         return super().save_pretrained(save_directory, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Let `transformers serve` find the language model, at each load of a config, since others may have taken its name."""
+        """Let `transformers serve` find the language model, at each load of a config: others may have taken its name."""
         name = cls.class_names()["AutoModelForCausalLM"]
         show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
@@ -69,9 +66,8 @@ class CodeMixin:
 class MemoryConfig(CodeMixin):
     """Mixin for the config of a family that hosts memory.
 
-    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
-    kept as plain dictionaries, so that `config.json` stores them unchanged. `head_kinds` are the ends of the names of the family's
-    classes for tasks, such as `"ForSequenceClassification"`.
+    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`, which are validated and kept as
+    plain dictionaries. `head_kinds` are the ends of the names of the family's task heads, such as `"ForSequenceClassification"`.
 
     Raises:
         RequestError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
@@ -125,11 +121,11 @@ class HostMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as its family does, and what its memories have beside the weights.
+        """Load a model as its family does, and what its memories have next to the weights.
 
         Raises:
-            RequestError: If a quantisation config has quantised a tensor that a memory reads itself, if tensor or pipeline
-                parallelism is asked for, or if a bank is absent or belongs to another model.
+            RequestError: If a tensor that a memory reads itself is quantised, if tensor or pipeline parallelism is asked for, or if a
+                bank is absent or belongs to another model.
         """
         _refuse_splitting(kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -141,7 +137,7 @@ class HostMixin:
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as its family does, and what its memories have beside the weights.
+        """Save the model as its family does, and what its memories have next to the weights.
 
         Raises:
             RequestError: If `push_to_hub` is set and a bank is open.
@@ -158,10 +154,7 @@ class HostMixin:
         return saved
 
     def _get_files_timestamps(self, *args: Any) -> dict[str, float]:
-        """Return the times of a folder's files before a model is saved there, so that files written since are uploaded.
-
-        Those of what services write beside the weights, before the family saves, are left out.
-        """
+        """Return the times of a folder's files, so that files written since are uploaded; without those that services write."""
         times: dict[str, float] = super()._get_files_timestamps(*args)
         beside = ("glossary.jsonl", "tokenizer", "special_tokens_map.json", "chat_template")
         return {name: time for name, time in times.items() if not name.startswith(beside)}
@@ -235,45 +228,43 @@ class HostMixin:
                 raise RequestError(f"{error} This model now has the adapter: load the model again.") from None
         return loading_info
 
-    def run(self, forward: Callable[..., Any], arguments: Keywords) -> Any:
-        """Run the family's forward, with what services do around it."""
+    def run(self, arguments: Keywords, cache: Any, past_key_values: Any, **memory_arguments: Any) -> Any:
+        """Run the family's forward with what services do around it, and with those arguments of memories that are not None."""
+        if "report" not in self.stack.services:
+            del memory_arguments["output_router_logits"]
+        given = {name: value for name, value in memory_arguments.items() if value is not None}
+        forward = super().forward
 
-        def family_forward(given: Keywords) -> Any:
-            return forward(**given)
+        def run(arguments: Keywords) -> Any:
+            return forward(**arguments)
 
-        run = family_forward
         for service in self.stack.services.values():
             run = partial(service.run, self, run)
-        return run(arguments)
+        return run({**arguments, **named_cache(cache, past_key_values, stacklevel=6), **given})
 
     def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
-        """Return the weight of the routers' losses in the loss of this pass. Default: 1, for a loss that is a mean over the pass."""
+        """Return the weight of the routers' losses in this pass's loss. Default: 1, for a mean over the pass."""
         return 1.0
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        """Initialise a module that no checkpoint has filled."""
         # Transformers passes over a module of other code whose own parameters a checkpoint has filled. But a family's module may also
-        # fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
+        # fill buffers of its parts (Falcon H1), and a memory may hold only linear layers.
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
-            return
-        if isinstance(
-            module, MemoryBlock
-        ):  # some families fill tensors of their layers that the block dropped (Gemma 4)
-            return
-        super()._init_weights(module)
-        scale_initial(module)
+        elif not isinstance(module, MemoryBlock):  # which dropped tensors that some families fill (Gemma 4)
+            super()._init_weights(module)
+            scale_initial(module)
 
 
 class MemoryModel(HostMixin, HostStack):
     """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
-    If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.
-    Layers are taken over in place, so the family alone decides how they are built.
+    Layers are taken over in place, so the family decides how they are built. If memories are attached, every layer of the base
+    becomes a host layer.
     """
 
     # Classes of host layers and of memory blocks, one per class of the family's layers.
@@ -289,19 +280,16 @@ class MemoryModel(HostMixin, HostStack):
             taken_over |= dict.fromkeys(base_layers, self.layer_classes)
         for index, hosts in taken_over.items():
             layer: Any = self.layers[index]
-            # In place: the family alone decides how its layers are built.
             layer.__class__ = next(each for each in hosts if each.family_class is type(layer))
             layer.host(config, index, memories)
         hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
         self._taken_arguments = {name for memory in hosted.values() for name in memory.forward_arguments}
         self.memory_input_names = set(self._taken_arguments)
         needed = dict.fromkeys(service for memory in hosted.values() for service in memory.services)
-        self.services = {
-            service.key: service(
-                self, memories, {key: memory for key, memory in hosted.items() if service in memory.services}
-            )
-            for service in sorted(needed, key=lambda service: service.may_add_cache)
-        }
+        self.services = {}
+        for service in sorted(needed, key=lambda service: service.may_add_cache):
+            users = {key: memory for key, memory in hosted.items() if service in memory.services}
+            self.services[service.key] = service(self, memories, users)
         self._makes_inputs = bool(memories.attached or self.services or self._taken_arguments)
         self._no_split_modules = {
             *(self._no_split_modules or ()),
@@ -324,17 +312,15 @@ class MemoryModel(HostMixin, HostStack):
         token_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward with the inputs of memories, which are keyword arguments too.
-
-        Arguments that are not listed here are described at `MemoryForCausalLM.forward`, or are passed to the family's forward.
+        """Run the family's forward with the inputs of memories; other arguments are those of `MemoryForCausalLM.forward`.
 
         Args:
             memory_reports: Collector of the routers' reports (`RouterReports`). Default: routers do not report.
-            token_ids: `[B, T]`, the ids behind `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
+            token_ids: `[B, T]`, the ids of `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
             kwargs: Other arguments of the family's forward, and arguments that memories take.
 
         Raises:
-            RequestError: If a memory takes `input_ids`, and embeddings are passed alone.
+            RequestError: If a memory takes `input_ids`, and only embeddings are passed.
         """
         arguments: Keywords = {
             "input_ids": input_ids,
@@ -391,8 +377,8 @@ def _refuse_quantised_tensors(model: nn.Module) -> None:
         holder = model.get_submodule(name.rpartition(".")[0])
         if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
             raise RequestError(
-                f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
-                "alone."
+                f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected only "
+                "linear layers."
             )
 
 
@@ -402,14 +388,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def _refuse_adapter_of_base(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
-    """Refuse an adapter that was made for the base of an upscaled model, before the adapter's weights are loaded.
+    """Refuse an adapter that was made for the base of an upscaled model, as a pre-hook of `load_state_dict`.
 
-    This is a pre-hook of `load_state_dict`, by which PEFT loads adapters. At that time, PEFT has put modules of the adapter on every
-    layer that its targets match. If all weights have layer numbers of the base, but later layers have modules of the adapter
-    too, the adapter was made for the base.
-
-    Raises:
-        RequestError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
+    PEFT loads adapters by it, and by then has put modules of the adapter on every layer that its targets match. If all weights have
+    layer numbers of the base, but later layers have modules of the adapter too, the adapter was made for the base.
     """
     for adapter, names in _adapter_tensors(model).items():
         loaded = {name for name in names if prefix + name in state_dict}
@@ -421,7 +403,7 @@ def _check_adapter_layers(
 ) -> None:
     """Check that an adapter, whose targets match the tensors `names`, was not made for the base, which has fewer layers.
 
-    Warn where its targets are in some layers alone, so that nothing but the name of the model that it was trained on can tell.
+    If its targets are only in some layers, the name of the model that it was trained on tells, and this warns.
     """
     text_config = config.get_text_config()
     numbers: dict[int, int] = {}  # of each layer of the base where it occurs first
@@ -449,7 +431,7 @@ def _check_adapter_layers(
 
 
 def _adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
-    """Return for each adapter the names of the tensors that PEFT has put on submodules of a module."""
+    """Return the names of the tensors that PEFT has put on submodules of a module, by adapter."""
     tensors: dict[str, set[str]] = {}
     for module_name, within in module.named_modules():
         for attribute in getattr(within, "adapter_layer_names", ()):

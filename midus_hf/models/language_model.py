@@ -1,4 +1,4 @@
-"""Mixin for a family's language model over a stack that hosts memory."""
+"""Mixins for models over a stack that hosts memory: language models, task heads, and composite models."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from transformers.modeling_outputs import (
 )
 
 from midus_hf.memories.decode_cache import decode_cache
-from midus_hf.memories.hosting.parts import Keywords, named_cache
+from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import HostStack
 from midus_hf.models.host import CodeMixin, HostMixin
 from midus_hf.models.listing import list_model
@@ -64,8 +64,8 @@ class MemoryForCausalLM(HostMixin):
     ) -> Any:
         """Run the family's forward, and add the losses of routers.
 
-        Arguments that are not listed here are passed to the family's forward. The signature names `token_mask` and `memory_ids`,
-        since a Trainer drops the columns of a dataset that the signature lacks.
+        Arguments that are not listed here are passed to the family's forward. A Trainer drops the columns of a dataset that the
+        signature lacks.
 
         Args:
             input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
@@ -76,23 +76,12 @@ class MemoryForCausalLM(HostMixin):
                 are never added. Default: the config's value; if that is None, losses are added in training.
             token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
-            kwargs: Other arguments of the family's forward.
         """
-        inputs: Keywords = {"token_mask": token_mask, "memory_ids": memory_ids}
-        if "report" in self.stack.services:
-            inputs["output_router_logits"] = output_router_logits
-        kwargs |= {name: value for name, value in inputs.items() if value is not None}
-        kwargs |= {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            **named_cache(cache, past_key_values),
-            "inputs_embeds": inputs_embeds,
-            "labels": labels,
-            "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
-        }
-        return self.run(super().forward, kwargs)
+        kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
+        kwargs |= {"use_cache": use_cache, "logits_to_keep": logits_to_keep}
+        given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
+        return self.run(kwargs, cache, past_key_values, **given)
 
     def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
         """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
@@ -102,10 +91,12 @@ class MemoryForCausalLM(HostMixin):
         num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items
         return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items
 
-    def _validate_model_kwargs(self, model_kwargs: Keywords) -> None:
-        """Validate arguments of `generate` as the family does, without the arguments that memories take."""
+    def _without_memory_arguments(self, arguments: Keywords) -> Keywords:
         names: set[str] = self.stack.memory_input_names
-        super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
+        return {key: value for key, value in arguments.items() if key not in names}
+
+    def _validate_model_kwargs(self, model_kwargs: Keywords) -> None:
+        super()._validate_model_kwargs(self._without_memory_arguments(model_kwargs))
 
     def prepare_inputs_for_generation(
         self,
@@ -127,15 +118,13 @@ class MemoryForCausalLM(HostMixin):
         return inputs
 
     def _get_candidate_generator(self, *args: Any, model_kwargs: Keywords, **kwargs: Any) -> Any:
-        """Return the family's generator of candidates for assisted decoding, without the arguments that memories take."""
         for service in self.stack.services.values():
             service.check_assistant()
-        names: set[str] = self.stack.memory_input_names
-        others = {key: value for key, value in model_kwargs.items() if key not in names}
+        others = self._without_memory_arguments(model_kwargs)
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the family does. Tensors that memories derive from weights alone are computed once per call."""
+        """Generate as the family does. Tensors that memories derive only from weights are computed once per call."""
         for service in self.stack.services.values():
             service.before_generate(kwargs)
         with decode_cache(self):
@@ -194,13 +183,6 @@ class MemoryHead(HostMixin):
         """The stack of layers that host memories."""
         return self.model
 
-    def _run(self, arguments: Keywords, cache: Any, past_key_values: Any, **memory_arguments: Any) -> Any:
-        """Run the family's forward with those arguments of memories that are not None, and add the losses of routers."""
-        if "report" not in self.stack.services:
-            del memory_arguments["output_router_logits"]
-        given = {name: value for name, value in memory_arguments.items() if value is not None}
-        return self.run(super().forward, {**arguments, **named_cache(cache, past_key_values), **given})
-
 
 class MemoryForClassification(MemoryHead):
     """Mixin for a family's classifier of sequences or of tokens."""
@@ -222,22 +204,15 @@ class MemoryForClassification(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers.
-
-        Other arguments are described at `MemoryForCausalLM.forward`; they are named, since a Trainer drops the columns of a dataset
-        that the signature lacks.
+        """Run the family's forward, and add the losses of routers; other arguments are those of `MemoryForCausalLM.forward`.
 
         Args:
             labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
         """
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "labels": labels}
-        memory_arguments = {
-            "output_router_logits": output_router_logits,
-            "token_mask": token_mask,
-            "memory_ids": memory_ids,
-        }
-        return self._run(kwargs, cache, past_key_values, **memory_arguments)
+        given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
+        return self.run(kwargs, cache, past_key_values, **given)
 
 
 class MemoryForQuestionAnswering(MemoryHead):
@@ -261,9 +236,7 @@ class MemoryForQuestionAnswering(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers.
-
-        Other arguments are described at `MemoryForCausalLM.forward`.
+        """Run the family's forward, and add the losses of routers; other arguments are those of `MemoryForCausalLM.forward`.
 
         Args:
             start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
@@ -271,12 +244,8 @@ class MemoryForQuestionAnswering(MemoryHead):
         """
         kwargs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"inputs_embeds": inputs_embeds, "start_positions": start_positions, "end_positions": end_positions}
-        memory_arguments = {
-            "output_router_logits": output_router_logits,
-            "token_mask": token_mask,
-            "memory_ids": memory_ids,
-        }
-        return self._run(kwargs, cache, past_key_values, **memory_arguments)
+        given = {"output_router_logits": output_router_logits, "token_mask": token_mask, "memory_ids": memory_ids}
+        return self.run(kwargs, cache, past_key_values, **given)
 
 
 class CompositeMemoryConfig(CodeMixin):
@@ -310,7 +279,10 @@ class CompositeMemoryConfig(CodeMixin):
 
 
 class MemoryForConditionalGeneration(MemoryForCausalLM):
-    """Mixin for a composite model: the family's own forward over a language model whose stack hosts memory."""
+    """Mixin for a composite model: the family's own, with only its language model's stack of layers replaced.
+
+    What it computes from pictures or sounds reaches the stack as embeddings; arguments of memories are passed on to the stack.
+    """
 
     def __init__(self, config):
         # Some families build their language model by the class of its config.
@@ -318,11 +290,9 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the composite model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
+        """Run the composite model; arguments are those of `MemoryForCausalLM.forward`.
 
-        Args:
-            args: Arguments of `MemoryForCausalLM.forward`, whose names a class of models lists.
-            kwargs: Arguments of `MemoryForCausalLM.forward`, and of the family's forward.
+        Its language model may get masks between pairs of tokens, so padding is passed on too.
         """
         padding = kwargs.get("attention_mask")
         if "tokens" in self.stack.services and isinstance(padding, torch.Tensor) and padding.dim() == 2:

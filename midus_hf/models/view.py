@@ -1,4 +1,4 @@
-"""Tools to watch a model: its memories by layer and name, and hooks that are removed afterwards."""
+"""What a loaded model is made of, what `upscale` added to its base, and contexts to watch it or to run it without some of that."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +35,7 @@ class HostedMemory(NamedTuple):
 def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
     """Return the memories of a model that have one of some methods, in the order of layers, including PEFT's copies."""
     hosts = []
-    layers: Any = decoder_of(model).layers
-    for layer, block in enumerate(layers):
+    for layer, block in enumerate(decoder_of(model).layers):
         inserted = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
         memories: dict[str, Any] = {**inserted, **getattr(block, "memories", {})}
         for name, memory in memories.items():
@@ -56,7 +55,7 @@ def depth_heads(block: Any) -> DepthHeads | None:
 
 
 def lacking(model: Any, part: str) -> RequestError:
-    """Return the error that a model has no memory that does something, such as `"reads chapters"`."""
+    """Return the error for a model without a memory that does something, such as `"reads chapters"`."""
     return RequestError(
         f"this {model.config.model_type} model has no memory that {part}; expected one upscaled with such a memory."
     )
@@ -64,8 +63,7 @@ def lacking(model: Any, part: str) -> RequestError:
 
 @contextlib.contextmanager
 def temporary_hooks() -> Iterator[Callable[[Any], object]]:
-    """Yield a function that takes the handles of hooks, and remove these hooks when the context ends."""
-    # Compiled code does not call hooks that were added after compilation.
+    """Yield a function that takes handles of hooks, and remove them when the context ends; compiled code would not call them."""
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)
 
@@ -76,9 +74,8 @@ class Part:
 
     Args:
         name: Name of the part in tables.
-        kind: `block`: a layer that was inserted for a memory; `layer`: an inserted ordinary layer of the family; `memory`: a
-            memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `bank`: a memory in all layers
-            that share a bank; `all`: all added parts together.
+        kind: `block`: a layer inserted for a memory; `layer`: an inserted ordinary layer; `memory`: an attached memory; `depth`: the
+            reading of the depth by a layer's heads; `bank`: a memory in all layers that share a bank; `all`: all added parts.
         layers: Indices of the decoder layers.
         memory: Name of the attached memory; empty for layers. Default: empty.
     """
@@ -161,7 +158,7 @@ class ModelView:
 
     @property
     def task_head(self) -> list[nn.Module]:
-        """Modules of a head that the base lacks; none for a language model, which has the base's head, or a bare stack."""
+        """Modules of a head that the base lacks; none for a language model or a bare stack."""
         if self.decoder is self.model or self.model.get_output_embeddings() is not None:
             return []
         return [module for module in self.model.children() if module is not self.decoder]
@@ -208,10 +205,9 @@ def has_adapters(model: Any) -> bool:
 def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     """Run a model without some of its parts within the context.
 
-    A layer passes the residual stream on unchanged. A memory is skipped, like a fetching memory for which nothing was fetched.
-    Heads that read the depth read only the sequence. What a layer writes for other layers is kept: slots of the depth, and the
-    output of a memory that skips layers. Parameters do not change; modules have additional hooks within the context, and
-    all compiled models, not only this one, run uncompiled.
+    A layer passes the residual stream on unchanged, a memory is skipped, heads that read the depth read only the sequence. What a
+    layer writes for other layers is kept: slots of the depth, and the output of a memory that skips layers. Within the context, all
+    compiled models run uncompiled.
 
     Args:
         model: A model as in `ModelView`.
@@ -220,8 +216,7 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
     Raises:
         RequestError: If the model lacks a part, or parameters of heads that read the depth are offloaded.
     """
-    blocks, readers = decoder_of(model).layers, hosted_memories(model, "attend")
-    parts = list(parts)
+    blocks, readers, parts = decoder_of(model).layers, hosted_memories(model, "attend"), list(parts)
     for part in parts:
         for layer in part.layers:
             if layer >= len(blocks) or (part.memory and part.memory not in getattr(blocks[layer], "sites", {})):
@@ -229,11 +224,11 @@ def switched_off(model: Any, parts: Iterable[Part]) -> Iterator[None]:
                     f"part is {part.name!r}, and the model has no {part.memory or 'decoder'} layer {layer}; expected a part of this "
                     "model, as ModelView.parts lists them."
                 )
-    with contextlib.ExitStack() as passed_by, temporary_hooks() as hold:
+    with contextlib.ExitStack() as skipped, temporary_hooks() as hold:
         for part in parts:
             for layer in part.layers:
                 if part.kind in ("memory", "bank"):
-                    passed_by.enter_context(without_memories([blocks[layer]], [part.memory]))
+                    skipped.enter_context(without_memories([blocks[layer]], [part.memory]))
                 elif part.kind == "depth":
                     (module,) = (one.module for one in readers if (one.layer, one.name) == (layer, part.memory))
                     hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))

@@ -24,7 +24,7 @@ PartOutput = torch.Tensor | tuple[Any, ...]
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
+def named_cache(cache: object, past_key_values: Cache | None, *, stacklevel: int = 5) -> Keywords:
     """Return the keyword arguments that pass the cache, given under either name, to a family's forward.
 
     Warns of the older name where the family does. Before Transformers 5.24, continuous batching passes its own kind of cache as
@@ -33,7 +33,7 @@ def named_cache(cache: object, past_key_values: Cache | None) -> Keywords:
     if CACHE == "cache" and past_key_values is not None and not torch.compiler.is_compiling():
         ignored = "" if cache is None else ", and ignored beside `cache`"
         message = f"`past_key_values` is deprecated{ignored}, as in Transformers. Use `cache` instead."
-        warnings.warn(message, FutureWarning, stacklevel=5)
+        warnings.warn(message, FutureWarning, stacklevel=stacklevel)
     if CACHE == "cache" or cache is None or isinstance(cache, Cache):
         return {CACHE: past_key_values if cache is None else cache}
     return {CACHE: past_key_values, "cache": cache}

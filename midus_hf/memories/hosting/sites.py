@@ -1,4 +1,4 @@
-"""Sites at which memories add to what a layer computes, or change what its attention and its feed-forward network compute."""
+"""Sites where memories add to what a layer computes, or change what its attention and feed-forward network compute."""
 
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ class ChangesProjections(Site):
     def hook_projections(self, part: str) -> None:
         """Let the memories of this site change the outputs of projections of a part, which they name by role."""
         layer = self.layer
-        own = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
-        for role in dict.fromkeys(role for memory_class in own for role in memory_class.projections):
+        at_site = [layer.classes[name] for name, site in layer.sites.items() if site == self.name]
+        for role in dict.fromkeys(role for memory_class in at_site for role in memory_class.projections):
             name, rows = layer.projection(part, role)
             hook: Any = _ProjectionHook(self, rows)
             self.hook(f"{part}.{name}", hook)
@@ -38,14 +38,14 @@ class _ProjectionHook(NamedTuple):
     """Hook on a module with one projection or several stacked ones, which is equal to the hook of a copied module."""
 
     site: ChangesProjections
-    # Role and number of rows of each projection; the rows of a single one are not counted.
+    # Roles and numbers of rows, as `HostLayer.projection` returns them.
     rows: tuple[tuple[str, int], ...]
 
     def __call__(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: torch.Tensor) -> torch.Tensor:
         if len(self.rows) == 1:
             return self.site.changed(self.rows[0][0], args[0], output)
         outputs = output.split([count for _, count in self.rows], dim=-1)
-        changed = (self.site.changed(role, args[0], own) for (role, _), own in zip(self.rows, outputs, strict=True))
+        changed = (self.site.changed(role, args[0], part) for (role, _), part in zip(self.rows, outputs, strict=True))
         return torch.cat(list(changed), dim=-1)
 
 
@@ -98,7 +98,7 @@ class AttentionHeads(InsideAttention):
 
 
 class BehindAttention(Site):
-    """Memories that add to the residual stream behind attention."""
+    """Memories that add to the residual stream after attention."""
 
     name = "behind-attention"
 
@@ -137,7 +137,7 @@ class InsideFeedForward(ChangesProjections):
 
 
 class BesideFeedForward(Site):
-    """Memories that read the input of the feed-forward network and add to its output, in front of a norm that may follow."""
+    """Memories that read the input of the feed-forward network and add to its output, before a norm that may follow."""
 
     name = "beside-ffn"
 
@@ -160,7 +160,7 @@ class BesideFeedForward(Site):
 
 
 class Skip(Site):
-    """Memories that read the input of the layer's feed-forward network, or whose results are added behind the layer."""
+    """Memories that read the input of the layer's feed-forward network, or whose results are added after the layer."""
 
     name = "skip"
 
@@ -176,7 +176,7 @@ class Skip(Site):
 
     @staticmethod
     def concerns(entry: MemoryEntry, layer: int) -> bool:
-        """Return whether the memory reads at the layer, or adds its results behind it."""
+        """Return whether the memory reads at the layer, or adds its results after it."""
         return layer in (*entry.layers, *entry.into)
 
     @staticmethod
@@ -185,7 +185,7 @@ class Skip(Site):
         return "skip" in layer.sites.values() and layer.feed_forward_part is None
 
     def read(self, network: nn.Module, args: Arguments, kwargs: Keywords, output: PartOutput) -> None:
-        """Let memories read the input of the network, for the layers behind which their results are added."""
+        """Let memories read the input of the network, for results that are added after a layer."""
         layer, call = self.layer, self.layer.call
         for name in layer.at("skip", call.memory_inputs):
             read = layer.read(name, hidden_states_argument(args, kwargs), call.memory_inputs)
@@ -202,11 +202,11 @@ class Skip(Site):
 
 
 class BehindLayer(Site):
-    """Memories that add to the residual stream behind the layer, what other memories add there included."""
+    """Memories that read the layer's output, with what other memories add to it, and add to it."""
 
     name = "behind-layer"
 
     def behind(self, output: PartOutput) -> PartOutput:
-        """Add what memories read from the layer's output."""
+        """Add what memories compute of the layer's output."""
         stream = get_hidden_states(output)
         return with_first(output, self.layer.with_added(self.name, stream, stream, self.layer.call.memory_inputs))

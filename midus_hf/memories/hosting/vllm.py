@@ -1,14 +1,13 @@
-"""What memories read of vLLM, all of it: the slots of a pass in its cache of keys and values, and tables with a row for each slot.
+"""All that memories read of vLLM: the slots of a pass in its cache of keys and values, and tables with a row for each slot.
 
-vLLM lays the new tokens of several requests in one row. What a token has to know of those before it is a function of the tokens up to
-there, as their keys and values are; so it is kept where these are: in a row per slot of vLLM's cache, written in the pass that writes
-the slot and read through the block table. It is there for a prompt that is computed in parts, and where a prefix is used again.
+vLLM lays the new tokens of several requests in one row. What a token needs from those before it is kept in a row
+per slot of vLLM's cache, written in the pass that writes the slot and read through the block table. So it is there for a prompt that
+is computed in parts, and where a prefix is used again.
 
-Read in vLLM 0.32.0: `vllm.config.get_current_vllm_config`; `vllm.forward_context.get_forward_context`, of whose result
-`attn_metadata` (with `block_table`, `query_start_loc` and `seq_lens`), `slot_mapping`, `no_compile_layers` and `additional_kwargs`;
-of `Attention`, which the Transformers backend puts into a layer's attention as `attn`: `layer_name`, `sliding_window`, `has_sink`,
-`attn_backend`, `impl.scale`, `impl.do_kv_cache_update` and `kv_cache`, `[blocks, heads, tokens, numbers]`. A version without one of
-these is refused by name.
+Read in vLLM 0.32.0: `vllm.config.get_current_vllm_config`; `attn_metadata` (with `block_table`, `query_start_loc` and `seq_lens`),
+`slot_mapping`, `no_compile_layers` and `additional_kwargs` of `vllm.forward_context.get_forward_context`; `layer_name`,
+`sliding_window`, `has_sink`, `attn_backend`, `impl.scale`, `impl.do_kv_cache_update` and `kv_cache`, `[blocks, heads, tokens,
+numbers]`, of `Attention`, which the Transformers backend puts into a layer's attention as `attn`. Versions without one are refused.
 """
 
 import weakref
@@ -33,7 +32,7 @@ if TYPE_CHECKING:  # vLLM may be absent
 
 # The version in which the names here were read and tried.
 _READ_IN = "0.32.0"
-# Backends of attention whose metadata are read here; CPU_ATTN alone was tried.
+# Backends of attention whose metadata are read here; only CPU_ATTN was tried.
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
@@ -48,15 +47,7 @@ def _version() -> str:
 
 
 def part_of_vllm(owner: object, path: str) -> Any:
-    """Return an attribute of an object of vLLM.
-
-    Args:
-        owner: The object.
-        path: Names of attributes, joined by dots.
-
-    Raises:
-        RequestError: If this version of vLLM has it elsewhere, or not at all.
-    """
+    """Return the attribute of an object of vLLM at a dotted path, or refuse this version of vLLM."""
     try:
         return attrgetter(path)(owner)
     except AttributeError:
@@ -74,10 +65,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
 
     Args:
         memory: Name of the memory, for the message.
-        refused: More that is refused: for an attribute of vLLM's config, what is wrong with it, and the remedy. Default: nothing.
-
-    Raises:
-        RequestError: If one is set, or this version of vLLM does not have it.
+        refused: More options to refuse: the problem and the remedy, by attribute of vLLM's config. Default: none.
     """
     from vllm.config import get_current_vllm_config
 
@@ -111,10 +99,6 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
 def first_attention(model: HostStack, memory: str) -> "VllmAttention":
     """Return vLLM's attention of the first layer that reads all tokens before, whose slots vLLM keeps to the end of a request.
 
-    Args:
-        model: The stack of layers.
-        memory: Name of a memory, for messages.
-
     Raises:
         RequestError: If no layer does, or metadata of the attention's backend are not read here.
     """
@@ -147,7 +131,7 @@ class Slots:
 
     def __init__(self, attention: "VllmAttention", metadata: object, mapping: torch.Tensor):
         num_blocks, _, self.block_size, _ = part_of_vllm(attention, "kv_cache").shape
-        #: Number of slots; the row behind all of them is spare, and stands for padding and for tokens before a request.
+        #: Number of slots; the row after them stands for padding and for tokens before a request.
         self.num_slots = num_blocks * self.block_size
         #: `[R, n]`, blocks of each request in the order of its tokens.
         self.block_table = part_of_vllm(metadata, "block_table").long()
@@ -171,7 +155,7 @@ class Slots:
 
 
 def pass_storage() -> dict[str, Any]:
-    """Return what is kept for the length of the pass that runs, by names."""
+    """Return the storage of the current pass."""
     from vllm.forward_context import get_forward_context
 
     return part_of_vllm(get_forward_context(), "additional_kwargs")
@@ -187,8 +171,8 @@ def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tens
 class CachedHeads:
     """Where the numbers of keys and values lie in a block of the cache of vLLM's attention, which is up to its backend.
 
-    It is learned: numbers are written into a block by the backend's own function, and where they are found is a stride per token,
-    head and feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
+    Numbers are written into a block by the backend's own function, and where they are found gives a stride per token, head and
+    feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
 
     Args:
         attention: vLLM's attention of a layer, with a cache of blocks of N tokens.
@@ -264,7 +248,7 @@ def serve_heads(attention: Any) -> None:
     host.__class__, host.attention = ServedHeads, attention
 
 
-# Tables of a model by name, beside the attention whose slots they have rows for.
+# Tables by name, for each attention whose slots they have rows for.
 _TABLES: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
