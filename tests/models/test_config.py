@@ -126,5 +126,5 @@ def test_a_quantisation_config_that_quantises_what_a_memory_reads_is_refused(tmp
         return model
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
-    with pytest.raises(ValueError, match=r"has made a _AsTorchaoDoes of .*value_bank.*expected linear layers alone"):
+    with pytest.raises(ValueError, match=r"has made a _AsTorchaoDoes of .*value_bank.*expected only linear layers"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
