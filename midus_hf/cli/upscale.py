@@ -214,7 +214,7 @@ def extract(
 ) -> None:
     """Save the language model of a composite model as a separate checkpoint."""
     from upscalers.console import Console, print_extracted
-    from upscalers.runs.extract import extract as extract_checkpoint
+    from upscalers.runs.strip import extract as extract_checkpoint
 
     show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
 

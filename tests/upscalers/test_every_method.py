@@ -31,9 +31,9 @@ from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of,
 from upscalers.methods import memory_methods
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
-from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
+from upscalers.runs.writing import CheckpointFolder
 from upscalers.tensors.recipes import Fill
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ import torch
 from pairs import in_turn
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits, save_base
-from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.upscale import upscale
+from upscalers.runs.writing import CheckpointFolder
 from upscalers.tensors import writer
 
 

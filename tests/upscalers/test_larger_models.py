@@ -20,9 +20,8 @@ from midus_hf.models.saved_models import load_model
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
-from upscalers.runs.extract import extract
 from upscalers.runs.inspection import inspect_checkpoint
-from upscalers.runs.strip import strip
+from upscalers.runs.strip import extract, strip
 from upscalers.runs.upscale import upscale
 
 OPTIONS: dict[str, dict[str, Any]] = {

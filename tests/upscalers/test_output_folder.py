@@ -9,9 +9,9 @@ import pytest
 
 from tests.upscalers.checkpoints import REQUEST, SMALL, file_digests, unverified
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.runs.output_folder import CheckpointFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
+from upscalers.runs.writing import CheckpointFolder
 
 
 def text(mark):

@@ -15,9 +15,9 @@ from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import layout, read_tensor
 from upscalers.request.errors import VerificationError
-from upscalers.runs import streamed_model
-from upscalers.runs.streamed_model import StreamedModel
+from upscalers.runs import verify
 from upscalers.runs.upscale import upscale
+from upscalers.runs.verify import StreamedModel
 
 LAYOUTS = {
     "one file": {},
@@ -68,7 +68,7 @@ def test_weights_are_read_once_and_none_is_held_between_layers(shared_base, monk
         seen.append(number)
         assert all(parameter.is_meta for parameter in model._model.parameters())
 
-    monkeypatch.setattr(streamed_model, "read_tensor", counted)
+    monkeypatch.setattr(verify, "read_tensor", counted)
     model, seen = streamed(folder, torch.float32), []
     model.logits(prompt(), see)
     assert seen == [0, 1, 2, 3, 4]

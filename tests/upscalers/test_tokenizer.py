@@ -18,8 +18,7 @@ from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.checkpoint_edit import shuffle
 from upscalers.request.errors import VerificationError
 from upscalers.request.progress import Progress
-from upscalers.runs.extract import extract
-from upscalers.runs.strip import strip
+from upscalers.runs.strip import extract, strip
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
 

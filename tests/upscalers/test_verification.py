@@ -23,22 +23,21 @@ from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import MethodError, VerificationError
-from upscalers.runs import streamed_model
+from upscalers.runs import verify, writing
 from upscalers.runs.upscale import upscale
-from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Copy, Fill, Recipe
 
 
 def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
     """Let a tensor of the result be another one than the method asked for."""
-    honest = Writing._write_siblings
+    honest = writing.keep_tokenizer
 
-    def write_siblings(self, partial, config):
+    def keep_tokenizer(source, partial, progress):
         tensors = read_tensors(partial)
         write_tensors(partial, {**tensors, name: change(tensors[name])})
-        return honest(self, partial, config)
+        return honest(source, partial, progress)
 
-    monkeypatch.setattr(Writing, "_write_siblings", write_siblings)
+    monkeypatch.setattr(writing, "keep_tokenizer", keep_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +68,14 @@ def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypat
 
 
 def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_path, monkeypatch):
-    honest = streamed_model.read_tensor
+    honest = verify.read_tensor
 
     def read_tensor(position):
         if any(part.startswith(".out") for part in position.file.parts):
             raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
         return honest(position)
 
-    monkeypatch.setattr(streamed_model, "read_tensor", read_tensor)
+    monkeypatch.setattr(verify, "read_tensor", read_tensor)
     message = r"cannot run the upscaled model \(RuntimeError: can't allocate .* pass --no-verify\."
     with pytest.raises(VerificationError, match=message):
         with_memory(base, tmp_path / "out")
@@ -185,7 +184,7 @@ def copied(source: str) -> Callable[[Layers], None]:
 FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
     "all tensors of a layer left out": (
         lambda layers: layers[2].clear(),
-        r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and 6 others; expected one for each of 9 tensors",
+        r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and 5 more; expected one for each of 9 tensors",
     ),
     "a layer left out": (
         lambda layers: layers.pop(),
@@ -193,7 +192,7 @@ FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
     ),
     "a name that nobody knows": (
         lambda layers: layers[2].update({"mlp.up_projection.weight": Fill((48, 32), 1.0)}),
-        "layer 2: there is a recipe for mlp.up_projection.weight; expected none but for self_attn.q_proj.weight, ",
+        "layer 2: there is a recipe for mlp.up_projection.weight; expected none except for self_attn.q_proj.weight, ",
     ),
     "a wrong shape": (
         lambda layers: layers[2].update({KEY: dataclasses.replace(layers[2][KEY], shape=(32, 16))}),

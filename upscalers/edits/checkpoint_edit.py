@@ -28,7 +28,7 @@ from upscalers.checkpoint.source import copy_travelling_files, resolve_source, t
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
 from upscalers.request.options import check_seed
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import CheckpointFolder, write_code_of, written_from
+from upscalers.runs.writing import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.writer import OutputTensor
 

@@ -1,12 +1,13 @@
-"""One planned upscaling: its config, tensors, parameter counts, and the check of the result."""
+"""One planned upscaling, decided before the first byte is written: its config, tensors and parameter counts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.config.errors import RequestError
+from midus_hf.config.wording import first_few
 from midus_hf.memories.bank import banks_of
-from upscalers.architecture.layer_tensors import Config, Layout, Shape
+from upscalers.architecture.layer_tensors import Shape
 from upscalers.architecture.layout import change_of_settings, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
@@ -23,22 +24,11 @@ from upscalers.tensors.writer import OutputTensor, in_file_order
 
 Recipes = Mapping[str, Recipe]
 
-# Names that a message lists.
-_LISTED = 3
-
 
 class Job:
-    """Everything that is decided before the first byte is written."""
+    """A method's work on a base by a plan; a method that breaks its contract is a `MethodError`."""
 
-    def __init__(
-        self,
-        method: Method,
-        base: BaseCheckpoint,
-        source: Source,
-        plan: Plan,
-        seed: int,
-        dtype: str,
-    ):
+    def __init__(self, method: Method, base: BaseCheckpoint, source: Source, plan: Plan, seed: int, dtype: str):
         self.method, self.base, self.source, self.plan = method, base, source, plan
         self.seed, self.dtype = seed, dtype
         missing = sorted(set(range(base.num_layers)) - plan.kept_indices.keys())
@@ -69,18 +59,32 @@ class Job:
                 new_dtype = self.cast(base.dtype if like is None else base.tensors[like].dtype)
                 made_layers.append(OutputTensor(base.new_name(index, name), recipe, new_dtype))
         self.made = in_file_order(made_outer, made_layers)
-        self.warnings = method.plan_warnings(base, plan)
+        self.warnings = [*method.plan_warnings(base, plan)]
         if (pattern := pattern_concern(base, self.layout, self.config)) is not None:
-            self.warnings = [*self.warnings, pattern]
+            self.warnings.append(pattern)
         self.banks = banks_of(self.layout.memories)
         self.new_banks = {name: bank for name, bank in self.banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
-        base, method = self.base, self.method
+        """Refuse recipes that are missing, of a wrong shape, or superfluous for the new config, and layers that cannot move."""
+        base, method, layout, plan = self.base, self.method, self.layout, self.plan
+        for subject, number in (
+            ("a config with num_hidden_layers =", self.config.get("num_hidden_layers")),
+            ("recipes for this many layers:", len(layers)),
+        ):
+            if number != plan.num_layers:
+                raise MethodError(
+                    f"method {method.name} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
+                )
+        shapes = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
+        shapes |= {name: shape for name, shape in layout.tied.items() if name in outer}
         try:
-            _check_recipes(method.name, base, self.plan, self.config, self.layout, layers, outer)
+            for index, (recipes, tensors) in enumerate(zip(layers, layout.layers, strict=True)):
+                expected = {name: tensor.shape for name, tensor in tensors.items()}
+                _check_recipes(f"method {method.name}, layer {index}", base, expected, recipes)
+            _check_recipes(f"method {method.name}, outside the layers", base, shapes, outer)
         except MethodError as error:
-            layouts = (base.layout.backbone_layers, self.layout.backbone_layers)
+            layouts = (base.layout.backbone_layers, layout.backbone_layers)
             if all(tensors == of_model[0] for of_model in layouts for tensors in of_model):
                 raise  # if layers do not differ, the mistake is the method's
             difference = (
@@ -88,9 +92,7 @@ class Job:
                 f"({one_line(error)})"
             )
         else:
-            change = change_of_settings(
-                base.layout.settings, self.layout.settings, self.plan.sources, self.plan.new_indices
-            )
+            change = change_of_settings(base.layout.settings, layout.settings, plan.sources, plan.new_indices)
             if change is None:
                 return
             difference = f"layers of {base.family.model_type!r} compute differently at another index or among more layers: {change}"
@@ -111,20 +113,19 @@ class Job:
         uncounted = self.base.uncounted_names
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         buffers = {self.base.prefix + name.removeprefix("model.") for name in self.layout.buffers}
-        total = new = 0
-        for tensor in self.made:
-            if tensor.name in buffers:
-                continue
-            size = math.prod(tensor.recipe.shape)
-            if isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted:
-                continue
-            total += size
-            new += size if self.plan.owns(tensor.name) else 0
+        sizes = {
+            tensor.name: math.prod(tensor.recipe.shape)
+            for tensor in self.made
+            if tensor.name not in buffers
+            and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
+        }
+        total, new = sum(sizes.values()), sum(size for name, size in sizes.items() if self.plan.owns(name))
         trainable = new if self.method.trainable == "new" else total
-        if self.new_banks or self.method.trainable == "all":  # beside a new bank, those of the base train too
+        if self.new_banks or self.method.trainable == "all":  # in addition to a new bank, those of the base train
             trainable += sum(each.parameters for each in self.banks.values())
-        banks = self.new_banks.values()
-        fetched, bank = sum(each.fetched for each in banks), sum(each.parameters for each in banks)
+        fetched, bank = (
+            sum(getattr(each, key) for each in self.new_banks.values()) for key in ("fetched", "parameters")
+        )
         return ParameterCounts(base, new, total, trainable, *((fetched, bank) if bank else ()))
 
     def scratch_bytes(self) -> int:
@@ -133,39 +134,12 @@ class Job:
         return sum(solver.scratch_bytes for solver in solvers)
 
 
-def _check_recipes(
-    method: str,
-    base: BaseCheckpoint,
-    plan: Plan,
-    config: Config,
-    layout: Layout,
-    layers: Sequence[Recipes],
-    outer: Recipes,
-) -> None:
-    """Refuse recipes (of layers, and `outer` ones) that are missing, of a wrong shape, or superfluous for the new config."""
-    for subject, number in (
-        ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
-        ("recipes for this many layers:", len(layers)),
-    ):
-        if number != plan.num_layers:
-            raise MethodError(
-                f"method {method} gives {subject} {number}; expected {plan.num_layers}, as many as its plan has."
-            )
-    for index, (recipes, tensors) in enumerate(zip(layers, layout.layers, strict=True)):
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        _check_part(f"method {method}, layer {index}", base, shapes, recipes)
-    shapes = {name if base.prefix else name.removeprefix("model."): shape for name, shape in layout.outer.items()}
-    shapes |= {name: shape for name, shape in layout.tied.items() if name in outer}
-    _check_part(f"method {method}, outside the layers", base, shapes, outer)
-
-
-def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
+def _check_recipes(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], recipes: Recipes) -> None:
+    """Refuse recipes that do not make tensors of exactly these names and shapes."""
     missing = [name for name in shapes if name not in recipes]
     if missing:
-        others = f" and {len(missing) - _LISTED} others" if len(missing) > _LISTED else ""
         raise MethodError(
-            f"{where}: there is no recipe for {', '.join(missing[:_LISTED])}{others}; expected one for each of "
-            f"{len(shapes)} tensors."
+            f"{where}: there is no recipe for {first_few(missing)}; expected one for each of {len(shapes)} tensors."
         )
     for name, shape in shapes.items():
         subject, recipe = f"{where}: {name}", recipes[name]
@@ -178,9 +152,7 @@ def _check_part(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape], r
             held = base.tensors[source].shape
             if held != shape and not isinstance(recipe, LayerBlocks):
                 raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
-    for name, recipe in ((name, recipe) for name, recipe in recipes.items() if name not in shapes):
-        is_carried = isinstance(recipe, Copy) and (
-            recipe.source in base.unexpected or recipe.source in base.surroundings
-        )
-        if not is_carried:
-            raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(shapes)}.")
+    for name, recipe in recipes.items():
+        carried = isinstance(recipe, Copy) and recipe.source in {*base.unexpected, *base.surroundings}
+        if name not in shapes and not carried:
+            raise MethodError(f"{where}: there is a recipe for {name}; expected none except for {', '.join(shapes)}.")

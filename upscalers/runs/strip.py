@@ -1,12 +1,15 @@
-"""Removal of the new layers and memories of an upscaled checkpoint."""
+"""Checkpoints within others: the base in an upscaled one, and the language model in a composite one."""
 
 import copy
+import dataclasses
 import importlib.metadata
 import time
 from pathlib import Path
 from typing import Any
 
-from midus_hf.anatomy.record import LANGUAGE_KEY, UpscaleRecord, language_entry
+from midus_hf.anatomy.record import LANGUAGE_KEY, RECORD_KEY, UpscaleRecord, language_entry, record_of
+from midus_hf.anatomy.types import MEMORY_PREFIX
+from midus_hf.config.errors import RequestError
 from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config
@@ -15,16 +18,11 @@ from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, w
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.stored_weights import stored_tensors
-from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY
+from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, keep_tokenizer
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import (
-    read_plan,
-    read_record,
-    read_upscaled,
-    write_record,
-)
+from upscalers.record.provenance import read_plan, read_record, read_upscaled, write_record
 from upscalers.request.progress import Progress
-from upscalers.runs.output_folder import CheckpointFolder, write_part, written_from
+from upscalers.runs.writing import CheckpointFolder, write_part, written_from
 from upscalers.tensors.layer_blocks import LayerBlocks, block_recipes
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor, in_file_order, split_shards
@@ -35,8 +33,8 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary are not undone. They are detected by the
-    digest of the base in the config, and reported. A small `upscale.json` records what was stripped.
+    Changes that training made to base layers, a cast by `--dtype`, and a resized vocabulary stay, and are reported by the digest of
+    the base in the config. A small `upscale.json` records what was stripped.
 
     Args:
         model: An upscaled checkpoint, trained or not.
@@ -199,10 +197,56 @@ def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) ->
 
     names_in_base = model.outer_names(plan.num_base_layers)
     outer = [carried(in_base, name) for name, in_base in names_in_base.items() if not plan.owns(name)]
-    layers: dict[int, list[OutputTensor]] = {}
-    for layer, index in plan.kept_indices.items():
-        names = model.layer_names[index]
-        layers[layer] = [
-            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
+    layers = [
+        carried(model.new_name(layer, key), source)
+        for layer, index in enumerate(kept)
+        for key, source in model.layer_names[index].items()
+        if not plan.owns(source)
+    ]
+    return in_file_order(outer, layers)
+
+
+def extract(
+    model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the language model of a composite model as a separate checkpoint, byte for byte; return what was done, as a dict."""
+    started = time.perf_counter()
+    progress = progress or Progress()
+    with resolve_source(str(model)) as source:
+        opened = open_base(source.folder)
+        if opened.composite is None:
+            raise RequestError(
+                f"{source.folder} is a separate language model, of type {opened.config['model_type']!r}; expected one within a "
+                "composite model. Use it as it is."
+            )
+        outside = {*opened.surroundings, *opened.unexpected}
+        tensors = [
+            OutputTensor(name, Copy(stored.shape, name), stored.dtype)
+            for name, stored in opened.tensors.items()
+            if name not in outside
         ]
-    return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
+        folder = CheckpointFolder(output, source.folder, overwrite)
+        config, banks = _alone(opened.config, opened.family.class_name), banks_of(opened.layout.memories)
+        with written_from(opened, folder, split_shards(tensors), banks, progress) as written:
+            write_part(source.folder, folder.partial, config, progress)
+            keep_tokenizer(source, folder.partial, progress)
+    return {
+        "model": str(model),
+        "output": str(output),
+        "model_type": config["model_type"],
+        "num_layers": opened.num_layers,
+        "left_out": len(opened.tensors) - len(tensors),
+        "bytes_written": written.bytes_written,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _alone(config: Config, class_name: str) -> Config:
+    """Return the config of a language model, and those of its bases in its record, as those of separate checkpoints."""
+    host = "Midus" if config["model_type"].startswith(MEMORY_PREFIX) else ""
+    alone = {**config, "architectures": [f"{host}{class_name}ForCausalLM"]}
+    if (record := record_of(config)) is not None:
+        base_config = _alone(dict(record.base_config), class_name)
+        of_alone = dataclasses.replace(record, base_config=base_config, base_sha256=None, larger_base_config=None)
+        alone[RECORD_KEY] = of_alone.to_dict()
+    return alone

@@ -24,8 +24,7 @@ from upscalers.request.errors import one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
-from upscalers.runs.output_folder import CheckpointFolder
-from upscalers.runs.writing import Writing
+from upscalers.runs.writing import CheckpointFolder, write_upscaled
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SPARE_BYTES = 64_000_000
@@ -86,12 +85,24 @@ def upscale(
     """
     started = time.perf_counter()
     progress = progress or Progress()
-    chosen = _chosen_method(method, options or {})
-    _check_values(base, seed, dtype)
+    method_class = get_method(method)
+    chosen = method_class(parse_options(method_class.options_class, options or {}, f"method {method}"))
+    if (corpus := getattr(chosen.options, "corpus", None)) is not None:
+        check_sources([("corpus", corpus)])
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+    check_seed(seed)
+    if base == "":
+        raise RequestError("base is ''; expected a folder or a hub id.")
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
-    _check_destination(output, push_to_hub, private, dry_run)
+    if output is None and not dry_run:
+        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+    if private and not push_to_hub:
+        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
+    if push_to_hub:
+        check_repo_id(push_to_hub)
     name, local = str(base), Path(base).expanduser()
     folder = None if output is None else CheckpointFolder(output, local if local.is_dir() else None, overwrite)
     if not dry_run:
@@ -103,17 +114,23 @@ def upscale(
 
     with resolve_source(name, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
-        unknown = opened.unexpected
-        if unknown:
+        if opened.unexpected:
             progress.warn(
-                f"the base holds {len(unknown)} tensors that its architecture does not have; they are copied."
+                f"the base holds {len(opened.unexpected)} tensors that its architecture does not have; they are copied."
             )
         chosen.check(opened)
         job = Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
-        _say_what_is_made(job, progress)
+        if opened.composite is not None:
+            progress.note(
+                f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) "
+                f"is upscaled; {len(opened.surroundings)} other tensors are copied byte for byte."
+            )
+        for remark in chosen.remarks(opened):
+            progress.note(remark)
+        for warning in job.warnings:
+            progress.warn(warning)
         num_bytes = sum(tensor.num_bytes for tensor in job.made)
         num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
-        counts = job.counts()
         if folder is not None:
             _warn_of_full_banks(job, folder, progress)
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
@@ -124,7 +141,7 @@ def upscale(
             with shown(progress):
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
-                outcome = Writing(job, folder, max_shard_bytes, verify, progress, push_to_hub).run()
+                outcome = write_upscaled(job, folder, max_shard_bytes, verify, progress, push_to_hub)
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
@@ -132,7 +149,7 @@ def upscale(
         model_type=opened.whole_config(job.config)["model_type"],
         num_layers=job.plan.num_layers,
         new_layer_indices=job.plan.new_indices,
-        parameters=counts,
+        parameters=job.counts(),
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         promises_identity=chosen.identity,
@@ -145,32 +162,6 @@ def upscale(
     return report
 
 
-def _chosen_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Return a method with its options. Check at once that texts that it would read exist."""
-    method_class = get_method(name)
-    chosen = method_class(parse_options(method_class.options_class, options, f"method {name}"))
-    if (corpus := getattr(chosen.options, "corpus", None)) is not None:
-        check_sources([("corpus", corpus)])
-    return chosen
-
-
-def _check_values(base: str | Path, seed: Any, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
-    check_seed(seed)
-    if base == "":
-        raise RequestError("base is ''; expected a folder or a hub id.")
-
-
-def _check_destination(output: str | Path | None, push_to_hub: str | None, private: bool, dry_run: bool) -> None:
-    if output is None and not dry_run:
-        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
-    if private and not push_to_hub:
-        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
-    if push_to_hub:
-        check_repo_id(push_to_hub)
-
-
 def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, placement: str | None) -> str:
     """Check the request against the base's config, before a long download or conversion, and return the base with its revision."""
     with resolve_source(name, config_only=True) as source:
@@ -178,19 +169,6 @@ def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, pla
         chosen.check(opened)
         chosen.plan(opened, num_new_layers, placement)
         return source.name if source.revision is None else f"{source.name}@{source.revision}"
-
-
-def _say_what_is_made(job: Job, progress: Progress) -> None:
-    base = job.base
-    if base.composite is not None:
-        progress.note(
-            f"the base is a {base.composite.config['model_type']} model. Its language model ({base.config['model_type']}) is "
-            f"upscaled; {len(base.surroundings)} other tensors are copied byte for byte."
-        )
-    for remark in job.method.remarks(base):
-        progress.note(remark)
-    for concern in job.warnings:
-        progress.warn(concern)
 
 
 def _warn_of_full_banks(job: Job, folder: CheckpointFolder, progress: Progress) -> None:

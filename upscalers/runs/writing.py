@@ -1,18 +1,22 @@
-"""Writing of a planned job: tensors, config, verification, provenance, and the move of the folder to its final path."""
+"""Checkpoints on disk: the output folder of all commands that write one, and what a planned upscaling writes into it."""
 
-from dataclasses import dataclass
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
-from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.memories.bank import banks_of
+from midus_hf.files.checkpoint_files import CARD_FILE, Kind
+from midus_hf.files.outputs import OutputFolder
+from midus_hf.memories.bank import Bank, bank_patterns, banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
-from upscalers.checkpoint.base_checkpoint import write_config
+from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
@@ -20,139 +24,166 @@ from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_pro
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
 from upscalers.request.errors import one_line
-from upscalers.request.progress import Progress
+from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
-from upscalers.runs.output_folder import CheckpointFolder
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, WriteSummary, split_shards
 
 
-@dataclass(frozen=True)
-class Writing:
-    """The writing of one job; `verify` refuses NaN in the base and compares the result with the base."""
+class CheckpointFolder(OutputFolder):
+    """An output folder that also replaces banks."""
 
-    job: Job
-    folder: CheckpointFolder
-    max_shard_bytes: int
-    verify: bool
-    progress: Progress
-    repository: str | None = None
+    def own_files(self) -> Kind:
+        return (*super().own_files(), *bank_patterns())
 
-    def run(self) -> dict[str, Any]:
-        """Write and verify the result, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`."""
-        job, progress = self.job, self.progress
-        shards = split_shards(job.made, self.max_shard_bytes)
-        digested = TensorDigests(job.base.tensors, weight_names(job.base))
-        with self.folder.writing() as partial, digested as digests:
-            upscaled = upscale_record(job.method, job.base, job.plan, job.seed, job.layout.memories.reads_ahead)
-            config = {**job.config, RECORD_KEY: upscaled.to_dict()}
-            write_config(partial, job.base.whole_config(config))
-            writer = CheckpointWriter(job.base.tensors, self.verify, progress, digests.add, job.base.stored_name)
-            written = writer.write(partial, shards)
-            for concern in job.method.review(written.measurements):
-                progress.warn(concern)
-            banks = banks_of(job.layout.memories)
-            for bank in job.new_banks.values():
-                bank.create(partial, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
-            copy_banks(job.base.folder, partial, banks_of(job.base.layout.memories))
-            tie_banks(partial, banks)
-            record = self._write_siblings(partial, config)
-            identity, kl_divergence = self._verify(partial, shards, config)
-            job.method.fill_banks(job.base, job.plan, partial, progress)
-            progress.stage("recording what was done", 1)
-            outcome = {
-                "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
-                "identity": identity,
-                "kl_divergence": kl_divergence,
-                "measurements": written.measurements,
-            }
-            self._write_provenance(partial, config, record, digests.finish(), outcome)
-            progress.advance()
-        return outcome
+    def free_bytes(self) -> int:
+        """Return the free bytes of the output's disk, after removing files that a killed run left there."""
+        left = sum(file.lstat().st_blocks * 512 for file in self.partial.rglob("*") if not file.is_dir())
+        return shutil.disk_usage(self.disk).free + left
 
-    def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
-        """Write the files other than weights, and return what `strip` needs to undo changes to them."""
-        self.progress.stage("checking config and tokenizer", 2)
-        copy_travelling_files(self.job.source.folder, partial, self.progress)
+    def check_space(self, num_bytes: int) -> None:
+        """Raise `RequestError` if the disk has less free space than `num_bytes` bytes."""
+        free = self.free_bytes()
+        if free < num_bytes:
+            raise RequestError(
+                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Free some space or "
+                "choose another disk."
+            )
+
+
+def write_upscaled(
+    job: Job,
+    folder: CheckpointFolder,
+    max_shard_bytes: int,
+    verify: bool,
+    progress: Progress,
+    repository: str | None = None,
+) -> dict[str, Any]:
+    """Write the result of a job, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
+
+    `verify`: whether to refuse NaN in the base and to compare the result with the base.
+    """
+    base, method = job.base, job.method
+    hosts = job.config["model_type"].startswith(MEMORY_PREFIX)
+    record = upscale_record(method, base, job.plan, job.seed, job.layout.memories.reads_ahead)
+    config = {**job.config, RECORD_KEY: {}}
+    if hosts:
+        config["auto_map"] = _auto_map(base.whole_config(config)["model_type"])
+    shards, digested = split_shards(job.made, max_shard_bytes), TensorDigests(base.tensors, weight_names(base))
+    with folder.writing() as partial, digested as digests:
+        written = CheckpointWriter(base.tensors, verify, progress, digests.add, base.stored_name).write(
+            partial, shards
+        )
+        for warning in method.review(written.measurements):
+            progress.warn(warning)
+        progress.stage("checking config and tokenizer", 2)
+        tensor_digests = digests.finish()
+        config[RECORD_KEY] = replace(record, base_sha256=content_sha256(tensor_digests)).to_dict()
+        write_config(partial, base.whole_config(config))
         validated = _validated(partial)
-        self.progress.advance()
-        changed = keep_tokenizer(self.job.source, partial, self.progress)
-        if config["model_type"].startswith(MEMORY_PREFIX):
+        for bank in job.new_banks.values():
+            bank.create(partial, TORCH_NAMES[job.cast(base.dtype)], job.seed)
+        copy_banks(base.folder, partial, banks_of(base.layout.memories))
+        banks = banks_of(layout_of(config).memories)
+        tie_banks(partial, banks)
+        copy_travelling_files(job.source.folder, partial, progress)
+        progress.advance()
+        changed = keep_tokenizer(job.source, partial, progress)
+        if hosts:
             from midus_hf.carried.module import write_code
 
             write_code(partial, validated)
-            if self.job.base.composite is not None:
-                native = str(self.job.base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
-                if named := name_processors(native, partial, self.progress):
+            if base.composite is not None:
+                native = str(base.composite.config["model_type"]).removeprefix(MEMORY_PREFIX)
+                if named := name_processors(native, partial, progress):
                     changed[CHANGED_KEY] = {**named, **changed.get(CHANGED_KEY, {})}
-            config["auto_map"] = validated.to_dict()["auto_map"]
-            write_config(partial, self.job.base.whole_config(config))
-        self.progress.advance()
-        return changed
+        progress.advance()
+        identity, kl_divergence = Identity(None, None), None
+        if verify:
+            from upscalers.runs.verify import compare_models
 
-    def _verify(
-        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
-    ) -> tuple[Identity, float | None]:
-        """Compare the result with the base, if requested, and return what was compared, and the KL divergence."""
-        if not self.verify:
-            return Identity(None, None), None
-        from upscalers.runs.verify import compare_models
-
-        job = self.job
-        files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
-        tensors = job.base.by_name(files)
-        dtype, promised = job.cast(job.base.dtype), job.method.identity
-        return compare_models(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
-
-    def _write_provenance(
-        self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: dict[str, Any]
-    ) -> None:
-        from midus_hf.version import __version__
-
-        job, counts, entry = self.job, self.job.counts(), config[RECORD_KEY]
-        entry["base_sha256"] = content_sha256(digests)
-        write_config(partial, job.base.whole_config(config))
-        tie_banks(partial, banks_of(layout_of(config).memories))
-        # A recipe names only bases on the hub: the path of a local base is private.
-        request = {
-            **({} if job.source.revision is None else {"base": f"{job.source.label}@{job.source.revision}"}),
-            "method": job.method.name,
-            **job.method.placement_request(job.plan),
-            "options": entry["options"],
-            "seed": job.seed,
-            "dtype": job.dtype,
+            files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+            identity, kl_divergence = compare_models(
+                base, partial, base.by_name(files), job.plan, job.cast(base.dtype), method.identity, progress
+            )
+        method.fill_banks(base, job.plan, partial, progress)
+        progress.stage("recording what was done", 1)
+        outcome = {
+            "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
+            "identity": identity,
+            "kl_divergence": kl_divergence,
+            "measurements": written.measurements,
         }
-        card = model_card(
-            job.method,
-            job.source,
-            job.plan,
-            config,
-            job.layout.memories,
-            counts,
-            request,
-            job.warnings,
-            outcome["measurements"],
-            base_metadata(job.source, self.progress),
-            job.base.auto_class,
-            self.repository,
-            compared=outcome["identity"].checked is not None,
-        )
-        (partial / CARD_FILE).write_text(card, encoding="utf-8")
-        write_record(
-            partial,
-            {
-                "midus_hf": __version__,
-                **entry,
-                **record,
-                "dtype": job.dtype,
-                "base": base_record(job.base, job.source.label, job.source.revision, digests),
-                "parameters": vars(counts),
-                "identity": vars(outcome["identity"]),
-                "promises_identity": job.method.identity,
-                "kl_divergence": outcome["kl_divergence"],
-                "measurements": outcome["measurements"],
-                "paper": job.method.paper and job.method.paper.to_dict(),
-            },
-        )
+        _write_provenance(job, partial, config, changed, tensor_digests, outcome, repository, progress)
+        progress.advance()
+    return outcome
+
+
+def _write_provenance(
+    job: Job,
+    partial: Path,
+    config: Config,
+    changed: dict[str, Any],
+    digests: dict[str, str],
+    outcome: dict[str, Any],
+    repository: str | None,
+    progress: Progress,
+) -> None:
+    """Write the model card, and `upscale.json`, which has what `strip` needs to undo changes of other files than weights."""
+    from midus_hf.version import __version__
+
+    method, source, counts, entry = job.method, job.source, job.counts(), config[RECORD_KEY]
+    # A recipe names only bases on the hub: the path of a local base is private.
+    request = {
+        **({} if source.revision is None else {"base": f"{source.label}@{source.revision}"}),
+        "method": method.name,
+        **method.placement_request(job.plan),
+        "options": entry["options"],
+        "seed": job.seed,
+        "dtype": job.dtype,
+    }
+    card = model_card(
+        method,
+        source,
+        job.plan,
+        config,
+        job.layout.memories,
+        counts,
+        request,
+        job.warnings,
+        outcome["measurements"],
+        base_metadata(source, progress),
+        job.base.auto_class,
+        repository,
+        compared=outcome["identity"].checked is not None,
+    )
+    (partial / CARD_FILE).write_text(card, encoding="utf-8")
+    write_record(
+        partial,
+        {
+            "midus_hf": __version__,
+            **entry,
+            **changed,
+            "dtype": job.dtype,
+            "base": base_record(job.base, source.label, source.revision, digests),
+            "parameters": vars(counts),
+            "identity": vars(outcome["identity"]),
+            "promises_identity": method.identity,
+            "kl_divergence": outcome["kl_divergence"],
+            "measurements": outcome["measurements"],
+            "paper": method.paper and method.paper.to_dict(),
+        },
+    )
+
+
+def _auto_map(model_type: str) -> dict[str, str]:
+    """Return the classes of the code that a checkpoint with memory carries, by the Auto class that loads each."""
+    from transformers import CONFIG_MAPPING
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.carried.standins import ENTRY_MODULE
+
+    config_class: Any = CONFIG_MAPPING[model_type]
+    return {auto_class: f"{ENTRY_MODULE}.{name}" for auto_class, name in config_class.class_names().items()}
 
 
 def _validated(folder: Path) -> Any:
@@ -167,3 +198,42 @@ def _validated(folder: Path) -> Any:
         raise RequestError(
             f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
         ) from None
+
+
+@contextlib.contextmanager
+def written_from(
+    model: BaseCheckpoint,
+    folder: CheckpointFolder,
+    shards: dict[str, list[OutputTensor]],
+    banks: Mapping[str, Bank],
+    progress: Progress,
+    copied: Callable[[str], None] = lambda name: None,
+    stored_name: Callable[[str], str] = lambda name: name,
+) -> Iterator[WriteSummary]:
+    """Write tensors and banks to a folder that appears after the block, which writes the other files to `folder.partial`."""
+    num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+    folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
+    with shown(progress), folder.writing() as partial:
+        writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
+        written = writer.write(partial, shards)
+        copy_banks(model.folder, partial, banks)
+        yield replace(written, bytes_written=written.bytes_written + bytes_of_banks(partial, banks))
+
+
+def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:
+    """Write the files other than weights and banks of a checkpoint that has part of the tensors of the one in `source`."""
+    copy_travelling_files(source, partial, progress)
+    hosts = str(config.get("model_type")).startswith(MEMORY_PREFIX)
+    # The config of a language model within a composite model has no `auto_map`.
+    config = {**config, "auto_map": _auto_map(config["model_type"])} if hosts and "auto_map" not in config else config
+    write_config(partial, config)
+    tie_banks(partial, banks_of(open_base(partial).layout.memories))
+    if hosts:
+        write_code_of(partial)
+
+
+def write_code_of(folder: Path) -> None:
+    """Write the code that a checkpoint's config needs into its folder, to load without this package."""
+    from midus_hf.carried.module import write_code
+
+    write_code(folder, _validated(folder))
