@@ -25,7 +25,7 @@ from midus_hf.config.yaml_options import read_mapping
 from midus_hf.evaluation.report import comparison_table
 from midus_hf.sources.progress import limit_bars
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.safetensors_format import TensorDigests, content_sha256
 
 OUTPUT = Path("outputs/demo")
 # Texts that the run evaluates before its first step and after its last: text like the corpus, and text that shows forgetting.
@@ -102,7 +102,7 @@ def main() -> None:
 def weights(folder: Path) -> dict[str, Any]:
     """Return the number of a checkpoint's tensors, their bytes, and the SHA-256 of their names, dtypes, shapes and bytes."""
     model = open_base(folder)
-    names = weight_names(model)
+    names = model.weight_names
     with TensorDigests(model.tensors, names) as digests:
         sha256 = content_sha256(digests.finish())
     return {"tensors": len(names), "bytes": sum(model.tensors[name].num_bytes for name in names), "sha256": sha256}

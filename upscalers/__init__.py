@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from upscalers.record.provenance import PushError, UpscaleReport
-    from upscalers.request.errors import MethodError, VerificationError
+    from upscalers.request import MethodError, VerificationError
     from upscalers.runs.strip import strip
     from upscalers.runs.upscale import upscale
 
@@ -13,10 +13,10 @@ __all__ = ["MethodError", "PushError", "UpscaleReport", "VerificationError", "st
 
 # Imported on first use, so that `upscale --help` does not import the methods.
 _MODULES = {
-    "MethodError": "upscalers.request.errors",
+    "MethodError": "upscalers.request",
     "PushError": "upscalers.record.provenance",
     "UpscaleReport": "upscalers.record.provenance",
-    "VerificationError": "upscalers.request.errors",
+    "VerificationError": "upscalers.request",
     "strip": "upscalers.runs.strip",
     "upscale": "upscalers.runs.upscale",
 }

@@ -19,8 +19,8 @@ from midus_hf.version import __version__
 from upscalers.edits.chapters import format_numbers
 from upscalers.edits.checkpoint_edit import describe_edit
 from upscalers.record.provenance import UpscaleReport
-from upscalers.request.progress import Progress
-from upscalers.tensors.solver import summary_table
+from upscalers.request import Progress
+from upscalers.tensors.recipes import summary_table
 
 # Characters that are printed of the text of an entry.
 _MAX_ENTRY_CHARACTERS = 60

@@ -9,7 +9,7 @@ from docs.pictures.canvas import BLUE, FAINT, RED, SMALL, Box, Picture
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 
 BASE_LAYERS, NEW_LAYERS = 4, 2
 CONFIG = {

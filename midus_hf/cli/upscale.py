@@ -13,7 +13,7 @@ from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line,
 from midus_hf.cli.options import Json, argument, cli_option, flag, show
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 
 app = command_line(add_completion=True)
 

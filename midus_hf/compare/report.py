@@ -24,7 +24,7 @@ from midus_hf.compare.variants import Variant, rate_words
 from midus_hf.files.outputs import atomic_write
 from midus_hf.look.page import Section, TextTable, as_png, new_figure, write_page
 from upscalers.methods.contract import get_method
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 
 # Options of methods that set sizes, which reports include even if they have the default.
 _SIZES = ("n", "k", "slots", "chapters", "memory_tokens", "rows", "sizes", "layers")

@@ -6,7 +6,8 @@ from typing import Any, get_args, get_origin
 from transformers import CONFIG_MAPPING
 
 from midus_hf.anatomy.types import ModelType
-from upscalers.architecture.layout import layout_read
+from upscalers.architecture.built_layout import read_layout
+from upscalers.architecture.layout import layout_from
 
 #: A model all of whose sizes differ, so that a size identifies its name.
 _SIZES = {
@@ -23,14 +24,15 @@ _DIMENSIONS |= {4 * 18: "queries", 2 * 18: "keys"}
 
 
 def written_layout(row: ModelType) -> dict[str, Any]:
-    """Return the layout of a main type, as `upscalers/architecture/written.py` reads it."""
+    """Return the layout of a main type, as `known_layout` of `upscalers/architecture/layout.py` reads it."""
     config_class = CONFIG_MAPPING[row.model_type]
     own = [field for field in fields(config_class) if field.name in vars(config_class)["__annotations__"]]
     flags = [field.name for field in own if field.name.endswith("_bias")]
 
     def read(**changes: bool) -> Any:
         off = dict.fromkeys((*flags, "tie_word_embeddings"), False)
-        return layout_read({"model_type": row.model_type, **_SIZES, **off, **changes}, row)
+        native = {"model_type": row.model_type, **_SIZES, **off, **changes}
+        return layout_from(native, **read_layout(native, row))
 
     def dimensions(shape: tuple[int, ...]) -> list[str]:
         return [_DIMENSIONS[size] for size in shape]

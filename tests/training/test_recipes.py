@@ -17,7 +17,7 @@ from midus_hf.memories.moc.options import PAPER, ChaptersOptions
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft.arguments import SftArguments
 from upscalers.architecture.flops import count_parameters
-from upscalers.plan.placements import place
+from upscalers.plan.plan import place
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, OF_CHATS, CONFIGS = (REPOSITORY / "configs" / name for name in ("train", "sft", "models"))

@@ -29,11 +29,11 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.checkpoints import layer as layer_of
 from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
-from upscalers.architecture.layer_roles import gain_offset
-from upscalers.architecture.layout import change_of_settings, settings_of
+from upscalers.architecture.built_layout import gain_offset, settings_of
+from upscalers.architecture.layout import change_of_settings
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.plan.plan import Base, New, Plan
-from upscalers.request.errors import VerificationError
+from upscalers.request import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 

@@ -21,8 +21,7 @@ from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_confi
 from upscalers.architecture import layout
 from upscalers.console import Console
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.request.errors import MethodError
-from upscalers.request.progress import shown
+from upscalers.request import MethodError, shown
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -267,7 +266,7 @@ def test_dry_runs_of_proven_families_import_no_torch_and_plan_what_the_model_of_
     results = without_torch(lines)
     assert len(results) == len(requests) == len(NATIVE_FAMILIES) * len(PLAIN)
 
-    monkeypatch.setattr(layout, "written_model", lambda native: None)
+    monkeypatch.setattr(layout, "known_layout", lambda native: None)
     layout._backbone.cache_clear()
     for case, request, (status, said) in zip(requests, requests.values(), results, strict=True):
         read = upscale(**request).to_dict()

@@ -29,7 +29,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, Made, arguments_of, memory_ids, trained
 from upscalers.methods import memory_methods
-from upscalers.request.errors import VerificationError
+from upscalers.request import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

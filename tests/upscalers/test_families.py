@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midus_hf.anatomy.types import MAIN_TYPES, model_type_of
 from scripts.anatomy.layouts import written_layout
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
-from upscalers.architecture import written
-from upscalers.architecture.layout import change_of_settings, layout_of, layout_read
-from upscalers.architecture.supported_bases import family_of
+from upscalers.architecture.built_layout import read_layout
+from upscalers.architecture.layer_tensors import family_of
+from upscalers.architecture.layout import change_of_settings, known_layout, layout_from, layout_of
 
 SIZES = {
     "vocab_size": 32,
@@ -120,12 +120,12 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type,
 @given(USUAL)
 def test_what_is_written_down_of_a_model_is_what_is_read_from_it(model_type, config):
     config = {"model_type": model_type, **config}
-    is_written = written.written_model(config) is not None
+    is_written = known_layout(config) is not None
     assert is_written or config != {"model_type": model_type, **LARGE}
     assume(is_written)
     layout, read = (
         layout_of(config),
-        layout_read(config, model_type_of(model_type)),
+        layout_from(config, **read_layout(config, model_type_of(model_type))),
     )  # which refuses what transformers refuses
     assert replace(layout, settings=(), values={}) == replace(read, settings=(), values={})
     assert [[*tensors] for tensors in layout.layers] == [[*tensors] for tensors in read.layers]
@@ -173,7 +173,7 @@ OF_TRANSFORMERS = {
 
 @pytest.mark.parametrize("changes", OF_TRANSFORMERS.values(), ids=OF_TRANSFORMERS)
 def test_what_only_transformers_reads_is_left_to_it(changes):
-    assert written.written_model({**SIZES, "model_type": "llama", **changes}) is None
+    assert known_layout({**SIZES, "model_type": "llama", **changes}) is None
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_2_1B, LLAMA_3_1_8B])
@@ -184,7 +184,7 @@ def test_what_published_configs_say_is_written_down(config):
         "pretraining_tp": 1,
         "transformers_version": "4.45.0",
     }
-    assert written.written_model({**config, **further}) is not None
+    assert known_layout({**config, **further}) is not None
 
 
 def test_a_type_is_read_as_no_other_type():

@@ -31,7 +31,7 @@ from tests.upscalers.checkpoints import (
     unverified,
 )
 from tests.upscalers.hub_server import Repository, files_of
-from upscalers.checkpoint.hub import prepare_repository
+from upscalers.checkpoint.source import prepare_repository
 from upscalers.runs import upscale as run
 
 DOWNLOADED = ("--base", "org/base", *REQUEST)

@@ -14,7 +14,7 @@ import torch
 from pairs import by_default
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, config_of, logits, same_tensors, save_base, unverified
-from upscalers.request.errors import VerificationError
+from upscalers.request import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 

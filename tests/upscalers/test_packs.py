@@ -27,7 +27,7 @@ from tests.upscalers.hub_server import Repository, files_of
 from upscalers.edits.chapters import zero
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import add_entries, delete_entries, replace_entries
-from upscalers.request.progress import Progress
+from upscalers.request import Progress
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -12,7 +12,7 @@ from midus_hf.memories.registry import MEMORY_TYPES
 from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method, register_method
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 from upscalers.runs.upscale import parse_size, upscale
 
 # A base of which there is no more than its config.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.upscalers.checkpoints import read_tensors
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.checkpoint.safetensors_format import copy_bytes, layout, read_header, write_all
-from upscalers.request.progress import Progress
+from upscalers.request import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 

@@ -14,7 +14,7 @@ from tests.upscalers.checkpoints import SMALL, logits, read_tensors, save_base, 
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import layout, read_tensor
-from upscalers.request.errors import VerificationError
+from upscalers.request import VerificationError
 from upscalers.runs import verify
 from upscalers.runs.upscale import upscale
 from upscalers.runs.verify import StreamedModel

@@ -24,7 +24,7 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.checkpoint import content_digest as digests
+from upscalers.checkpoint import safetensors_format as digests
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
@@ -265,7 +265,7 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
 def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, tmp_path):
     short = save_base(tmp_path / "short")
     opened = open_base(short)
-    names = digests.weight_names(opened)
+    names = opened.weight_names
     with digests.TensorDigests(opened.tensors, names) as started:
         result = started.finish()
     assert digests.content_sha256(result) == content_digest(read_tensors(short))

@@ -16,8 +16,7 @@ from tests.upscalers.checkpoints import RECORD, REQUEST, file_digests, save_base
 from upscalers.checkpoint.source import Source
 from upscalers.checkpoint.tokenizer import keep_tokenizer, name_processors
 from upscalers.edits.checkpoint_edit import shuffle
-from upscalers.request.errors import VerificationError
-from upscalers.request.progress import Progress
+from upscalers.request import Progress, VerificationError
 from upscalers.runs.strip import extract, strip
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"

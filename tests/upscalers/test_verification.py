@@ -22,7 +22,7 @@ from tests.upscalers.checkpoints import (
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
 from upscalers.plan.plan import Base, Plan
-from upscalers.request.errors import MethodError, VerificationError
+from upscalers.request import MethodError, VerificationError
 from upscalers.runs import verify, writing
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Copy, Fill, Recipe

@@ -7,8 +7,8 @@ from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
 from midus_hf.config.flops import Backbone
 from midus_hf.memories.flops import ModelFlops, estimate_flops, values_read
+from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.architecture.supported_bases import family_of
 
 # Types that multiply embeddings by a number, which is not visible in their tensors.
 _SCALE_EMBEDDINGS = ("gemma2", "gemma3_text")

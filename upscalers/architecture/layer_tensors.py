@@ -1,13 +1,14 @@
-"""Layers, tensors and their roles: the facts about a model that are needed to edit its tensors.
+"""Layers, tensors and their roles, and values of a config that describe single layers: what editing a model's tensors needs.
 
-A name such as `post_attention_layernorm` means different things in different families. The role of a tensor is
-therefore read from what a layer does, and never guessed from the tensor's name.
+A name such as `post_attention_layernorm` means different things in different families, so roles are read from what a layer does.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
+from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import NO_MEMORIES, Memories
 from midus_hf.memories.options import InsertedOptions
@@ -21,6 +22,49 @@ Settings = dict[str, Any]
 OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures")
 # Keys that do not change which tensors a model without memories has.
 NOT_OF_BACKBONE = (*OF_UPSCALING, "quantization_config")
+
+# Roles of the projections of a layer, in the order in which the layer uses them.
+MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
+# Projections that a method needs to predict or match matrices. Feed-forward networks of two matrices have no gate.
+NEEDED_MATRICES = frozenset(MATRIX_ROLES) - {"gate"}
+# What attention needs without its output projection, and the norm before attention.
+ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm", "attention"})
+# What follows the heads of an attention, up to the residual stream.
+ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
+
+# Lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the plan.
+PER_LAYER_KEYS = frozenset(
+    {
+        "layer_types", "layer_rope_theta", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer",
+        "indexer_types",
+    }
+)  # fmt: skip
+# Lists of layer indices: each index is replaced by the indices that the layer has in the upscaled model.
+LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices"})
+# Mappings by layer index, with entries for some layers: each entry follows its layer.
+PER_LAYER_MAPPING_KEYS = frozenset({"per_layer_config"})
+# Indices that separate leading layers from the others (layers before a mixture of experts, or up to the last one), each with what
+# must be added to it for the number of leading layers.
+LEADING_LAYERS_KEYS = {
+    "first_k_dense_replace": 0,
+    "num_dense_layers": 0,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": 1,
+}
+# The number of last layers that reuse keys and values of earlier layers.
+SHARED_LAYERS_KEY = "num_kv_shared_layers"
+# The setting of attention that says whether later layers read its keys and values.
+GIVES_KEYS = "store_full_length_kv"
+# Values that never describe single layers of the base, whatever their length, or that other code updates.
+NOT_PER_LAYER_KEYS = frozenset(
+    {
+        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens",
+        "begin_suppress_tokens", "forced_decoder_ids", "id2label", "label2id", "long_factor", "short_factor", "mrope_section",
+        "memory", "upscale", "quantization_config",
+    }
+)  # fmt: skip
+# Configs of Transformers that dequantise weights as they are loaded, by `quant_method`.
+_DEQUANTISING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 @dataclass(frozen=True)
@@ -141,15 +185,84 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
     return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.output_projection else ATTENTION_ROLES
 
 
-# Roles of the projections of a layer, in the order in which the layer uses them.
-MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
+def check_list(key: str, values: list[Any], num_layers: int, path: str | None = None) -> None:
+    """Check that a list which describes single layers fits the number of layers; other lists are ignored.
 
-# Roles of the projections that a method needs to predict or match matrices. Feed-forward networks of two matrices have
-# no gate.
-NEEDED_MATRICES = frozenset(MATRIX_ROLES) - {"gate"}
+    Args:
+        key: Name of the list.
+        values: The list.
+        num_layers: L, the number of layers.
+        path: Path that leads to the list from the top of the config. Default: the name.
 
-# Roles of what attention needs without its output projection, and of the norm before attention.
-ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm", "attention"})
+    Raises:
+        RequestError: If there is not one value per layer, or a layer that the model does not have.
+    """
+    path = path or key
+    if key in PER_LAYER_KEYS and len(values) != num_layers:
+        raise RequestError(
+            f"config.json lists {len(values)} {path}; expected {num_layers}, one per layer (num_hidden_layers). Repair the base "
+            "checkpoint."
+        )
+    if key in LAYER_INDEX_KEYS:
+        stray = [layer for layer in values if type(layer) is not int or not 0 <= layer < num_layers]
+        if stray:
+            raise RequestError(
+                f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {num_layers - 1} (num_hidden_layers is "
+                f"{num_layers}). Repair the base checkpoint."
+            )
 
-# Roles of what follows the heads of an attention, up to the residual stream.
-ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
+
+def check_lists(config: Mapping[str, Any]) -> None:
+    """Apply `check_list` to a config whose model could not be built or lacks tensors: a list may be the reason."""
+    num_layers = config.get("num_hidden_layers")
+    for key, values in config.items():
+        if isinstance(num_layers, int) and isinstance(values, list):
+            check_list(key, values, num_layers)
+
+
+def per_layer_lists(values: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
+    """Return the lists that describe single layers, by key, among the values of a config as transformers resolved it."""
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, list)
+        and key not in NOT_PER_LAYER_KEYS
+        and (key in LAYER_INDEX_KEYS or len(value) == num_layers)
+    }
+
+
+def family_of(config: Config) -> ModelType:
+    """Return the type of the model that a config describes, whether or not the model already hosts memory.
+
+    Raises:
+        RequestError: If the type cannot host memory or was not proven, or the model is quantised or has custom code.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise RequestError(
+            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(MAIN_TYPES)}. Restore the config.json that "
+            "the base was published with."
+        )
+    check_readable(config)
+    return model_type_of(model_type)
+
+
+def check_readable(config: Config) -> None:
+    """Refuse, with a `RequestError`, a model whose weights are quantised, or that has custom code."""
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        remedy = "Start from the unquantised checkpoint."
+        if method in _DEQUANTISING:
+            remedy = (
+                "Dequantise it first, in Python: AutoModelForCausalLM.from_pretrained(BASE, dtype='auto', quantization_config="
+                f"{_DEQUANTISING[method]}(dequantize=True)).save_pretrained('base'), and its AutoTokenizer likewise."
+            )
+        raise RequestError(
+            f"the base is quantised (quantization_config: {method or 'unknown'}); expected float32, float16 or bfloat16 weights. "
+            f"{remedy}"
+        )
+    if config.get("auto_map") and not str(config.get("model_type")).startswith(MEMORY_PREFIX):
+        raise RequestError(
+            "the base has custom code (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "If its weights are those of the native class, remove auto_map from config.json."
+        )

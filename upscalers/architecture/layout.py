@@ -1,38 +1,59 @@
-"""The layout of a model, which editing its tensors needs; for the main types it is written down (`written.py`).
+"""The layout of a model, which editing its tensors needs: layers, tensors, roles and memories, by its config.
 
-Other layouts are read from the model that transformers builds from the config on the meta device, which imports torch and
-transformers: this takes seconds, but no memory.
+Layouts of the main types follow from the table of types, without torch. Others, and main types whose config has a key or a value
+that the table does not cover, are read from the model that transformers builds (`built_layout.py`): seconds, but no memory.
 """
 
 import json
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-from midus_hf.anatomy.record import language_entry, record_of
-from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
+from midus_hf.anatomy.record import record_of
+from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, model_type_of
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
-from upscalers.architecture.layer_tensors import NOT_OF_BACKBONE, Config, LayerTensor, Layout, Settings, kept_roles
-from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, check_lists, per_layer_lists
-from upscalers.architecture.written import written_model
-from upscalers.request.errors import one_line
-
-if TYPE_CHECKING:
-    from torch import nn
+from upscalers.architecture.layer_tensors import (
+    GIVES_KEYS,
+    LAYER_INDEX_KEYS,
+    NOT_OF_BACKBONE,
+    NOT_PER_LAYER_KEYS,
+    PER_LAYER_KEYS,
+    PER_LAYER_MAPPING_KEYS,
+    SHARED_LAYERS_KEY,
+    Config,
+    LayerTensor,
+    Layout,
+    Settings,
+    Shape,
+    kept_roles,
+    per_layer_lists,
+)
 
 _LAYERS = "model.layers."
-# Setting of attention that says whether later layers read its keys and values.
-_GIVES_KEYS = "store_full_length_kv"
-_PLAIN = (bool, int, float, str, type(None))
 # Sizes that a config must have, and others that must be positive if present.
 _NEEDED, _POSITIVE = ("hidden_size", "num_attention_heads", "vocab_size"), ("num_key_value_heads", "head_dim")
+_TYPES = "layer_types"
+# Keys that change layers in ways that the row does not cover.
+_UNUSUAL = (PER_LAYER_KEYS - {_TYPES}) | LAYER_INDEX_KEYS | PER_LAYER_MAPPING_KEYS | {SHARED_LAYERS_KEY}
+# Number of layers from one with full attention to the next in families that alternate; a config of Gemma 3 may say another.
+_PERIOD_KEY, _PERIODS = "sliding_window_pattern", {"gemma2": 2, "gemma3_text": 6}
+# Keys that rotary embeddings of each type need, in a config of the family or, in Gemma 3, for each type of layers.
+_ROPE_NEEDS: dict[Any, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+}
+_NESTED_ROPE = {"full_attention", "sliding_attention"}
+_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+_DTYPES = (None, "float32", "float16", "bfloat16")
 
 
 def layout_of(config: Config) -> Layout:
@@ -81,98 +102,21 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
-    """Return the model that transformers builds from a config, on the meta device.
-
-    Args:
-        native: Content of a `config.json`, of a type that transformers knows.
-        classes: Class of the model by the class of its config.
-
-    Raises:
-        RequestError: If transformers cannot build the model.
-    """
-    import torch
-
-    try:
-        config = _resolved(native)
-        with torch.device("meta"):
-            return classes[type(config)](config)
-    except Exception as error:  # config classes and models raise whatever their checks raise
-        check_lists(language_entry(native))
-        raise RequestError(
-            f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
-            "config.json of the base."
-        ) from None
-
-
-def _resolved(native: Config) -> Any:
-    """Return the config that transformers reads from a file with this content."""
-    from transformers import CONFIG_MAPPING
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(native), encoding="utf-8")
-        return CONFIG_MAPPING[native["model_type"]].from_pretrained(folder, local_files_only=True)
-
-
 @cache
 def _backbone(content: str) -> Layout:
-    """Return the layout of a model without memories, by its config in JSON: stored, or else read from the built model."""
+    """Return the layout of a model without memories, by its config in JSON."""
     native = json.loads(content)
     _check_values(native)
-    written = written_model(native)
-    return (
-        layout_read(native, model_type_of(native["model_type"])) if written is None else _described(native, **written)
-    )
+    described = known_layout(native)
+    if described is None:
+        from upscalers.architecture.built_layout import read_layout
+
+        described = read_layout(native, model_type_of(native["model_type"]))
+    return layout_from(native, **described)
 
 
-def layout_read(native: Config, row: ModelType) -> Layout:
-    """Return the layout of a model without memories, read from the model of a type that transformers builds from a config."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from upscalers.architecture.layer_roles import read_roles
-
-    model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
-    config, modules = model.config, model.model.layers
-    held = model.state_dict(keep_vars=True)
-    names = {id(tensor): name for name, tensor in reversed(held.items())}
-    tied = {name: tuple(tensor.shape) for name, tensor in held.items() if names[id(tensor)] != name}
-    # Only tensors that a checkpoint holds.
-    stored = revert_weight_conversion(model, {name: tensor for name, tensor in held.items() if name not in tied})
-    parameters = revert_weight_conversion(
-        model, {name: held[name] for name, _ in model.named_parameters() if name not in tied}
-    )
-    buffers = frozenset(stored.keys() - parameters.keys())
-    roles = [read_roles(row, layer) for layer in modules]
-    layers: list[dict[str, LayerTensor]] = [{} for _ in modules]
-    for name, tensor in stored.items():
-        if name.startswith(_LAYERS):
-            number, _, within = name.removeprefix(_LAYERS).partition(".")
-            of_layer = roles[int(number)]
-            own = names.get(id(tensor), name).removeprefix(f"{_LAYERS}{number}.")  # before a conversion
-            role = of_layer.role(own)
-            layers[int(number)][within] = LayerTensor(
-                "buffer" if role == "base" and name in buffers else role,
-                tuple(tensor.shape),
-                of_layer.offsets.get(own, 0.0),
-                of_layer.parts.get(own.rpartition(".")[0]),
-            )
-    return _described(
-        native,
-        config,
-        layers,
-        implied_types=_implied_types(native, vars(config).get("layer_types")),
-        outer={name: tuple(tensor.shape) for name, tensor in stored.items() if not name.startswith(_LAYERS)},
-        tied=tied,
-        settings=tuple(settings_of(layer, vars(config).get(SHARED_LAYERS_KEY) or 0) for layer in modules),
-        expert_layers=frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
-        buffers=buffers,
-        is_converted=stored.keys() != held.keys() - tied.keys(),
-    )
-
-
-def _described(native: Config, config: Any, layers: list[dict[str, LayerTensor]], **described: Any) -> Layout:
-    """Return the layout of a model by its resolved config and the tensors of its layers; `described` has further values."""
+def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]], **described: Any) -> Layout:
+    """Return the layout of a model by its resolved config and its layers' tensors; `described` has other fields of `Layout`."""
     values = vars(config)
     types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
     lists = per_layer_lists(values, len(layers))
@@ -232,35 +176,6 @@ def _check_values(native: Config) -> None:
         )
 
 
-def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
-    """Return the types that layers have if a config lists none; `types` has those of this config."""
-    if native.get("layer_types") is None:
-        return types
-    unlisted = {key: value for key, value in native.items() if key != "layer_types"}
-    try:
-        implied: list[str] | None = vars(_resolved(unlisted)).get("layer_types")
-    except Exception:  # config classes raise whatever their checks raise
-        return None
-    return implied
-
-
-def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
-    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these.
-
-    Args:
-        layer: A layer of the model.
-        num_shared_layers: Number of layers that reuse keys and values of earlier layers. If there are none, the marks of the layers
-            that would be reused are ignored, which Transformers 5.24 sets all the same. Default: 0.
-    """
-    idle = () if num_shared_layers else (_GIVES_KEYS,)
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in layer.named_modules()
-        for name, value in [("class", type(module).__name__), *vars(module).items()]
-        if not name.startswith("_") and name not in ("training", *idle) and _is_plain(value)
-    }
-
-
 def change_of_settings(
     before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int], new_layers: Collection[int] = ()
 ) -> str | None:
@@ -278,12 +193,129 @@ def change_of_settings(
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):
             pair = before[source].get(name), after[index].get(name)
-            if name.endswith(_GIVES_KEYS) and index in new_layers and pair == (True, False):
+            if name.endswith(GIVES_KEYS) and index in new_layers and pair == (True, False):
                 continue
             if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):
                 return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, has {pair[0]!r}"
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+def known_layout(native: Config) -> dict[str, Any] | None:
+    """Return the arguments of `layout_from` for a main type, by its row in the table; None if transformers has to read the config.
+
+    The row has keys of the config with their types and defaults, and the tensors of a layer with their roles.
+    """
+    if native["model_type"] not in MAIN_TYPES:
+        return None
+    row = model_type_of(native["model_type"]).layout
+    kinds = {key: types for key, (_, *types) in row["keys"].items()}
+    values: Config = {**{key: default for key, (default, *_) in row["keys"].items()}, **native}
+    if not _is_usual(native, values, kinds):
+        return None
+    for key, value in (
+        ("head_dim", values["hidden_size"] // values["num_attention_heads"]),
+        ("num_key_value_heads", values["num_attention_heads"]),
+    ):
+        if values.get(key) is None:
+            values[key] = value
+    num_layers, heads, d = values["num_hidden_layers"], values["num_attention_heads"], values["head_dim"]
+    if d % 2 or heads % values["num_key_value_heads"]:
+        return None
+    implied = _implied_types(values)
+    if values.get(_TYPES) is None:
+        values[_TYPES] = implied
+    types = values[_TYPES]
+    if types is not None and len(types) != num_layers:
+        return None
+    sizes = {**values, "queries": heads * d, "keys": values["num_key_value_heads"] * d}
+
+    def shape(dimensions: list[str]) -> Shape:
+        return tuple(sizes[dimension] for dimension in dimensions)
+
+    layer = {
+        name: LayerTensor(role, shape(dimensions), offset)
+        for name, (role, dimensions, offset, condition) in row["layer"].items()
+        if condition is None or values[condition]
+    }
+    tied = {name: shape(row["outer"][name]) for name in row["tied"] if values["tie_word_embeddings"]}
+    return {
+        "config": SimpleNamespace(**values),
+        "layers": [layer] * num_layers,
+        "implied_types": implied,
+        "outer": {name: shape(dimensions) for name, dimensions in row["outer"].items() if name not in tied},
+        "tied": tied,
+        # Nothing else changes what a layer computes.
+        "settings": tuple({_TYPES: each} for each in types or [""] * num_layers),
+        "expert_layers": frozenset(),
+        "buffers": frozenset(),
+        "is_converted": False,
+    }
+
+
+def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
+    """Return whether a config has no value that the row does not cover, or that transformers might refuse."""
+    num_layers, pad = values["num_hidden_layers"], values.get("pad_token_id")
+    period = native.get(_PERIOD_KEY, 1)
+    activations = [values[key] for key in ("hidden_act", "hidden_activation") if key in kinds]
+    ropes = [native.get("rope_scaling"), native.get("rope_parameters")]
+    if native["model_type"] == "gemma3_text" and isinstance(ropes[1], dict):
+        if not ropes[1].keys() <= _NESTED_ROPE:
+            return False
+        ropes = [ropes[0], *ropes[1].values()]
+    return (
+        _UNUSUAL.isdisjoint(native)
+        and all(type(native[key]).__name__ in kinds[key] for key in native.keys() & kinds.keys())
+        and all(native[key] is not None for key in native.keys() & {"head_dim", "tie_word_embeddings"} - kinds.keys())
+        and not any(
+            isinstance(value, list) and len(value) == num_layers
+            for key, value in native.items()
+            if key not in {_TYPES, *NOT_PER_LAYER_KEYS}
+        )
+        and values["hidden_size"] % values["num_attention_heads"] == 0
+        and 0 <= values["initializer_range"] <= 1
+        and not values.get("use_bidirectional_attention")
+        and (pad is None or -1 <= pad < values["vocab_size"])
+        and type(period) is int
+        and period > 0
+        and all(activation in _ACTIVATIONS for activation in activations)
+        and all(native.get(key) in _DTYPES for key in ("dtype", "torch_dtype"))
+        and all(
+            _is_number(native.get(key, 1)) for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+        )
+        and all(map(_is_usual_rope, ropes))
+    )
+
+
+def _is_usual_rope(rope: Any) -> bool:
+    if rope is None:
+        return True
+    if not isinstance(rope, dict):
+        return False
+    numbers = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return (
+        isinstance(kind, str)
+        and kind in _ROPE_NEEDS
+        and _ROPE_NEEDS[kind] <= numbers.keys()
+        and all(map(_is_number, numbers.values()))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _implied_types(values: Config) -> list[str] | None:
+    """Return the types of layers if a config lists none; None if the family has no types."""
+    if "max_window_layers" in values and values["model_type"].startswith("qwen"):
+        slides = values["use_sliding_window"] and values["sliding_window"] is not None
+        first = values["max_window_layers"] if slides else values["num_hidden_layers"]
+        sliding = [layer >= first for layer in range(values["num_hidden_layers"])]
+    elif values["model_type"] in _PERIODS:
+        period = _PERIODS[values["model_type"]]
+        if values["model_type"] == "gemma3_text":
+            period = values.get(_PERIOD_KEY, period)
+        sliding = [(layer + 1) % period > 0 for layer in range(values["num_hidden_layers"])]
+    else:
+        return None
+    return ["sliding_attention" if slides else "full_attention" for slides in sliding]

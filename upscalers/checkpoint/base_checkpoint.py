@@ -15,10 +15,8 @@ from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import write_text
 from midus_hf.sources.names import MERGE_ADAPTER, gguf_refusal
-from upscalers.architecture.layer_tensors import Config, Layout, Shape
+from upscalers.architecture.layer_tensors import Config, Layout, Shape, check_lists, check_readable, family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.architecture.per_layer import check_lists
-from upscalers.architecture.supported_bases import check_readable, family_of
 from upscalers.checkpoint.composite_model import CompositeModel, composite_model_of
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
@@ -26,9 +24,8 @@ from upscalers.checkpoint.safetensors_format import (
     TORCH_NAMES,
     StoredTensor,
     dtype_of_most,
-    holds_the_same,
+    stored_tensors,
 )
-from upscalers.checkpoint.stored_weights import stored_tensors
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -90,7 +87,7 @@ class BaseCheckpoint:
         return frozenset(
             name
             for name in self.layout.tied
-            if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[self.embedding_name])
+            if name in self.tensors and self.tensors[name].holds_the_same(self.tensors[self.embedding_name])
         )
 
     @property
@@ -103,6 +100,12 @@ class BaseCheckpoint:
         """Names of tensors that do not count as parameters: tied heads, buffers, and unexpected tensors."""
         buffers = {self.prefix + name.removeprefix(_PREFIX) for name in self.layout.buffers}
         return {*self.repeated_names, *self.unexpected, *buffers}
+
+    @property
+    def weight_names(self) -> dict[str, str]:
+        """Name in digests (without `model.`) of each weight that transformers saves again, by its stored name."""
+        left_out = {*self.repeated_names, *self.unexpected}
+        return {name: name.removeprefix(self.prefix) for name in self.tensors if name not in left_out}
 
     @property
     def auto_class(self) -> str:

@@ -17,8 +17,7 @@ from midus_hf.anatomy.record import LANGUAGE_KEY, language_entry
 from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
 from upscalers.architecture.layer_tensors import OF_UPSCALING, Config, Shape
-from upscalers.architecture.layout import model_on_meta
-from upscalers.request.errors import one_line
+from upscalers.request import one_line
 
 _STACK, _HEAD = "model.", "lm_head."
 _HOST = "Midus"  # prefix of the names of classes that host memory
@@ -139,6 +138,7 @@ def _built(native: str) -> CompositeModel:
     from transformers.core_model_loading import revert_weight_conversion
 
     from midus_hf.memories.hosting.parts import decoder_of
+    from upscalers.architecture.built_layout import model_on_meta
 
     model_type = json.loads(native)["model_type"]
 

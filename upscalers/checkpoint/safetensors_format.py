@@ -1,16 +1,19 @@
-"""The safetensors file format: a length, a JSON header, and bytes.
+"""Weights in a folder: the files that transformers would load, the position of each tensor, and digests of their bytes.
 
-The safetensors library writes a file only from tensors that are all in memory. This module writes shards as a stream,
-one tensor at a time, and reads tensors by position, so that a whole shard is never in memory.
+The safetensors library writes a file only from tensors that are all in memory. Here shards are written as a stream, one tensor at a
+time, and tensors are read by position.
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
 import struct
+import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from midus_hf.config.errors import RequestError
-from upscalers.request.errors import one_line
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from midus_hf.files.json_text import parse_json
+from upscalers.request import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +33,12 @@ ITEM_BYTES = {
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Integer dtypes that are read, of memories: torch's name by the name in safetensors.
+# Integer dtypes that are read, of memories.
 INTEGER_NAMES = {"I64": "int64"}
 INTEGERS = "I64"
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 20
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
 
 
@@ -51,36 +56,34 @@ class StoredTensor:
         """Number of bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def chunks(self, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
+        """Yield the tensor's bytes in order, `size` at once."""
+        assert self.file is not None
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            for left in range(self.num_bytes, 0, -size):
+                data = file.read(min(size, left))
+                if len(data) < min(size, left):
+                    raise OSError(f"{self.file.name} ended {left - len(data)} bytes early")
+                yield data
+
+    def holds_the_same(self, other: "StoredTensor") -> bool:
+        """Return whether another tensor has the same dtype, shape and bytes, reading no further than the first difference."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        return all(first == second for first, second in zip(self.chunks(), other.chunks(), strict=True))
+
 
 def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
     """Read a tensor, and cast it unless it holds integers; by default it keeps its dtype."""
     import torch
 
-    assert stored.file is not None
     tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES)[stored.dtype]))
-    unread, position = tensor.view(-1).view(torch.uint8).numpy().data, stored.start
-    with stored.file.open("rb", buffering=0) as file:
-        while unread:
-            num_bytes = os.preadv(file.fileno(), [unread], position)
-            if not num_bytes:
-                raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
-            unread, position = unread[num_bytes:], position + num_bytes
+    view, position = tensor.view(-1).view(torch.uint8).numpy().data, 0
+    for data in stored.chunks():
+        view[position : position + len(data)] = data
+        position += len(data)
     return tensor if dtype is None or stored.dtype in INTEGER_NAMES else tensor.to(dtype)
-
-
-def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
-    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first difference."""
-    assert left.file is not None and right.file is not None
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return False
-    with left.file.open("rb", buffering=0) as first, right.file.open("rb", buffering=0) as second:
-        for start in range(0, left.num_bytes, _CHUNK_BYTES):
-            length = min(_CHUNK_BYTES, left.num_bytes - start)
-            if os.pread(first.fileno(), length, left.start + start) != os.pread(
-                second.fileno(), length, right.start + start
-            ):
-                return False
-    return True
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -126,20 +129,18 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, 
 
 def copy_bytes(source: int, source_start: int, target: int, target_start: int, num_bytes: int) -> None:
     """Copy a range between the descriptors of two open files inside the kernel, or through a buffer where the kernel cannot."""
-    chunk = 1 << 26
     in_kernel = hasattr(os, "copy_file_range")
     while num_bytes:
-        wanted = min(chunk, num_bytes)
         if in_kernel:
             try:
-                copied = os.copy_file_range(source, target, wanted, source_start, target_start)
+                copied = os.copy_file_range(source, target, min(1 << 26, num_bytes), source_start, target_start)
             except OSError as error:
                 if error.errno in _NOT_IN_KERNEL:
                     in_kernel = False
                     continue
                 raise
         else:
-            data = os.pread(source, min(wanted, 1 << 22), source_start)
+            data = os.pread(source, min(_CHUNK_BYTES, num_bytes), source_start)
             write_all(target, data, target_start)
             copied = len(data)
         if copied == 0:
@@ -162,3 +163,97 @@ def dtype_of_most(tensors: Iterable[Any]) -> str:
         if tensor.dtype in TORCH_NAMES:
             sizes[tensor.dtype] += tensor.num_bytes
     return sizes.most_common(1)[0][0]
+
+
+def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
+    """Return the position of each tensor of a checkpoint, by its stored name; None if there are no weights and none are needed."""
+    if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
+        return read_header(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_tensors(folder, needs_weights)
+    if not needs_weights:
+        return None
+    raise RequestError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
+
+
+def missing_weights(base: str, files: Iterable[str]) -> str:
+    """Return the message about a base (a folder or hub id) whose files include no weights that can be read."""
+    weights = (file for file in sorted(files) if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")))
+    held = next((file for file in weights if file != "training_args.bin"), "no weights")
+    remedy = "Give a checkpoint that transformers loads."
+    if held.endswith(".bin"):
+        remedy = (
+            f"Write safetensors first, in Python: AutoModelForCausalLM.from_pretrained({base!r}).save_pretrained('base'), and its "
+            "AutoTokenizer likewise."
+        )
+    return f"{base!r} holds {held}; expected {SINGLE_FILE} or an index of shards, {INDEX_FILE}. {remedy}"
+
+
+def _indexed_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
+    index_path = folder / INDEX_FILE
+    try:
+        weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
+        ) from None
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for name in files:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise RequestError(
+                f"{index_path.name} names the shard {name!r}; expected a .safetensors file in the same folder."
+            )
+        if not (folder / name).is_file() and not needs_weights:
+            return None
+        headers[name] = read_header(folder / name) if (folder / name).is_file() else {}
+    for name, file in weight_map.items():
+        if name not in headers[str(file)]:
+            raise RequestError(
+                f"{index_path.name} places {name} in {file}, which is missing or does not hold it. Download or save the base again."
+            )
+    # transformers also loads tensors that the files hold but the index omits.
+    forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}
+
+
+def content_sha256(digests: Mapping[str, str]) -> str:
+    """Return the SHA-256 of a whole checkpoint from the digests of its tensors by name, in any order."""
+    lines = (f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class TensorDigests:
+    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
+        self._tensors, self._names = tensors, names
+        self._futures: dict[str, Future[str]] = {}
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(thread_name_prefix="digest")
+
+    def __enter__(self) -> "TensorDigests":
+        return self
+
+    def add(self, name: str) -> None:
+        """Start hashing a tensor, ideally right after other code has read it; a tensor not in `names` or already added is skipped."""
+        if name in self._names and name not in self._futures:
+            self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
+
+    def finish(self) -> dict[str, str]:
+        """Return the digests of all tensors, by their name in the result, sorted."""
+        for name in self._names:
+            self.add(name)
+        return dict(sorted((self._names[name], future.result()) for name, future in self._futures.items()))
+
+    def _digest(self, tensor: StoredTensor) -> str:
+        digest = hashlib.sha256(f"{tensor.dtype}:{list(tensor.shape)}\n".encode())
+        for data in tensor.chunks():
+            if self._stopped.is_set():
+                break
+            digest.update(data)
+        return digest.hexdigest()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        self._pool.shutdown(cancel_futures=True)

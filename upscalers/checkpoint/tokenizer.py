@@ -9,8 +9,7 @@ from typing import Any
 from midus_hf.config.wording import first_line
 from midus_hf.files.json_text import read_json
 from upscalers.checkpoint.source import Source
-from upscalers.request.errors import VerificationError
-from upscalers.request.progress import Progress
+from upscalers.request import Progress, VerificationError
 
 TOKENIZER_CONFIG, TOKENIZER_JSON = "tokenizer_config.json", "tokenizer.json"
 _PROCESSOR, _PREPROCESSOR, _VIDEO = (

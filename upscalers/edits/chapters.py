@@ -18,7 +18,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.safetensors_format import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
-from upscalers.request.progress import Progress, shown
+from upscalers.request import Progress, shown
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 

@@ -22,12 +22,10 @@ from midus_hf.memories.controls import num_value_rows
 from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
 from midus_hf.memories.registry import memory_type
 from upscalers.architecture.layer_tensors import Config
-from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
-from upscalers.checkpoint.source import copy_travelling_files, resolve_source, travelling_files
+from upscalers.checkpoint.source import bytes_of_banks, copy_travelling_files, resolve_source, travelling_files
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
-from upscalers.request.options import check_seed
-from upscalers.request.progress import Progress
+from upscalers.request import Progress, check_seed
 from upscalers.runs.writing import CheckpointFolder, write_code_of, written_from
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.writer import OutputTensor

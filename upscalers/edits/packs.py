@@ -15,9 +15,8 @@ from midus_hf.files.outputs import exclusive, write_text
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.packs.bank_files import has_glossary
 from midus_hf.memories.packs.options import PacksOptions
-from upscalers.checkpoint.banks import copy_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
-from upscalers.checkpoint.source import fetch_files, resolve_source
+from upscalers.checkpoint.source import copy_banks, fetch_files, resolve_source
 from upscalers.edits.banks import datasets_cache
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit, remove_results
 from upscalers.methods.engram import tokenizer_of, vocabulary_of

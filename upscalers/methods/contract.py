@@ -13,12 +13,9 @@ from midus_hf.config.wording import one_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.layer_config import follow_plan
-from upscalers.plan.placements import place
-from upscalers.plan.plan import New, Plan, insertion_plan
-from upscalers.request.progress import Progress
-from upscalers.tensors.layer_blocks import block_recipes
-from upscalers.tensors.recipes import Copy, Recipe
-from upscalers.tensors.solver import Measurement
+from upscalers.plan.plan import New, Plan, insertion_plan, place
+from upscalers.request import Progress
+from upscalers.tensors.recipes import Copy, Measurement, Recipe, block_recipes
 
 METHODS: dict[str, type["Method"]] = {}
 

@@ -14,8 +14,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod
 from upscalers.plan.plan import New, Plan
-from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
-from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
+from upscalers.tensors.recipes import Copy, Measurement, Recipe, Scratch, Solver, SolverTensor, stacked, tensor_seed
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, FusionMethod, FusionOptions, IdentityInit, MatrixMethod
 from upscalers.plan.plan import New
-from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, stacked
+from upscalers.tensors.recipes import Measurement, Recipe, Scratch, Solver, SolverTensor, stacked
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from upscalers.methods.contract import register_method
 from upscalers.methods.engram import tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
-from upscalers.request.progress import Progress
+from upscalers.request import Progress
 
 if TYPE_CHECKING:
     from midus_hf.memories.packs.glossary import Glossary

@@ -6,13 +6,14 @@ from typing import Any
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.entries import MemoryEntry
-from upscalers.architecture.layer_tensors import Config, Layout
-from upscalers.architecture.per_layer import (
+from upscalers.architecture.layer_tensors import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,
     NOT_PER_LAYER_KEYS,
     PER_LAYER_KEYS,
     PER_LAYER_MAPPING_KEYS,
+    Config,
+    Layout,
     check_list,
 )
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint

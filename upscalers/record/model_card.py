@@ -12,15 +12,13 @@ from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.memories.entries import Memories
 from upscalers.architecture.layer_tensors import Config
-from upscalers.checkpoint.hub import check_repo_id
-from upscalers.checkpoint.source import Source
+from upscalers.checkpoint.source import Source, check_repo_id
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import ParameterCounts
-from upscalers.request.errors import one_line
-from upscalers.request.progress import Progress
-from upscalers.tensors.solver import Measurement, summary_table
+from upscalers.request import Progress, one_line
+from upscalers.tensors.recipes import Measurement, summary_table
 
 # What begins a request in a card.
 _REQUEST = "```yaml\n"

@@ -16,10 +16,8 @@ from upscalers.methods.contract import Method
 from upscalers.plan.layer_config import pattern_concern
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import ParameterCounts
-from upscalers.request.errors import MethodError, one_line
-from upscalers.tensors.layer_blocks import LayerBlocks
-from upscalers.tensors.recipes import Combine, Copy, Integers, Recipe
-from upscalers.tensors.solver import solved_parts
+from upscalers.request import MethodError, one_line
+from upscalers.tensors.recipes import Combine, Copy, Integers, LayerBlocks, Recipe, solved_parts
 from upscalers.tensors.writer import OutputTensor, in_file_order
 
 Recipes = Mapping[str, Recipe]

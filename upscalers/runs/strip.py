@@ -14,17 +14,20 @@ from midus_hf.files.outputs import STRIPPED_KEY
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
+from upscalers.checkpoint.safetensors_format import (
+    TORCH_NAMES,
+    TensorDigests,
+    content_sha256,
+    dtype_of_most,
+    stored_tensors,
+)
 from upscalers.checkpoint.source import resolve_source
-from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.checkpoint.tokenizer import CHANGED_FILES, CHANGED_KEY, REWRITTEN_KEY, keep_tokenizer
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_plan, read_record, read_upscaled, write_record
-from upscalers.request.progress import Progress
+from upscalers.request import Progress
 from upscalers.runs.writing import CheckpointFolder, write_part, written_from
-from upscalers.tensors.layer_blocks import LayerBlocks, block_recipes
-from upscalers.tensors.recipes import Copy
+from upscalers.tensors.recipes import Copy, LayerBlocks, block_recipes
 from upscalers.tensors.writer import OutputTensor, in_file_order, split_shards
 
 
@@ -178,7 +181,7 @@ def _compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record:
 
 def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[str, str]:
     """Return the name of each base weight in digests, by the name of the tensor that holds it in the upscaled model."""
-    weights = weight_names(model)
+    weights = model.weight_names
     return {
         tensor.recipe.source: tensor.name.removeprefix(model.prefix)
         for tensor in tensors

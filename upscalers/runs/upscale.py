@@ -13,16 +13,19 @@ from typing import Any
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.sources.names import check_sources
-from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.checkpoint.hub import check_account, check_repo_id, prepare_repository, push_folder
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
-from upscalers.checkpoint.source import resolve_source
+from upscalers.checkpoint.source import (
+    bytes_of_banks,
+    check_account,
+    check_repo_id,
+    prepare_repository,
+    push_folder,
+    resolve_source,
+)
 from upscalers.methods.contract import Method, get_method
 from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
-from upscalers.request.errors import one_line
-from upscalers.request.options import check_seed, parse_options
-from upscalers.request.progress import Progress, shown
+from upscalers.request import Progress, check_seed, one_line, parse_options, shown
 from upscalers.runs.job import Job
 from upscalers.runs.writing import CheckpointFolder, write_upscaled
 

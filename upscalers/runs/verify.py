@@ -20,8 +20,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_tensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import Identity
-from upscalers.request.errors import VerificationError, one_line
-from upscalers.request.progress import Progress
+from upscalers.request import Progress, VerificationError, one_line
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16

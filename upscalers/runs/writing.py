@@ -15,16 +15,13 @@ from midus_hf.files.outputs import OutputFolder
 from midus_hf.memories.bank import Bank, bank_patterns, banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
-from upscalers.checkpoint.banks import bytes_of_banks, copy_banks, tie_banks
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
-from upscalers.checkpoint.source import copy_travelling_files
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, TensorDigests, content_sha256, read_header
+from upscalers.checkpoint.source import bytes_of_banks, copy_banks, copy_travelling_files, tie_banks
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
-from upscalers.request.errors import one_line
-from upscalers.request.progress import Progress, shown
+from upscalers.request import Progress, one_line, shown
 from upscalers.runs.job import Job
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, WriteSummary, split_shards
 
@@ -68,7 +65,7 @@ def write_upscaled(
     config = {**job.config, RECORD_KEY: {}}
     if hosts:
         config["auto_map"] = _auto_map(base.whole_config(config)["model_type"])
-    shards, digested = split_shards(job.made, max_shard_bytes), TensorDigests(base.tensors, weight_names(base))
+    shards, digested = split_shards(job.made, max_shard_bytes), TensorDigests(base.tensors, base.weight_names)
     with folder.writing() as partial, digested as digests:
         written = CheckpointWriter(base.tensors, verify, progress, digests.add, base.stored_name).write(
             partial, shards

@@ -19,9 +19,19 @@ from upscalers.checkpoint.safetensors_format import (
     layout,
     write_all,
 )
-from upscalers.request.progress import Progress
-from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, Rows
-from upscalers.tensors.solver import Measurement, Scratch, Solver, SolverTensor, solved_parts
+from upscalers.request import Progress
+from upscalers.tensors.recipes import (
+    Combine,
+    Copy,
+    Fill,
+    Measurement,
+    Recipe,
+    Rows,
+    Scratch,
+    Solver,
+    SolverTensor,
+    solved_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -189,8 +199,9 @@ class CheckpointWriter:
         self._progress.advance(tensor.num_bytes)
 
     def _copy_bytes(self, source: StoredTensor, first: int, target: int, start: int, num_bytes: int) -> None:
-        with _reading(source) as file:
-            copy_bytes(file, source.start + first, target, start, num_bytes)
+        assert source.file is not None
+        with source.file.open("rb", buffering=0) as file:
+            copy_bytes(file.fileno(), source.start + first, target, start, num_bytes)
         self._bytes_read += num_bytes
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
@@ -231,15 +242,9 @@ class CheckpointWriter:
         import torch
 
         dtype = getattr(torch, TORCH_NAMES[source.dtype])
-        position, end = source.start, source.start + source.num_bytes
-        with _reading(source) as file:
-            while position < end:
-                data = bytearray(os.pread(file, min(_CHUNK_ELEMENTS * dtype.itemsize, end - position), position))
-                if len(data) % dtype.itemsize or not data:
-                    raise OSError(f"the base file ended {end - position - len(data)} bytes early")
-                self._bytes_read += len(data)
-                yield torch.frombuffer(data, dtype=dtype)
-                position += len(data)
+        for data in source.chunks(_CHUNK_ELEMENTS * dtype.itemsize):
+            self._bytes_read += len(data)
+            yield torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -266,14 +271,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _reading(source: StoredTensor) -> Iterator[int]:
-    """Open the file that holds a tensor, and yield its descriptor."""
-    assert source.file is not None
-    with source.file.open("rb", buffering=0) as file:
-        yield file.fileno()
 
 
 def _refuse_not_finite(values: "torch.Tensor", name: str, what: str, remedy: str) -> None:

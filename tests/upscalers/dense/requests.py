@@ -5,13 +5,13 @@ from typing import Any
 
 from tiny import NATIVE_FAMILIES
 
+from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
-from upscalers.architecture.supported_bases import family_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import UpscaleReport
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 
 # Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was.

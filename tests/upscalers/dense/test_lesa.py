@@ -16,12 +16,11 @@ from tests.upscalers.solvers.recording import Recorder
 from upscalers.architecture.layer_tensors import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
-from upscalers.request.options import parse_options
+from upscalers.request import parse_options
 from upscalers.runs.upscale import upscale
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.layer_predictor import new_predictor
-from upscalers.tensors.recipes import tensor_seed
-from upscalers.tensors.solver import Scratch
+from upscalers.tensors.recipes import Scratch, tensor_seed
 
 LAYERS, SIZE = 16, 64
 GAPS = {8: (7, 8), 10: (8, 9)}

@@ -33,8 +33,8 @@ from tests.upscalers.solvers.recording import Recorder
 from upscalers.methods import contract
 from upscalers.methods.contract import METHODS, register_method
 from upscalers.methods.dense_block import DenseMethod
-from upscalers.plan.placements import place
-from upscalers.request.options import parse_options
+from upscalers.plan.plan import place
+from upscalers.request import parse_options
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine

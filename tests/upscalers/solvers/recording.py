@@ -1,6 +1,6 @@
 """Progress that remembers what it was told."""
 
-from upscalers.request.progress import Progress
+from upscalers.request import Progress
 
 
 class Recorder(Progress):

@@ -1,17 +1,25 @@
-"""Roles of a decoder layer's tensors, read from the layer that transformers builds on the meta device.
+"""The layout of a model, read from what transformers builds from its config on the meta device.
 
-Projections are identified by their names and shapes, and norms around them by the row of the type. Whether a norm
-multiplies by its weight or by 1 + weight is determined from its outputs.
+Projections are identified by their names and shapes, and norms around them by the row of the type. Whether a norm multiplies by its
+weight or by 1 + weight is determined from its outputs.
 """
 
 import copy
+import json
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.core_model_loading import revert_weight_conversion
 
+from midus_hf.anatomy.record import language_entry
 from midus_hf.anatomy.types import ModelType
+from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.parts import (
     FEED_FORWARDS,
     KEY_NORMS,
@@ -21,7 +29,18 @@ from midus_hf.memories.hosting.parts import (
     has_heads,
     stacked_rows,
 )
+from upscalers.architecture.layer_tensors import (
+    GIVES_KEYS,
+    SHARED_LAYERS_KEY,
+    Config,
+    LayerTensor,
+    Settings,
+    check_lists,
+)
+from upscalers.request import one_line
 
+_LAYERS = "model.layers."
+_PLAIN = (bool, int, float, str, type(None))
 _PROJECTIONS = {name: role for role in ("query", "key", "value") for name in PROJECTIONS[role]}
 _HEAD_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "query_norm"),
@@ -41,6 +60,108 @@ _OF_LAYERS = {
 }
 # Seed and number of the rows that a norm is tested with.
 _SEED, _ROWS = 0, 4
+
+
+def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
+    """Return the model that transformers builds from a config, on the meta device.
+
+    Args:
+        native: Content of a `config.json`, of a type that transformers knows.
+        classes: Class of the model by the class of its config.
+
+    Raises:
+        RequestError: If transformers cannot build the model.
+    """
+    try:
+        config = _resolved(native)
+        with torch.device("meta"):
+            return classes[type(config)](config)
+    except Exception as error:  # config classes and models raise whatever their checks raise
+        check_lists(language_entry(native))
+        raise RequestError(
+            f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
+            "config.json of the base."
+        ) from None
+
+
+def _resolved(native: Config) -> Any:
+    """Return the config that transformers reads from a file with this content."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(native), encoding="utf-8")
+        return CONFIG_MAPPING[native["model_type"]].from_pretrained(folder, local_files_only=True)
+
+
+def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
+    """Return the arguments of `layout_from` for a model without memories, read from what transformers builds from its config."""
+    model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
+    config, modules = model.config, model.model.layers
+    held = model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in reversed(held.items())}
+    tied = {name: tuple(tensor.shape) for name, tensor in held.items() if names[id(tensor)] != name}
+    # Only tensors that a checkpoint holds.
+    stored = revert_weight_conversion(model, {name: tensor for name, tensor in held.items() if name not in tied})
+    parameters = revert_weight_conversion(
+        model, {name: held[name] for name, _ in model.named_parameters() if name not in tied}
+    )
+    buffers = frozenset(stored.keys() - parameters.keys())
+    roles = [read_roles(row, layer) for layer in modules]
+    layers: list[dict[str, LayerTensor]] = [{} for _ in modules]
+    for name, tensor in stored.items():
+        if name.startswith(_LAYERS):
+            number, _, within = name.removeprefix(_LAYERS).partition(".")
+            of_layer = roles[int(number)]
+            own = names.get(id(tensor), name).removeprefix(f"{_LAYERS}{number}.")  # before a conversion
+            role = of_layer.role(own)
+            layers[int(number)][within] = LayerTensor(
+                "buffer" if role == "base" and name in buffers else role,
+                tuple(tensor.shape),
+                of_layer.offsets.get(own, 0.0),
+                of_layer.parts.get(own.rpartition(".")[0]),
+            )
+    return {
+        "config": config,
+        "layers": layers,
+        "implied_types": _implied_types(native, vars(config).get("layer_types")),
+        "outer": {name: tuple(tensor.shape) for name, tensor in stored.items() if not name.startswith(_LAYERS)},
+        "tied": tied,
+        "settings": tuple(settings_of(layer, vars(config).get(SHARED_LAYERS_KEY) or 0) for layer in modules),
+        "expert_layers": frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
+        "buffers": buffers,
+        "is_converted": stored.keys() != held.keys() - tied.keys(),
+    }
+
+
+def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
+    """Return the types that layers have if a config lists none; `types` has those of this config."""
+    if native.get("layer_types") is None:
+        return types
+    unlisted = {key: value for key, value in native.items() if key != "layer_types"}
+    try:
+        implied: list[str] | None = vars(_resolved(unlisted)).get("layer_types")
+    except Exception:  # config classes raise whatever their checks raise
+        return None
+    return implied
+
+
+def settings_of(layer: nn.Module, num_shared_layers: int = 0) -> Settings:
+    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these.
+
+    Args:
+        layer: A layer of the model.
+        num_shared_layers: Number of layers that reuse keys and values of earlier layers. If there are none, the marks of the layers
+            that would be reused are ignored, which Transformers 5.24 sets all the same. Default: 0.
+    """
+    idle = () if num_shared_layers else (GIVES_KEYS,)
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in layer.named_modules()
+        for name, value in [("class", type(module).__name__), *vars(module).items()]
+        if not name.startswith("_") and name not in ("training", *idle) and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
 @dataclass
