@@ -11,13 +11,14 @@ import os
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import midus_hf.ops
-from midus_hf.carried import standins
+from midus_hf.carried import absent, standins
 from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
@@ -70,7 +71,11 @@ def carried_module(config: Any) -> str:
         classes = [*(getattr(sys.modules[type(config).__module__], name) for name in sorted(named)), *types]
         roots = [Name(each.__module__, each.__name__) for each in classes]
         packages = _OWN | {root.module.partition(".")[0] for root in roots}
-        body = Closure(roots, packages, _stand_ins()).text()
+        stand_ins = dict(_stand_ins())
+        for name, is_present in (("HostLayer", memories.attached), ("MemoryBlock", memories.inserted)):
+            if not is_present:
+                stand_ins[name] = Name(absent.__name__, name)
+        body = Closure(roots, packages, stand_ins).text()
         family = type(config).__name__.removesuffix("Config").removeprefix("Midus")
         digest = hashlib.sha256(body.encode()).hexdigest()
         header = _HEADER.format(family=family, version=__version__, kinds=", ".join(kinds), digest=digest)
@@ -144,19 +149,28 @@ class Closure:
 
     def text(self) -> str:
         """Return the source of the module: imports, then the definitions of each module behind those of modules that it imports."""
-        sections, imports = [], set()
+        sections: list[str] = []
+        imports: dict[str, set[str]] = {}  # names by the library's module; modules themselves by an empty name
         for module in self._order():
             source = self._source(module)
             names = [name for name in source.definitions if Name(module, name) in self._kept]
             calls = dict.fromkeys(call for name in names for call in source.calls_of(name))
             texts = list(dict.fromkeys([self._kept[Name(module, name)] for name in names] + list(calls)))
-            imports |= {
-                source.import_line(name) for text in texts for name in names_read(text) & source.libraries.keys()
-            }
+            for name in {name for text in texts for name in names_read(text) & source.libraries.keys()}:
+                library, called = source.libraries[name]
+                imports.setdefault(library, set()).add(called if called == name else f"{called} as {name}")
             texts = [f"{called} = {meant}\n" for called, meant in self._aliases.get(module, {}).items()] + texts
             if texts:
                 sections.append(f"# {module}\n{_listed(texts)}")
-        return "\n".join(sorted(imports)) + "\n\n\n" + "\n\n".join(sections)
+        lines = [f"import {name}" for name in sorted(imports.pop("", ()))]
+        for library, listed in sorted(imports.items()):
+            line = f"from {library} import {', '.join(sorted(listed))}"
+            if len(line) > 120:
+                line = textwrap.fill(
+                    f"from {library} import ({', '.join(sorted(listed))})", 120, subsequent_indent="    "
+                )
+            lines.append(line)
+        return "\n".join(lines) + "\n\n\n" + "\n\n".join(sections)
 
     def _source(self, module: str) -> Source:
         if module not in self._sources:

@@ -70,12 +70,6 @@ class Source:
         """Return the calls at the top level that use a definition, such as those that register it."""
         return [call for call in self._calls if name in names_read(call)]
 
-    def import_line(self, name: str) -> str:
-        """Return the line that imports a name from a library."""
-        module, called = self.libraries[name]
-        listed = called if called == name else f"{called} as {name}"
-        return f"from {module} import {listed}" if module else f"import {listed}"
-
     def _take(self, statement: ast.stmt, following: ast.stmt | None) -> None:
         if isinstance(statement, ast.ImportFrom | ast.Import):
             self._note_import(statement)

@@ -123,7 +123,7 @@ def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints
     # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps these alone. A family may
     # pass a block, by place, what only parts read that the block dropped.
     by_place = {owner: forward.args.vararg.arg for owner, forward in forwards.items() if forward.args.vararg}
-    assert by_place == {"HostLayer": "args", "MemoryBlock": "args"}
+    assert by_place == {"MemoryBlock" if method.startswith("midus") else "HostLayer": "args"}
 
 
 @on_llama
@@ -144,6 +144,8 @@ def test_a_name_means_the_same_in_the_modules_of_all_memories(checkpoints):
         for statement in ast.parse(source).body:
             text = ast.unparse(statement)
             for name in defined(statement) if "Midus" not in text.splitlines()[0] else ():
+                if name in ("HostLayer", "MemoryBlock"):  # one stands for what the model does not have
+                    continue
                 other, before = written.setdefault(name, (method, text))
                 assert before == text, f"{name} of {other} and of {method}"
 

@@ -105,8 +105,8 @@ class HostStack(nn.Module):
     memory_tables: Any
     #: Names of the arguments of the forward that memories take.
     memory_input_names: set[str]
-    #: Services that the memories need, by key.
-    services: dict[str, Service]
+    #: Services that the memories need, by key; not typed, so that code of checkpoints without services needs none.
+    services: dict[str, Any]
     #: What `banks` of a model returns.
     own_banks: Any = None
 
