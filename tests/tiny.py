@@ -110,3 +110,9 @@ def save_tiny_tokenizer(folder: Path, **kwargs: Any) -> None:
 def prompt(length: int = 3 * WINDOW, batch: int = 2, seed: int = 1) -> torch.Tensor:
     """Token ids `[batch, length]` without special tokens; longer than the sliding window by default."""
     return torch.randint(3, _COMMON["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
+    """The logits of one pass without a cache; by default of `prompt()`."""
+    return model(prompt() if tokens is None else tokens, use_cache=False, **arguments).logits

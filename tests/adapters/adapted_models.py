@@ -5,13 +5,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import prompt
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
-    """Return what a model computes of a prompt, in eval mode."""
-    return model.eval()(prompt() if tokens is None else tokens, use_cache=False, **inputs).logits
 
 
 def adapted_model(model: Any, target_modules: str | list[str] = "all-linear", **options: Any) -> PeftModel:

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
-from adapters.adapted_models import logits, save_adapter
+from adapters.adapted_models import save_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import logits
 from training.tiny_run import refused
 from transformers import AutoModel, AutoModelForCausalLM
 

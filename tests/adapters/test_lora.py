@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters.adapted_models import adapted_model, let_act, logits
+from adapters.adapted_models import adapted_model, let_act
 from models.chapter_models import chapter_model
 from models.depth_models import KINDS as DEPTH
 from models.depth_models import depth_model
@@ -12,7 +12,7 @@ from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from pairs import by_default
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny import prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 

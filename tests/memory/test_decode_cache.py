@@ -12,9 +12,8 @@ import torch
 from memory.building import build
 from memory.chapter_layers import layer as chapter_layer
 from models.cases import CASES, CLOSE, GREEDY
-from models.hosting import logits
 from pairs import by_default, in_turn
-from tiny import prompt
+from tiny import logits, prompt
 
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.decode_cache import decode_cache

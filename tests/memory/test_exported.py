@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from models.cases import CASES
-from models.hosting import logits
 from pairs import by_default
-from tiny import prompt
+from tiny import logits, prompt
 
 from midus_hf.ops import op_choices
 

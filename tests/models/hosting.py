@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tiny import logits
 from transformers import PreTrainedModel
 
 from midus_hf.memories.hosting.parts import CACHE
@@ -23,12 +24,6 @@ def host_of(native: PreTrainedModel, *entries: dict[str, Any], seed: int = 0) ->
     missing = model.load_state_dict(native.state_dict(), strict=False)
     assert not missing.unexpected_keys and all(".memor" in name for name in missing.missing_keys)
     return model.eval()
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Return the logits of one pass without a cache."""
-    return model(tokens, use_cache=False, **arguments).logits
 
 
 @torch.no_grad()

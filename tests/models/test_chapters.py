@@ -10,8 +10,8 @@ import pytest
 import torch
 from models.chapter_models import chapter_model, chapter_pair, memories_of
 from models.gradients import enable_checkpointing
-from models.hosting import by_full_passes, logits
-from tiny import prompt
+from models.hosting import by_full_passes
+from tiny import logits, prompt
 from transformers import DynamicCache
 
 from midus_hf.memories.decode_cache import decode_cache

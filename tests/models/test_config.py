@@ -5,10 +5,10 @@ import types
 
 import pytest
 import torch
-from models.hosting import host_config, logits
+from models.hosting import host_config
 from models.test_task_heads import kinds_of
 from models.upscaled import memory_config, upscaled_model
-from tiny import prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memories.module import MemoryModule

@@ -5,8 +5,7 @@ import torch
 from models.depth_models import KINDS, depth_model
 from models.depth_reference import add_depth
 from models.gradients import check_close, gradients_of, loss_and_gradients
-from models.hosting import logits
-from tiny import prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

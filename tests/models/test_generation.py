@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 from models.cases import CASES, CLOSE, GREEDY, chosen, chosen_in_turn
-from models.hosting import by_full_passes, in_steps, logits
+from models.hosting import by_full_passes, in_steps
 from models.upscaled import upscaled_model
-from tiny import WINDOW, prompt, tiny_model
+from tiny import WINDOW, logits, prompt, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from midus_hf.memories.hosting.parts import CACHE

@@ -4,9 +4,8 @@ import pytest
 import torch
 from accelerate import cpu_offload, infer_auto_device_map
 from models.cases import CASES, GREEDY, chosen_in_turn
-from models.hosting import logits
 from pairs import by_default
-from tiny import prompt
+from tiny import logits, prompt
 from transformers import AutoModelForCausalLM
 
 TWO_TOKENS = {**GREEDY, "max_new_tokens": 2, "min_new_tokens": 2}

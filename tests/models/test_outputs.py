@@ -4,10 +4,10 @@ import pytest
 import torch
 from models.cases import CASES, chosen
 from models.chapter_models import act, chapter_model
-from models.hosting import host_of, logits
+from models.hosting import host_of
 from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
-from tiny import NUM_LAYERS, WINDOW, prompt, tiny_model
+from tiny import NUM_LAYERS, WINDOW, logits, prompt, tiny_model
 
 from midus_hf.memories.hierarchical.bank import FetchedBatch
 from midus_hf.memories.hierarchical.options import block_layouts

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 from accelerate import init_empty_weights
-from models.hosting import host_of, in_steps, logits
+from models.hosting import host_of, in_steps
 from models.pack_models import chat_tokenizer, pack_model, tiny_tokenizer
 from models.upscaled import upscaled_model
-from tiny import NATIVE_FAMILIES, WINDOW, prompt, tiny_model
+from tiny import NATIVE_FAMILIES, WINDOW, logits, prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories

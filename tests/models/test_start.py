@@ -7,8 +7,8 @@ import pytest
 import torch
 from models.cases import CASES, GREEDY, INSERTED, chosen_in_turn
 from models.gradients import loss_and_gradients
-from models.hosting import host_of, logits
-from tiny import WINDOW, prompt, tiny_model
+from models.hosting import host_of
+from tiny import WINDOW, logits, prompt, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from midus_hf.config.declared_tensors import ZEROS

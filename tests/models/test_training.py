@@ -6,10 +6,9 @@ import pytest
 import torch
 from models.cases import CASES, CHAPTERS, INSERTED, chosen, chosen_in_turn
 from models.gradients import check_close, enable_checkpointing, gradients_of, loss_and_gradients
-from models.hosting import logits
 from models.upscaled import upscaled_model
 from pairs import by_default
-from tiny import prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 from midus_hf.memories.hierarchical.training import train_blocks

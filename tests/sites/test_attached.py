@@ -8,7 +8,7 @@ import torch
 from models.cases import CASES
 from models.gradients import train_steps
 from peft import PeftModel, get_peft_model
-from tiny import prompt, tiny_model
+from tiny import logits, prompt, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.memories.hosting.parts import CarriedKey, MemoryInputs
@@ -24,13 +24,13 @@ from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
     config_of,
     load,
-    logits,
     read_tensors,
     same_tensors,
     save_base,
     with_memory,
     write_tensors,
 )
+from tests.upscalers.checkpoints import logits as checkpoint_logits
 from tests.upscalers.methods import KINDS, trained
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -59,15 +59,10 @@ def names_that_train(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@torch.no_grad()
-def computed(model):
-    return model(input_ids=prompt(), use_cache=False).logits
-
-
 @each_kind
 def test_what_is_new_alone_trains_or_beside_adapters_with_which_it_is_saved_and_merged(kind, made, tmp_path):
     start, blocks = load(made(kind) / "born"), tuple(f"model.layers.{layer}." for layer in LAYERS[kind])
-    report, untrained = set_trainable(start, "auto"), computed(start)
+    report, untrained = set_trainable(start, "auto"), logits(start)
     new = {
         name
         for name, _ in start.named_parameters()
@@ -77,18 +72,18 @@ def test_what_is_new_alone_trains_or_beside_adapters_with_which_it_is_saved_and_
     assert report.parameters == sum(start.get_parameter(name).numel() for name in new)
 
     model = get_peft_model(start, lora_config(start, r=2))
-    assert torch.equal(computed(model), untrained)
+    assert torch.equal(logits(model), untrained)
     trains, saved = names_that_train(model), ".modules_to_save.default"
     whole = {name.removeprefix("base_model.model.") for name in trains if "lora_" not in name}
     assert {name.replace(saved, "") for name in whole} == new and all(saved in name for name in whole)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train_steps(model, 3, parameter_groups(model, Rates(learning_rate=1e-2)))
     assert {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])} == trains
-    actual = computed(model)
+    actual = logits(model)
     assert not torch.allclose(actual, untrained, atol=1e-3)
     model.save_pretrained(tmp_path)
-    assert torch.equal(computed(PeftModel.from_pretrained(load(made(kind) / "born"), tmp_path)), actual)
-    torch.testing.assert_close(computed(model.merge_and_unload()), actual, rtol=1e-4, atol=1e-5)  # rounds once more
+    assert torch.equal(logits(PeftModel.from_pretrained(load(made(kind) / "born"), tmp_path)), actual)
+    torch.testing.assert_close(logits(model.merge_and_unload()), actual, rtol=1e-4, atol=1e-5)  # rounds once more
 
 
 @each_kind
@@ -97,7 +92,7 @@ def test_a_trained_memory_stays_with_its_layers_where_others_are_inserted(kind, 
     if kind == "midus-hml":
         placement, moved = [3, 7], [0, 1, 2, 4, 5, 6]
     with_memory(once, tmp_path / "twice", verify=False, placement=",".join(map(str, placement)))
-    assert torch.equal(logits(tmp_path / "twice"), logits(once))
+    assert torch.equal(checkpoint_logits(tmp_path / "twice"), checkpoint_logits(once))
     before, after = (config_of(folder)["memory"][0] for folder in (once, tmp_path / "twice"))
     for key in ("layers", "into") if kind.endswith("skip") else ("layers",):
         assert after[key] == [moved[layer] for layer in before[key]]
@@ -110,7 +105,9 @@ def test_the_same_memory_twice_has_two_names_and_the_second_alone_trains_and_is_
 ):
     once = made(kind) / "once"
     report = upscale(base=once, output=tmp_path / "twice", **KINDS[kind])
-    assert report.identity.max_abs_diff == 0.0 and torch.equal(logits(tmp_path / "twice"), logits(once))
+    assert report.identity.max_abs_diff == 0.0 and torch.equal(
+        checkpoint_logits(tmp_path / "twice"), checkpoint_logits(once)
+    )
     names = [entry["name"] for entry in config_of(tmp_path / "twice")["memory"]]
     assert names == ["ultramem", "ultramem-2"]
     model = load(tmp_path / "twice")
@@ -193,7 +190,7 @@ def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_be
     base, model = tiny_model("llama"), CASES[case].model("llama", tmp_path, torch.float32)
     with torch.no_grad():
         output = model(prompt(), scale=torch.zeros(2)).logits
-    assert torch.equal(output, computed(base)) and not torch.equal(computed(model), output)
+    assert torch.equal(output, logits(base)) and not torch.equal(logits(model), output)
     scales = torch.tensor([0.5, -2.0])
     together = model.generate(**PADDED, **BEAMS, scale=scales)
     for row, returned in enumerate(together.sequences.chunk(2)):
