@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.outputs import atomic_write
-from midus_hf.training.checkpoints import latest_whole
+from midus_hf.training.checkpoints import find_latest_complete
 
 # File in the folder of a demonstration with the finished phases.
 RECORD = "phases.json"
@@ -242,7 +242,7 @@ def schedule(steps: int, times: int | None, output: Path) -> list[str]:
         "--resume_from_checkpoint=auto",
     ]
     if times is not None:
-        starts = not output.is_dir() or latest_whole(output) is None
+        starts = not output.is_dir() or find_latest_complete(output) is None
         keys += [f"--eval_steps={math.ceil(steps / times)}", f"--eval_on_start={str(starts).lower()}"]
     return [*keys, "--disable_tqdm=true"]
 

@@ -23,8 +23,7 @@ from midus_hf.config.options import alternatives_of
 from midus_hf.config.wording import print_note
 from midus_hf.config.yaml_options import from_mapping, read_mapping, read_yaml
 from midus_hf.sources.names import saved_config
-from midus_hf.training.keys import ENOUGH_STEPS
-from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
+from midus_hf.training.keys import ENOUGH_STEPS, short_run_rates, trains_new_parts
 
 # Keys that also have a short name.
 _SHORT_NAMES = {"model": "model_name_or_path", "output": "output_dir"}

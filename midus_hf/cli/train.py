@@ -100,7 +100,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
     from midus_hf.cli.run_arguments import read_arguments
     from midus_hf.sources.names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
-    from midus_hf.training.saving import PartialSaveError
+    from midus_hf.training.output import PartialSaveError
     from midus_hf.training.trainer import NotFiniteError
 
     try:

@@ -17,7 +17,7 @@ from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import atomic_write
 from midus_hf.files.secrets import for_record
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.keys import Rates
 
 # Keys of `midus train` whose product is a run's number of sequences, with their defaults.
 _SIZES = {"max_steps": -1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
@@ -310,7 +310,7 @@ def _check_base(comparison: Comparison) -> None:
     from midus_hf.data.packing import packed_sequences
     from midus_hf.sources.progress import limit_bars
     from midus_hf.sources.tokenizers import load_tokenizer
-    from midus_hf.training.loading import check_sequence_length
+    from midus_hf.training.inputs import check_sequence_length
 
     assert isinstance(comparison.train, Mapping), "files have been read"
     apart, keys = bool(comparison.train.get("document_mask")), _window_keys(comparison.train)

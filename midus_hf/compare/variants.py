@@ -15,7 +15,7 @@ from midus_hf.memories.controls import controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
 from midus_hf.sources.names import saved_config
-from midus_hf.training.optim.rates import short_run_rates, trains_new_parts
+from midus_hf.training.keys import short_run_rates, trains_new_parts
 
 BASE = "base"  # its name among runs: it is measured, and not trained
 

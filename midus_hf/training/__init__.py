@@ -11,9 +11,8 @@ _NAMES = {
     "arguments": ("MemoryArguments", "TrainArguments"),
     "callbacks": ("RunInterrupted",),
     "checkpoints": ("load_checkpoint",),
-    "optim.freezing": ("TrainableReport", "set_trainable"),
-    "optim.parameter_groups": ("group_schedules", "parameter_groups"),
-    "optim.rates": ("Rates",),
+    "keys": ("Rates",),
+    "optim": ("TrainableReport", "group_schedules", "parameter_groups", "set_trainable"),
     "run": ("TrainResult", "TrainingError", "run_training"),
     "trainer": ("MemoryTrainer", "MemoryTrainerMixin"),
 }

@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.files.secrets import for_record
-from midus_hf.training.keys import ModelKeys, TrainKeys
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.keys import ModelKeys, Rates, TrainKeys
 
 # Type of the key `trainable`.
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]

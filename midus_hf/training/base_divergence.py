@@ -142,7 +142,7 @@ def _refusal(trainer: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def as_base(model: Any) -> Iterator[None]:
+def run_as_base(model: Any) -> Iterator[None]:
     """Let a model compute as its base does within the context: without its adapters, or else without all that upscaling added."""
     view = ModelView(model)
     with model.disable_adapter() if view.has_adapters else switched_off(model, view.parts):
@@ -151,6 +151,6 @@ def as_base(model: Any) -> Iterator[None]:
 
 def base_logits(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return the logits of a model's base for the inputs of a training step, `[B, T, V]`, in eval mode and without gradients."""
-    with as_base(model), evaluating(model):
+    with run_as_base(model), evaluating(model):
         logits: torch.Tensor = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
     return logits

@@ -1,4 +1,4 @@
-"""Callbacks of a run: what it reads, how far it is, whether other programs slow it down, and interruptions."""
+"""Callbacks of a run: what it reads, how far it is, and interruptions."""
 
 import contextlib
 import math
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 
@@ -24,8 +23,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_OF_ONE_REQUEST = 1.0
 # With fewer steps there is a warning, which recommends `ENOUGH_STEPS`.
 _FEW_STEPS = 30
-# Steps of as many seconds are compared with their processor time; a quiet machine gives a run of several threads more than one core.
-_SECONDS_COMPARED, _SECONDS_PER_PROCESSOR_SECOND = 10.0, 1.5
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -36,61 +33,43 @@ class RunInterrupted(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
-def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
-    """Return how often steps read each of some sequences. The last step of an epoch may read fewer sequences than the others."""
-    batch = arguments.train_batch_size * arguments.world_size
-    batches = max(1, num_sequences // batch if arguments.dataloader_drop_last else math.ceil(num_sequences / batch))
-    of_epoch = min(batches * batch, num_sequences)
-    epochs, others = divmod(steps, math.ceil(batches / arguments.gradient_accumulation_steps))
-    return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
+class RunReport(TrainerCallback):
+    """Prints what a run reads, in how many steps, and whether these are few; and, if there are no bars, a line each minute.
 
-
-class StepSummary(TrainerCallback):
-    """Reports before the first step what a run reads, in how many steps, and whether these are few.
-
-    The number of sequences is None for a stream, whose place in the run is that of its steps, also when a run goes on.
+    The number of sequences is None for a stream, whose place in the run is that of its steps, also when a run is resumed.
     """
 
     def __init__(self, reads: str, num_sequences: int | None):
         self.reads, self.num_sequences = reads, num_sequences
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.process_index != 0:
-            return
-        steps = state.max_steps
-        if self.num_sequences is None:
-            how_often = f"{steps * args.sequences_per_step:,} sequences"
-        else:
-            times = _times_read(steps, args, self.num_sequences)
-            often = "once" if times == 1 else f"{times:.3g} times"
-            how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
-        print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
-        if steps < _FEW_STEPS:
-            remedy = "raise max_steps"
-            if args.max_steps <= 0:
-                epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
-                remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
-            print_note(f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}")
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.num_sequences is None:  # the Trainer counts from where it began to read
-            state.epoch = state.global_step / state.max_steps
-
-
-class ProgressLines(TrainerCallback):
-    """Prints a line each minute on steps and evaluations where standard error is no terminal, and the Trainer shows no bars."""
-
-    def __init__(self) -> None:
         self._training: Any = None
         self._evaluation: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.disable_tqdm and not sys.stderr.isatty():
+        steps = state.max_steps
+        if args.process_index == 0:
+            if self.num_sequences is None:
+                how_often = f"{steps * args.sequences_per_step:,} sequences"
+            else:
+                times = _times_read(steps, args, self.num_sequences)
+                often = "once" if times == 1 else f"{times:.3g} times"
+                how_often = f"{often} each" if times >= 1 else f"{times:.0%} of the sequences"
+            print(f"{self.reads}; {steps:,} step{'s' * (steps != 1)} ({how_often})", flush=True)
+            if steps < _FEW_STEPS:
+                remedy = "raise max_steps"
+                if args.max_steps <= 0:
+                    epochs = math.ceil(ENOUGH_STEPS * args.num_train_epochs / steps)
+                    remedy = f"num_train_epochs={epochs} takes at least {ENOUGH_STEPS}"
+                print_note(
+                    f"{steps} step{'s are' if steps != 1 else ' is'} few, in which a model learns little: {remedy}"
+                )
+        if args.disable_tqdm and not sys.stderr.isatty():  # else the Trainer has bars
             self._training = show_progress(
-                desc="training", unit=" steps", total=state.max_steps, initial=state.global_step, leave=False
+                desc="training", unit=" steps", total=steps, initial=state.global_step, leave=False
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.num_sequences is None:  # the Trainer counts from where it began to read
+            state.epoch = state.global_step / state.max_steps
         if self._training is not None:
             self._training.update()
 
@@ -108,35 +87,13 @@ class ProgressLines(TrainerCallback):
         self._evaluation = None
 
 
-class BusyCoresNote(TrainerCallback):
-    """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
-
-    A process that waits for a GPU or for other processes, or has one thread, is not compared with its processor time.
-    """
-
-    def __init__(self) -> None:
-        self._is_noted = False
-        self._began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
-        self._seconds = self._processor_seconds = 0.0
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._began = time.monotonic(), time.process_time()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        threads = torch.get_num_threads()
-        if self._is_noted or threads == 1 or args.world_size > 1 or args.device.type != "cpu":
-            return
-        self._seconds += time.monotonic() - self._began[0]
-        self._processor_seconds += time.process_time() - self._began[1]
-        if self._seconds < _SECONDS_COMPARED:
-            return
-        if self._seconds > _SECONDS_PER_PROCESSOR_SECOND * self._processor_seconds:
-            self._is_noted = True
-            print_note(
-                f"steps took {self._seconds:.0f} s, and {threads} threads got {self._processor_seconds:.0f} s of processor time: "
-                "other programs use the cores, and threads wait for each other. With OMP_NUM_THREADS=1 none waits"
-            )
-        self._seconds = self._processor_seconds = 0.0
+def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
+    """Return how often steps read each of some sequences. The last step of an epoch may read fewer sequences than the others."""
+    batch = arguments.train_batch_size * arguments.world_size
+    batches = max(1, num_sequences // batch if arguments.dataloader_drop_last else math.ceil(num_sequences / batch))
+    of_epoch = min(batches * batch, num_sequences)
+    epochs, others = divmod(steps, math.ceil(batches / arguments.gradient_accumulation_steps))
+    return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
 
 
 class GracefulStop(TrainerCallback):

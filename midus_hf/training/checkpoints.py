@@ -80,7 +80,7 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
     return dict(sorted(paths.items(), reverse=True))
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint in one line, or None if every file has the bytes that were written.
 
     Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
@@ -112,12 +112,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def latest_whole(output: str | os.PathLike) -> Path | None:
+def find_latest_complete(output: str | os.PathLike) -> Path | None:
     """Return the latest whole checkpoint in a folder, or None; skipped ones are listed on standard error."""
     passed_over: list[str] = []
     whole = None
     for checkpoint in checkpoints_in(output).values():
-        damage = damage_of(checkpoint)
+        damage = find_damage(checkpoint)
         if damage is None:
             whole = checkpoint
             break
@@ -133,14 +133,14 @@ def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> 
         return None
     if isinstance(resume, str) and resume != "auto":
         checkpoint = Path(resume)
-        damage = damage_of(checkpoint) if checkpoint.is_dir() else "it does not exist"
+        damage = find_damage(checkpoint) if checkpoint.is_dir() else "it does not exist"
         if damage is not None:
             raise RequestError(
                 f"resume_from_checkpoint is {resume!r}, which is not a whole checkpoint ({damage}); expected a folder checkpoint-N "
                 "with all files that a run wrote. Choose another one, or set resume_from_checkpoint: true for the latest whole one."
             )
         return checkpoint
-    whole = latest_whole(output)
+    whole = find_latest_complete(output)
     if whole is None and resume is True:
         raise RequestError(
             f"resume_from_checkpoint is true, but {str(output)!r} has no whole checkpoint; start the run again in another folder, "
@@ -149,16 +149,16 @@ def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> 
     return whole
 
 
-def can_go_on(checkpoint: Path) -> bool:
+def has_optimizer_state(checkpoint: Path) -> bool:
     """Return whether a checkpoint has optimizer and schedule, which one of `save_only_model` lacks."""
     has_optimizer = any(next(checkpoint.glob(pattern), None) for pattern in ("optimizer*", "global_step*"))
     return has_optimizer and (checkpoint / SCHEDULER_FILE).is_file()
 
 
-def way_on(output: str | os.PathLike) -> str:
+def resume_hint(output: str | os.PathLike) -> str:
     """Return what to do after a run that failed, in words that end a sentence."""
-    whole = latest_whole(output)
-    if whole is None or not can_go_on(whole):
+    whole = find_latest_complete(output)
+    if whole is None or not has_optimizer_state(whole):
         return "start the run again"
     return f"--resume_from_checkpoint true continues from {whole}"
 

@@ -1,33 +1,280 @@
-"""What a run reads, by digests in its checkpoints: a run is resumed over the same model and the same sequences."""
+"""What a run reads: config, tokenizer, model and texts; and their digests, since a run is resumed over the same inputs."""
 
+import contextlib
 import hashlib
+import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, as_request_error
+from midus_hf.config.wording import install_extra, print_note
+from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
+from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences
-from midus_hf.files.checkpoint_files import INPUTS_FILE, STREAM_FILE
+from midus_hf.files.checkpoint_files import (
+    ACCOMPANYING,
+    CARD_FILE,
+    CONFIG,
+    INPUTS_FILE,
+    STREAM_FILE,
+    refuse_lfs_pointers,
+)
 from midus_hf.memories.engram.certificate import OF_SAVING
+from midus_hf.memories.hierarchical.fetching import check_tree
+from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
+from midus_hf.memories.hierarchical.training import growth_of, model_banks
 from midus_hf.memories.hosting.service import BankService
+from midus_hf.memories.packs.bank_files import has_glossary
+from midus_hf.models.host import MemoryConfig
+from midus_hf.models.saved_models import check_no_missing_tensors, load_model
+from midus_hf.sources.tokenizers import load_tokenizer
+from midus_hf.training.arguments import MemoryArguments, TrainArguments
+from midus_hf.training.optim import resolve_trainable
+from midus_hf.training.output import new_card
 
 _ROWS_AT_ONCE = 1000
-# Digests by the key of the run that names an input, and by the part of it, in words for messages.
+# SHA-256 by the key of the run that names an input, and by the part of it, in words for messages.
 Digests = dict[str, dict[str, str]]
 
 
-def model_digests(model: PreTrainedModel, arguments: Any) -> Digests:
-    """Return the SHA-256 of a model's settings, of its weights as they were loaded, and of what lies beside them.
+def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
+    """Load the config of a run's model, and check what can be checked without weights."""
+    source = arguments.model_name_or_path or arguments.config_name
+    if source is None:
+        raise RequestError("config has no 'model_name_or_path'; set it in the recipe, or by --model.")
+    path = Path(source).expanduser()
+    with as_request_error(_expected(arguments), OSError, ValueError):
+        made_from = path if arguments.config_name is not None and path.exists() else source
+        refuse_lfs_pointers(Path(made_from), CONFIG)
+        config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
+    if arguments.config_name is not None and hasattr(config, "upscale"):
+        del config.upscale  # it describes a base whose weights this model does not have
+    check_sequence_length(arguments.length_key, getattr(arguments, arguments.length_key), config)
+    hosts_memory = isinstance(config, MemoryConfig)
+    if arguments.config_name is not None and hosts_memory and has_glossary(config.memories()):
+        raise RequestError(
+            f"config_name is {arguments.config_name!r}, whose model has packs, and a new model has no glossary; expected a config "
+            "without packs. Add them to the trained model: upscale --method packs."
+        )
+    if hosts_memory and getattr(arguments, "use_liger_kernel", False):
+        raise RequestError(
+            f"use_liger_kernel is true, and Liger has no kernels for {config.model_type}; expected a model without memory. "
+            "Leave it out."
+        )
+    if arguments.adapters is None:
+        resolve_trainable(config, arguments.trainable)  # type: ignore[arg-type]
+        return config
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError(
+            f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
+        )
+    from midus_hf.training.adapters import read_adapters
+
+    assert isinstance(arguments.adapters, dict), "checked by the arguments"
+    read_adapters(arguments.adapters)
+    if is_deepspeed_zero3_enabled():
+        raise RequestError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 shards; expected processes that hold whole "
+            "models. Start the run with configs/accelerate/ddp.yaml."
+        )
+    return config
+
+
+def check_sequence_length(key: str, sequence_length: int, config: PreTrainedConfig) -> None:
+    """Raise a `RequestError` about a key such as `sequence_length` if the model has too few positions for it."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and sequence_length > limit:
+        raise RequestError(
+            f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower {key}, or first raise "
+            "max_position_embeddings in the model's config.json, with the rope scaling that it then needs."
+        )
+
+
+def load_run_tokenizer(arguments: MemoryArguments) -> PreTrainedTokenizerBase:
+    source = arguments.model_name_or_path or arguments.tokenizer_name
+    assert source is not None, "a config is named with a tokenizer"
+    message = f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+    if arguments.model_name_or_path is not None:
+        message = f"model_name_or_path is {source!r}, which has no tokenizer that loads"
+    with as_request_error(message, OSError, ValueError):
+        return load_tokenizer(source)
+
+
+def load_for_training(arguments: Any, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """Load or make the model, and return it with the contents, by name, of files that match `ACCOMPANYING`.
+
+    A saved model has the dtype of its checkpoint, read from safetensors. A new model draws its weights
+    from torch's random generator, and comes with a card that says so.
+    """
+    attention, source = arguments.attn_implementation, arguments.model_name_or_path
+    with load_unsharded(), as_request_error(_expected(arguments), OSError, ValueError, ImportError, SafetensorError):
+        if source is None:
+            made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+            return made, {CARD_FILE: new_card(arguments, config.model_type)}
+        options = {"config": config, "attn_implementation": attention, "use_safetensors": True}
+        model, missing = load_model(source, **options)
+    check_no_missing_tensors(source, missing)
+    return model, _accompanying_files(source)
+
+
+def _accompanying_files(model: str) -> dict[str, bytes]:
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
+        except (HfHubHTTPError, OSError):
+            return {}
+    paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def _expected(arguments: MemoryArguments) -> str:
+    """Return the beginning of messages about a model that cannot be loaded or made."""
+    if arguments.model_name_or_path is None:
+        return f"config_name is {arguments.config_name!r}; expected the file, folder or Hub id of a language model's config"
+    return f"model_name_or_path is {arguments.model_name_or_path!r}; expected the folder or Hub id of a language model"
+
+
+@contextlib.contextmanager
+def load_unsharded() -> Iterator[None]:
+    """Load or make whole models in each process within the context; DeepSpeed shards them for training.
+
+    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 shard parameters while a model is loaded. Checks
+    before training would then read the dtypes and sizes of empty tensors.
+    """
+    config_before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config_before
+
+
+class RunTexts(NamedTuple):
+    """Training rows, sequences of held-out texts by name, a phrase on what is read, and the tree of the paths, if any."""
+
+    train: Any
+    held_out: dict[str, Any]
+    reads: str
+    tree: str | None = None
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The held-out texts as a Trainer takes them: by name, or a single text without a name, or None."""
+        return self.held_out.get("", self.held_out) or None
+
+
+def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
+    """Return the corpus and the held-out texts as sequences of `arguments.sequence_length` tokens."""
+    length, column = arguments.sequence_length, arguments.path_column
+    banks: dict[str, BankLayout] = block_layouts(config.memories()) if isinstance(config, MemoryConfig) else {}
+    if arguments.tree is not None:
+        from midus_hf.topics.tree import folder_of_tree
+
+        roots = growth_of(folder_of_tree(Path(arguments.tree).expanduser()))["roots"]
+        banks = {name: layout.with_roots(roots) for name, layout in banks.items()}
+    options: dict[str, Any] = {"documents_apart": arguments.document_mask, "text_column": arguments.text_column}
+    options["vocab_size"] = config.get_text_config().vocab_size
+
+    def pack(key: str, rows: Any) -> tuple[PackedTexts, str | None]:
+        """Return sequences, and the fingerprint of the tree that their paths name."""
+        if column is None or (key != "corpus" and column not in rows.column_names):
+            return packed_sequences(rows, tokenizer, length, key=key, **options), None
+        written = checked_paths(rows, banks, column, key)
+        return leaf_sequences(rows, tokenizer, length, paths=written.paths, depth=depth, **options), written.tree
+
+    depth = max((max(layout.levels) for layout in banks.values()), default=None)
+    if column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
+        raise RequestError(
+            "the model fetches blocks by the path of a text, and path_column is not given; expected the column that has "
+            "paths. midus cluster assign writes them."
+        )
+    train: Any
+    corpus = arguments.corpus or []
+    named: dict[str, Any] = {"split": arguments.corpus_split, "name": arguments.corpus_name}
+    if arguments.streaming:
+        columns, settings = [arguments.text_column], dict[str, Any](options)
+        if column is not None:
+            columns += [column, TREE_COLUMN]
+            read_paths = partial(checked_paths, banks=banks, path_column=column)
+            settings |= {"read_paths": read_paths, "path_column": column, "depth": depth}
+        # No other process shuffles its texts in the same way.
+        seed = [arguments.seed if arguments.data_seed is None else arguments.data_seed, arguments.process_index]
+        settings |= {"shuffle_buffer": arguments.shuffle_buffer, "seed": seed}
+        settings |= {"rank": arguments.process_index, "world_size": arguments.world_size}
+        train = StreamedSequences(stream_rows("corpus", corpus, columns, **named), tokenizer, length, **settings)
+        order = f"drawn from {arguments.shuffle_buffer:,}" if arguments.shuffle_buffer else "in order"
+        reads, tree = f"corpus: a stream of sequences of {length:,}, {order}", train.tree
+    else:
+        packed, tree = pack("corpus", read_corpus(corpus, text_column=arguments.text_column, **named))
+        train, reads = packed.sequences, f"corpus: {packed.phrase(length)}"
+    held_out = read_held_out(arguments, arguments.text_column, length, lambda key, rows: pack(key, rows)[0])
+    return RunTexts(train, held_out, reads, tree)
+
+
+def read_held_out(
+    arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
+) -> dict[str, Any]:
+    """Return the sequences of held-out texts by name, packed by a function, and print what is not measured."""
+    held_out = {}
+    for name, path in arguments.eval_texts.items():
+        key = f"eval_text {name}".rstrip()
+        packed = pack(key, read_corpus(path, key=key, text_column=text_column))
+        if packed.dropped:
+            print_note(f"{key}: {packed.phrase(length)}")
+        held_out[name] = packed.sequences
+    return held_out
+
+
+def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:
+    """Check that a model's banks belong to the tree of a run, a folder or the corpus's tree, and save trained banks with it."""
+    fingerprint, folder, shape = corpus_tree, None, None
+    if tree is not None:
+        from midus_hf.topics.tree import ClusterTree, folder_of_tree
+
+        loaded = ClusterTree.load(tree)
+        if corpus_tree not in (None, loaded.fingerprint):
+            raise RequestError(
+                f"corpus belongs to the tree with the fingerprint {corpus_tree[:16]}..., and tree {tree!r} has "
+                f"{loaded.fingerprint[:16]}...; expected one tree. Assign all texts by the same tree."
+            )
+        fingerprint, shape = loaded.fingerprint, (loaded.levels, loaded.branching)
+        folder = folder_of_tree(Path(tree).expanduser())
+    remedy = "Assign texts by the tree of the model, or use a model whose bank has not been trained."
+    for banks in model_banks(model):
+        if banks.opened:
+            check_tree(banks, fingerprint, "the corpus", remedy, shape=shape, **growth_of(folder))
+            banks.tree = (fingerprint, folder)
+
+
+def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
+    """Return the SHA-256 of a model's settings, of its weights as they were loaded, and of the files next to them.
 
     Weights of a new model are left out: they follow from settings and seed, up to the rounding of a processor.
     """
     is_new = arguments.model_name_or_path is None
-    digests = {} if is_new else {"weights": _tensors_digest(model.state_dict())}
+    digests, tensors = dict[str, str](), {} if is_new else model.state_dict()
+
+    def hash_tensor(name: str) -> str:
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest = hashlib.sha256(f"{name}:{tensor.dtype}:{list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    if not is_new:
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            digests["weights"] = hashlib.sha256("\n".join(pool.map(hash_tensor, sorted(tensors))).encode()).hexdigest()
     settings = json.loads(model.config.to_json_string())
     kept = json.dumps({key: value for key, value in settings.items() if key not in OF_SAVING}, sort_keys=True)
     digests["settings"] = hashlib.sha256(kept.encode()).hexdigest()
@@ -38,20 +285,7 @@ def model_digests(model: PreTrainedModel, arguments: Any) -> Digests:
     return {"config_name" if is_new else "model_name_or_path": digests}
 
 
-def _tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of tensors and their names. Hashing releases the interpreter's lock, so that threads share the work."""
-
-    def digest_of(name: str) -> str:
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest = hashlib.sha256(f"{name}:{tensor.dtype}:{list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor() as pool:
-        return hashlib.sha256("\n".join(pool.map(digest_of, sorted(tensors))).encode()).hexdigest()
-
-
-def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Path | None) -> Digests:
+def check_inputs(trainer: Any, hashes: Digests, arguments: Any, checkpoint: Path | None) -> Digests:
     """Return the digests of what a run reads, of a model and of a Trainer's sequences, and compare them with a checkpoint's.
 
     Held-out texts may change, unless they choose the model that is saved.
@@ -65,10 +299,10 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
         if count != arguments.world_size:
             raise RequestError(
                 f"{checkpoint} has the streams of {count} processes, and this run has {arguments.world_size}; expected the same "
-                "number of processes, since each goes on with its own."
+                "number of processes: each resumes its own stream."
             )
     digests = {
-        **of_model,
+        **hashes,
         arguments.data_key: _sequences_digests({"": trainer.train_dataset}),
         "eval_text": _sequences_digests(held_out),
     }
@@ -91,11 +325,6 @@ def check_inputs(trainer: Any, of_model: Digests, arguments: Any, checkpoint: Pa
                     f"{digest[:16]}, expected {before[:16]}); put them back, or start a new run in another folder."
                 )
     return digests
-
-
-def save_inputs(folder: Path, digests: Digests) -> None:
-    """Write digests into the folder of a checkpoint that is being saved."""
-    (folder / INPUTS_FILE).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 def _sequences_digests(datasets_by_name: Mapping[str, Any]) -> dict[str, str]:

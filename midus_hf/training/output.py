@@ -1,21 +1,40 @@
-"""The output folder of a run: its lock, and the record of the arguments."""
+"""The output folder of a run: its lock, the record of the arguments, and the trained model, which appears as a whole."""
 
 import contextlib
+import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import upload_folder
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.wording import first_few, first_line
 from midus_hf.config.yaml_options import read_mapping, write_yaml
-from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG
-from midus_hf.files.outputs import atomic_write, exclusive
+from midus_hf.files.cards import card_example, without_results
+from midus_hf.files.checkpoint_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG,
+    PARTIAL_MODEL,
+    RUN_CONFIG,
+    TRAINER_STATE,
+)
+from midus_hf.files.outputs import DiskWriteError, atomic_write, convert_disk_errors, exclusive
 from midus_hf.files.secrets import for_record
-from midus_hf.training.checkpoints import resumed_checkpoint
+from midus_hf.models.view import has_adapters
+from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
+from midus_hf.training.optim import restore_dtypes, whole_numel
+from midus_hf.training.parallel import shares_parameters
+from midus_hf.training.protection import without_section
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -26,6 +45,10 @@ _FREE = re.compile(
 _SEQUENCES = "sequences_per_step"
 
 Result = TypeVar("Result")
+
+
+class PartialSaveError(RuntimeError):
+    """Error of a run whose results could not all be written; the message says what is on disk, and where."""
 
 
 @contextlib.contextmanager
@@ -59,28 +82,29 @@ def in_main_process(arguments: Any, work: Callable[[], Result]) -> Result:
 
 def _open_here(arguments: Any, opened: contextlib.ExitStack) -> Path | None:
     output, resume = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    _check_folder(output, arguments.sources())
+    _check_folder(output, arguments)
     busy = f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
     with contextlib.ExitStack() as opening:
         opening.enter_context(exclusive(output, RequestError(busy)))
-        opening.callback(_take_back, output)
+        opening.callback(_remove_unused_output, output)
         checkpoint = resumed_checkpoint(output, resume)
         files = sorted(os.listdir(output))
         is_begun = RUN_CONFIG in files and CONFIG_FILE not in files  # by a run that has trained no model yet
+        record = {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
         if checkpoint is not None:
-            _check_same_run(arguments, checkpoint)
+            _check_same_run(record, checkpoint.parent / RUN_CONFIG)
         elif files and not (resume == "auto" and is_begun):
             raise RequestError(
                 f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
                 "resume_from_checkpoint: true."
             )
         with atomic_write(output / RUN_CONFIG) as partial:
-            partial.write_text(write_yaml(_record(arguments)), encoding="utf-8")
+            partial.write_text(write_yaml(record), encoding="utf-8")
         opened.push(opening.pop_all())
     return checkpoint
 
 
-def _check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
+def _check_folder(output: Path, arguments: Any) -> None:
     """Refuse an output that cannot be written, contains an input of the run, or is inside one."""
     if output.exists() and not output.is_dir():
         raise RequestError(f"output_dir is {str(output)!r}, a file; expected a folder.")
@@ -89,7 +113,7 @@ def _check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
         raise RequestError(
             f"output_dir is {str(output)!r}, but {str(ancestor)!r} is not a folder to write in; choose another."
         )
-    for key, source in sources:
+    for key, source in arguments.sources():
         if Path(source).exists():  # other names are ids of models or datasets
             for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
                 if inner.resolve().is_relative_to(outer.resolve()):
@@ -98,22 +122,17 @@ def _check_folder(output: Path, sources: Iterable[tuple[str, str]]) -> None:
                     )
 
 
-def _take_back(output: Path) -> None:
+def _remove_unused_output(output: Path) -> None:
     if os.listdir(output) in ([], [RUN_CONFIG]):
         (output / RUN_CONFIG).unlink(missing_ok=True)
         output.rmdir()
 
 
-def _record(arguments: Any) -> dict[str, Any]:
-    return {**arguments.recorded(), _SEQUENCES: arguments.sequences_per_step}
-
-
-def _check_same_run(arguments: Any, checkpoint: Path) -> None:
-    """Refuse changed keys when a run is resumed from a checkpoint, since a run keeps its schedule and data."""
-    path = checkpoint.parent / RUN_CONFIG
+def _check_same_run(record: Mapping[str, Any], path: Path) -> None:
+    """Refuse changed keys when a run is resumed, since a run keeps its schedule and data; the path is that of its record."""
     if not path.is_file():
         return
-    earlier, record = for_record(read_mapping(path)), _record(arguments)
+    earlier = for_record(read_mapping(path))
     if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
         raise RequestError(
             f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "
@@ -125,3 +144,193 @@ def _check_same_run(arguments: Any, checkpoint: Path) -> None:
                 f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
                 "give the same, or start a new run in another folder."
             )
+
+
+@contextlib.contextmanager
+def saving_to(output: Path) -> Iterator[None]:
+    """Raise a `PartialSaveError` that says what is in the output, and the free space, if writing within the context fails."""
+    try:
+        with convert_disk_errors(output):
+            yield
+    except DiskWriteError as error:
+        kept = f"the trained model is in {output}, but " if (output / CONFIG_FILE).is_file() else ""
+        raise PartialSaveError(f"{kept}{error.facts}. Free some space there, and {resume_hint(output)}.") from error
+
+
+def save_model(
+    trainer: Any,
+    arguments: Any,
+    dtypes: dict[str, torch.dtype],
+    uses_cache: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Mapping[str, bytes],
+) -> list[str]:
+    """Save the whole trained model, with its dtypes and config as they were loaded; all processes call this.
+
+    Weights are kept if other files cannot be written.
+
+    Args:
+        trainer: The Trainer that trained it; adapters are merged.
+        arguments: The run's, which its card records.
+        dtypes: The dtypes that tensors had before `cast_for_training`, by their names.
+        uses_cache: `use_cache` of the config that was loaded.
+        tokenizer: The tokenizer, saved with it.
+        files: Contents of other files that accompany it, by their names; a card gets a section on the training.
+
+    Returns:
+        A phrase about each file other than weights that could not be written.
+    """
+    model, is_main = trainer.model, arguments.process_index == 0
+    if shares_parameters(trainer):
+        trainer.saved_dtypes = dtypes
+    else:
+        restore_dtypes(model, dtypes)
+    trainer.check_finite()
+    if has_adapters(model):
+        trainer.model = model = model.merge_and_unload()
+    model.config.use_cache = uses_cache
+    output, partial_model = Path(arguments.output_dir), Path(arguments.output_dir, PARTIAL_MODEL)
+    pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
+    # transformers refuses to save a model with contradictory settings
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    size = sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
+    try:
+        if is_main:
+            shutil.rmtree(partial_model, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        with convert_disk_errors(partial_model, size):
+            trainer.write_model(str(partial_model))
+    except BaseException:
+        shutil.rmtree(partial_model, ignore_errors=True)
+        raise
+    finally:
+        model.generation_config, trainer.args.push_to_hub = settings, pushes
+    if not is_main:
+        return []
+    (partial_model / "training_args.bin").unlink(missing_ok=True)
+    failures = _write_files(partial_model, arguments, trainer.state, settings, tokenizer, files)
+    try:
+        (output / CONFIG_FILE).unlink(missing_ok=True)
+        # The config last, since a folder without one is not a model.
+        for path in sorted(partial_model.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+            if (output / path.name).is_dir():
+                shutil.rmtree(output / path.name)
+            os.replace(path, output / path.name)
+        partial_model.rmdir()
+    except OSError as error:
+        raise PartialSaveError(
+            f"the trained model is in {partial_model}, and could not be moved to {output}: {first_line(error)}. Move the files "
+            "of both into one new folder."
+        ) from error
+    return failures
+
+
+def upload_model(repository: str, output: Path, token: str | None) -> None:
+    """Upload the trained model, without its checkpoints, to a repository of the Hub."""
+    options: dict[str, Any] = {"token": token, "ignore_patterns": ["checkpoint-*", ".*"]}
+    try:
+        upload_folder(repo_id=repository, folder_path=output, **options)
+    except (HfHubHTTPError, OSError) as error:
+        raise PartialSaveError(
+            f"the trained model is in {output}, and could not be uploaded: {first_line(error)}. Upload it by: "
+            f"hf upload {repository} {output}"
+        ) from error
+
+
+def _write_files(
+    folder: Path,
+    arguments: Any,
+    state: TrainerState,
+    settings: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Mapping[str, bytes],
+) -> list[str]:
+    """Write the files other than config and weights, and return a phrase about each that cannot be written; the others are."""
+    shared = dataclasses.replace(state, best_model_checkpoint=for_record(state.best_model_checkpoint))
+    writers: dict[str, Callable[[], object]] = {
+        TRAINER_STATE: lambda: shared.save_to_json(str(folder / TRAINER_STATE)),
+        "the tokenizer": lambda: tokenizer.save_pretrained(folder),
+        GENERATION_CONFIG: lambda: settings.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"]),
+    }
+    for name, content in files.items():
+        if name == CARD_FILE:
+            # A byte that is no UTF-8 stays as it is.
+            card = without_section(without_results(content.decode(errors="surrogateescape"), "training"))
+            content = add_training(card.encode(errors="surrogateescape"), arguments, state)
+        writers[name] = partial((folder / name).write_bytes, content)
+    failures = []
+    for name, write in writers.items():
+        try:
+            write()
+        except Exception as error:  # of any library that writes it
+            (folder / name).unlink(missing_ok=True)
+            failures.append(f"{name} ({type(error).__name__}: {first_line(error)})")
+    return failures
+
+
+def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
+    """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
+    losses = [event["loss"] for event in state.log_history if "loss" in event]
+    final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
+    keys = write_yaml(_shared(arguments.recorded()))
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
+{_held_out(arguments, state)}
+```yaml
+{keys}```
+"""
+    return card.rstrip() + section.encode()
+
+
+def _held_out(arguments: Any, state: TrainerState) -> str:
+    """Return a table of held-out losses before the first step and of the saved model; empty if there are none."""
+    best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+    # The best step may have no checkpoint.
+    saved = state.global_step if best is None else int(Path(best).name.rpartition("-")[2])
+    rows = []
+    for name in arguments.eval_texts:
+        measured = f"eval_{name}_" if name else "eval_"
+        by_step = {event["step"]: event for event in state.log_history if f"{measured}loss" in event}
+        numbers = [
+            f"{by_step[step][measured + kind]:.4f}" if step in by_step else "not measured"
+            for kind in ("loss", "perplexity")
+            for step in (0, saved)
+        ]
+        if by_step.keys() & {0, saved}:
+            rows.append(f"| {name or 'held out'} | {' | '.join(numbers)} |\n")
+    head = "| text | loss before training | after | perplexity before | after |\n|---|---|---|---|---|\n"
+    return f"\n{head}{''.join(rows)}" if rows else ""
+
+
+def _shared(value: Any) -> Any:
+    """Return a recorded value with paths that exist here cut to their last part, since cards are shared."""
+    if isinstance(value, dict):
+        return {key: _shared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shared(inner) for inner in value]
+    is_path = isinstance(value, str) and Path(value).expanduser().exists()
+    return Path(value).expanduser().name if is_path else value
+
+
+def new_card(arguments: Any, model_type: str) -> bytes:
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    text = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- midus_hf
+---
+
+# {Path(arguments.output_dir).name}
+
+Trained from scratch: the weights were initialised at random with seed {arguments.seed}, for the config
+`{_shared(arguments.config_name)}`. The model has no base model.
+
+{chr(10).join(card_example(model_type, "AutoModelForCausalLM", writes=True))}
+"""
+    return text.encode()

@@ -11,7 +11,7 @@ from transformers.utils import CONFIG_NAME
 
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import print_note
-from midus_hf.training.checkpoints import can_go_on
+from midus_hf.training.checkpoints import has_optimizer_state
 
 
 def prepare_sharing(trainer: Any) -> None:
@@ -26,6 +26,11 @@ def prepare_sharing(trainer: Any) -> None:
                 f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
                 "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
             )
+    if getattr(trainer.args, "protect", None) and (trainer.is_fsdp_enabled or _is_zero_3(trainer)):
+        raise RequestError(
+            "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
+            "Start the run with configs/accelerate/ddp.yaml."
+        )
     if trainer.is_fsdp_enabled and trainer.args.save_only_model:
         raise RequestError(
             "save_only_model is true, and processes that share parameters by FSDP save them with the optimizer's; expected whole "
@@ -100,7 +105,7 @@ def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
     A Trainer that finds no moments of the optimizer, no schedule or no random numbers continues silently.
     """
-    if not can_go_on(checkpoint):
+    if not has_optimizer_state(checkpoint):
         raise RequestError(
             f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that continued from it would be "
             "different; expected a whole checkpoint. Start the run again without save_only_model, or load trained parameters by "

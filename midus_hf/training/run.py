@@ -1,5 +1,6 @@
 """One run from start to end: reading, loading, training and saving, in this order."""
 
+import copy
 import dataclasses
 import math
 import resource
@@ -22,17 +23,30 @@ from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
 from midus_hf.sources.progress import limit_bars, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, ProgressLines, RunInterrupted, StepSummary
-from midus_hf.training.checkpoints import way_on
-from midus_hf.training.inputs import check_inputs, model_digests
+from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
+from midus_hf.training.checkpoints import resume_hint
+from midus_hf.training.inputs import (
+    RunTexts,
+    check_inputs,
+    load_config,
+    load_for_training,
+    load_run_tokenizer,
+    model_hashes,
+    read_texts,
+    use_tree,
+)
 from midus_hf.training.keys import ENOUGH_STEPS
-from midus_hf.training.loading import load_config, load_for_training, load_run_tokenizer
-from midus_hf.training.optim.freezing import cast_for_training, num_trained, set_trainable
-from midus_hf.training.output import in_main_process, open_output
-from midus_hf.training.parallel import check_checkpoint, shares_parameters
+from midus_hf.training.optim import cast_for_training, num_trained, set_trainable
+from midus_hf.training.output import (
+    PartialSaveError,
+    in_main_process,
+    open_output,
+    save_model,
+    saving_to,
+    upload_model,
+)
+from midus_hf.training.parallel import check_checkpoint
 from midus_hf.training.protection import Protection
-from midus_hf.training.saving import PartialSaveError, save_model, saving_to, upload_model
-from midus_hf.training.texts import RunTexts, read_texts, use_tree
 from midus_hf.training.trainer import MemoryTrainer
 
 # What a run says without the key `bf16`, by what its device computes.
@@ -82,7 +96,7 @@ def run_training(
 ) -> TrainResult:
     """Pretrain a model on text, from its weights or from scratch.
 
-    The function prints what is trained, and writes to `arguments.output_dir` the trained model and its tokenizer,
+    It prints what is trained, and writes to `arguments.output_dir` the trained model and its tokenizer,
     checkpoints, the Trainer's log (`trainer_state.json`) and the arguments (`train_config.yaml`).
 
     Args:
@@ -97,6 +111,7 @@ def run_training(
         RunInterrupted: If a signal ended training early, after a checkpoint was saved.
         PartialSaveError: If not all of the trained model could be saved or uploaded.
     """
+    arguments = copy.copy(arguments)  # a run and its Trainer derive values, and leave what they were given
     output, is_main = Path(arguments.output_dir), arguments.process_index == 0
     config = load_config(arguments)
     tokenizer = load_run_tokenizer(arguments)
@@ -106,10 +121,9 @@ def run_training(
                 texts = read(arguments, config, tokenizer)
             set_seed(arguments.seed)
             model, files = load_for_training(arguments, config)
-            of_model = model_digests(model, arguments) if is_main else {}
+            hashes = model_hashes(model, arguments) if is_main else {}
             uses_cache = model.config.use_cache
-            view = ModelView(model)
-            model, report = _freeze(view, arguments)
+            model, report = _freeze(ModelView(model), arguments)
             dtypes = cast_for_training(model, arguments.bf16)
             if is_main:
                 print(report)
@@ -117,31 +131,31 @@ def run_training(
                     print(_CHOSEN_DTYPE[arguments.bf16])
                 if checkpoint is not None:
                     print(f"resuming from {checkpoint}")
-            protection = _protect(model, tokenizer, arguments, checkpoint)
+            protection = None
+            if arguments.protect:
+                with arguments.main_process_first(desc="reading protected texts"):
+                    column = getattr(arguments, "text_column", "text")
+                    protection = Protection(model, tokenizer, arguments.protect, column)
+                if checkpoint is not None:
+                    protection.check_checkpoint(model, checkpoint)
+                if is_main:
+                    print(protection)
             trainer = _make(make_trainer, model, arguments, tokenizer, texts)
-            is_stream = isinstance(trainer.train_dataset, StreamedSequences)
             if checkpoint is not None:
                 check_checkpoint(trainer, checkpoint)
-            check = partial(check_inputs, trainer, of_model, arguments, checkpoint)
-            trainer.inputs = in_main_process(arguments, check)
-            if protection is not None and shares_parameters(trainer):
-                raise RequestError(
-                    "protect compares whole models, and the processes share parameters; expected processes that hold whole models. "
-                    "Start the run with configs/accelerate/ddp.yaml."
-                )
-        num_sequences = None if is_stream else len(trainer.train_dataset)
+            trainer.inputs = in_main_process(arguments, partial(check_inputs, trainer, hashes, arguments, checkpoint))
+        sequences = trainer.train_dataset
+        num_sequences = None if isinstance(sequences, StreamedSequences) else len(sequences)
         if arguments.num_train_epochs is None:
-            steps_of_epoch = math.ceil(len(trainer.train_dataset) / arguments.sequences_per_step)
-            trainer.args.num_train_epochs = max(3, math.ceil(ENOUGH_STEPS / steps_of_epoch))
+            epochs = max(3, math.ceil(ENOUGH_STEPS / math.ceil(len(sequences) / arguments.sequences_per_step)))
+            arguments.num_train_epochs = trainer.args.num_train_epochs = epochs
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
-        trainer.add_callback(ProgressLines())
-        trainer.add_callback(BusyCoresNote())
-        trainer.add_callback(StepSummary(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
+        trainer.add_callback(RunReport(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             _train(trainer, checkpoint, output)
             if stop.signal_number:
-                raise RunInterrupted(_how_to_go_on(trainer, output), stop.signal_number)
+                raise RunInterrupted(_interruption_message(trainer, output), stop.signal_number)
             trainer.log(_totals(trainer))
             failures = save_model(trainer, arguments, dtypes, uses_cache, tokenizer, files)
             if protection is not None and is_main:
@@ -195,20 +209,6 @@ def _freeze(view: ModelView, arguments: MemoryArguments) -> tuple[Any, str]:
     return add_adapters(view, arguments.adapters)
 
 
-def _protect(model: Any, tokenizer: Any, arguments: Any, checkpoint: Path | None) -> Protection | None:
-    """Remove the n-grams of protected texts from the model's tables, and print how many are left; None if no text is protected."""
-    if not arguments.protect:
-        return None
-    with arguments.main_process_first(desc="reading protected texts"):
-        column = getattr(arguments, "text_column", "text")
-        protection = Protection(model, tokenizer, arguments.protect, column)
-    if checkpoint is not None:
-        protection.check_checkpoint(model, checkpoint)
-    if arguments.process_index == 0:
-        print(protection)
-    return protection
-
-
 def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenizer: Any, texts: RunTexts) -> Any:
     """Make a Trainer, and import its optimizer's package, which may be absent."""
     for name in arguments.report_to or ():
@@ -216,18 +216,19 @@ def _make(make_trainer: Callable[..., Any], model: Any, arguments: Any, tokenize
             raise RequestError(
                 f"report_to is {name}, whose package is not installed; install it, or set report_to to none."
             )
-    made = "push_to_hub is true, and the Trainer makes a repository"
-    of_hub = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
+    hub_errors = (HfHubHTTPError, OSError) if arguments.push_to_hub else ()
     with (
         as_request_error("the Trainer cannot be made", ImportError, ValueError),
-        as_request_error(made, *of_hub, reason=_why_not_made),
+        as_request_error(
+            "push_to_hub is true, and the Trainer makes a repository", *hub_errors, reason=_hub_failure_reason
+        ),
     ):
         trainer = make_trainer(model, arguments, tokenizer, texts)
         trainer.get_optimizer_cls_and_kwargs(arguments)
     return trainer
 
 
-def _why_not_made(error: Exception) -> str:
+def _hub_failure_reason(error: Exception) -> str:
     reason = answer_of_hub(error) or f"the Hub cannot be reached ({first_line(error)})"
     return f"{reason}. Or leave push_to_hub out, and upload the folder later."
 
@@ -239,13 +240,11 @@ def _train(trainer: Any, checkpoint: Path | None, output: Path) -> None:
     except ValueError as error:
         if trainer.state.max_steps == 0:  # the checkpoint is not one of this run
             raise
-        step = trainer.state.global_step + 1
-        raise TrainingError(
-            f"step {step:,} failed: {str(error).rstrip('.')}. To continue, {way_on(output)}."
-        ) from error
+        step, reason = trainer.state.global_step + 1, str(error).rstrip(".")
+        raise TrainingError(f"step {step:,} failed: {reason}. To continue, {resume_hint(output)}.") from error
 
 
-def _how_to_go_on(trainer: Any, output: Path) -> str:
+def _interruption_message(trainer: Any, output: Path) -> str:
     step = trainer.state.global_step
     saved = output / f"checkpoint-{step}"
     way = f"--resume_from_checkpoint true continues from {saved}"

@@ -1,6 +1,7 @@
 """Transformers' Trainer for memories: groups and rates, checkpoints of trained parameters, and checks for finite numbers."""
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.data.packing import IGNORED_LABEL
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.evaluation.text_rows import row_sums
-from midus_hf.files.checkpoint_files import MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
+from midus_hf.files.checkpoint_files import INPUTS_FILE, MANIFEST_FILE, STREAM_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import convert_disk_errors
 from midus_hf.memories.hierarchical.training import BlockTrainer, model_banks
 from midus_hf.models.view import has_adapters
@@ -32,10 +33,9 @@ from midus_hf.training.checkpoints import (
     save_trained,
     saved_tensors,
 )
-from midus_hf.training.inputs import Digests, save_inputs
-from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
-from midus_hf.training.optim.rates import Rates
-from midus_hf.training.optim.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
+from midus_hf.training.inputs import Digests
+from midus_hf.training.keys import Rates
+from midus_hf.training.optim import group_schedules, parameter_groups
 from midus_hf.training.parallel import (
     check_checkpoint,
     dtype_of_deepspeed,
@@ -43,6 +43,7 @@ from midus_hf.training.parallel import (
     save_gathered,
     shares_parameters,
 )
+from midus_hf.training.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
 
 
 class NotFiniteError(FloatingPointError):
@@ -246,6 +247,10 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
             RequestError: If ZeRO-3 sharded the model when it was loaded, and the model has not been trained.
         """
         self.check_finite()
+        self.write_model(output_dir, _internal_call)
+
+    def write_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as `save_model` does, without a check for finite numbers."""
         if self._is_checkpointing and not has_adapters(self.model):
             assert isinstance(self.model, nn.Module) and output_dir is not None
             if self.is_fsdp_enabled:  # which writes shards of the model and of the optimizer
@@ -281,7 +286,7 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     if self.inputs:
-                        save_inputs(folder, self.inputs)
+                        (folder / INPUTS_FILE).write_text(json.dumps(self.inputs, indent=1) + "\n", encoding="utf-8")
                     finish_checkpoint(folder)
                     for step, path in checkpoints_in(folder.parent).items():
                         if limit is not None and step > self.state.global_step:

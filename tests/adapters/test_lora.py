@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.look.usage import record_usage
 from midus_hf.training.adapters import lora_config
-from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.parameter_groups import parameter_groups
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.keys import Rates
+from midus_hf.training.optim import parameter_groups, set_trainable
 
 NEW_LAYERS = [1, 4]
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}

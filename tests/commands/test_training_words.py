@@ -6,7 +6,7 @@ import pytest
 
 from midus_hf.cli.run_arguments import read_arguments
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft import SftArguments
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.optim.rates import Rates
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.keys import Rates
+from midus_hf.training.sft import SftArguments
 from upscalers.methods.contract import METHODS, get_method
 
 get_method("midus-hml")  # all methods are registered with the first one

@@ -17,7 +17,7 @@ from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.options import Comparison
 from midus_hf.config.wording import install_extra
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft import SftArguments
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, TAKEN, blocks_in, blocks_of, pages
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]

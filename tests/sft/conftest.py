@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sft.tiny_chats import chat, save_base, sft_config, write_rows
 
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft import SftArguments
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 from midus_hf.config.wording import install_extra
-from midus_hf.training.sft.arguments import REFUSED, SftArguments
-from midus_hf.training.sft.rows import CHATML
+from midus_hf.training.sft import REFUSED, SftArguments
+from midus_hf.training.sft_rows import CHATML
 
 
 @pytest.fixture

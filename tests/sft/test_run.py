@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 
 from midus_hf.data.packing import IGNORED_LABEL
-from midus_hf.training.sft.rows import CHATML
-from midus_hf.training.sft.run import finetune, has_loss
+from midus_hf.training.sft import finetune, has_loss
+from midus_hf.training.sft_rows import CHATML
 from upscalers.runs.upscale import upscale
 
 REFUSES = "{{% if {} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"

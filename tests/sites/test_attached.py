@@ -17,9 +17,8 @@ from midus_hf.memories.midus_hml.layer import HeadwiseMemory
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.memories.ultramem_v2.layer import UltraMem
 from midus_hf.training.adapters import lora_config
-from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.parameter_groups import parameter_groups
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.keys import Rates
+from midus_hf.training.optim import parameter_groups, set_trainable
 from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
     config_of,

@@ -18,7 +18,7 @@ from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
 from midus_hf.training.keys import SftKeys, TrainKeys
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft import SftArguments
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 

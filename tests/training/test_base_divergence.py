@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from midus_hf.training import base_divergence
 from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from midus_hf.training.run import measure_texts, run_training
 from upscalers.runs.upscale import upscale
 

@@ -13,7 +13,7 @@ from midus_hf.cli.sft import main as sft
 from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft import SftArguments
 
 
 @pytest.mark.parametrize(

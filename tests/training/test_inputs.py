@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from midus_hf.training.inputs import model_digests, rows_digest
+from midus_hf.training.inputs import model_hashes, rows_digest
 
 ROWS = st.lists(
     st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4)), max_size=9
@@ -46,15 +46,15 @@ class New:
 def test_a_model_has_the_digests_of_its_weights_and_settings():
     model, same = tiny_model("llama"), tiny_model("llama")
     same.load_state_dict(model.state_dict())
-    digests = model_digests(model, Saved())["model_name_or_path"]
-    assert model_digests(same, Saved()) == {"model_name_or_path": digests} and digests.keys() == {
+    digests = model_hashes(model, Saved())["model_name_or_path"]
+    assert model_hashes(same, Saved()) == {"model_name_or_path": digests} and digests.keys() == {
         "weights",
         "settings",
     }
     same.config.rope_parameters = {**same.config.rope_parameters, "rope_theta": 5.0}
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    of_weights, of_settings = (model_digests(each, Saved())["model_name_or_path"] for each in (model, same))
+    of_weights, of_settings = (model_hashes(each, Saved())["model_name_or_path"] for each in (model, same))
     assert of_weights["weights"] != digests["weights"] and of_weights["settings"] == digests["settings"]
     assert of_settings["weights"] == digests["weights"] and of_settings["settings"] != digests["settings"]
-    assert model_digests(same, New()) == {"config_name": {"settings": of_settings["settings"]}}
+    assert model_hashes(same, New()) == {"config_name": {"settings": of_settings["settings"]}}

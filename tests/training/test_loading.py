@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.loading import check_sequence_length
+from midus_hf.training.inputs import check_sequence_length
 from midus_hf.training.run import run_training
 
 

@@ -9,7 +9,7 @@ from training.outcomes import weights
 from training.tiny_run import AFTER, AtStep, PreparedRun
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training.optim.freezing import cast_for_training
+from midus_hf.training.optim import cast_for_training
 from midus_hf.training.trainer import MemoryTrainer, NotFiniteError, first_not_finite
 
 

@@ -7,7 +7,7 @@ from training.tiny_run import QUIET, document, is_new, refused, tiny_config, tin
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig
 
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from midus_hf.training.trainer import MemoryTrainer
 from tests.docs.snippets import take
 

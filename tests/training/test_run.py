@@ -13,7 +13,7 @@ from training.tiny_run import NEW_LAYERS, PreparedRun, best_at, give_held_out_lo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.training.checkpoints import load_checkpoint
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from midus_hf.training.run import run_training
 
 

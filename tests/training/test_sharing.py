@@ -12,9 +12,9 @@ from training.tiny_run import give_held_out_losses, tiny_config
 from transformers import TrainerState
 
 from midus_hf.files.checkpoint_files import TERMS
-from midus_hf.training import loading
+from midus_hf.training import inputs
+from midus_hf.training.output import add_training
 from midus_hf.training.run import run_training
-from midus_hf.training.saving import add_training
 from midus_hf.training.trainer import MemoryTrainer
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
@@ -101,11 +101,11 @@ def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled,
 
 def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
     download = Mock(return_value=str(tmp_path))
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(inputs, "snapshot_download", download)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
-    assert loading._accompanying_files("owner/name") == accompanying
+    assert inputs._accompanying_files("owner/name") == accompanying
     download.assert_called_once_with("owner/name", allow_patterns=["upscale.json", "README.md", *TERMS])
     monkeypatch.undo()
-    assert loading._accompanying_files("no-such-owner/no-such-model") == {}, "it cannot be reached"
+    assert inputs._accompanying_files("no-such-owner/no-such-model") == {}, "it cannot be reached"

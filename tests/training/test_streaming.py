@@ -10,7 +10,7 @@ from processes.warm import MIDUS, run_ranks
 from training.outcomes import assert_resumes, assert_same_run, logged, moved
 from training.tiny_run import PreparedRun, document, refused, write_recipe
 
-from midus_hf.training.checkpoints import latest_whole
+from midus_hf.training.checkpoints import find_latest_complete
 from midus_hf.training.run import run_training
 
 STREAM = {"streaming": True, "shuffle_buffer": 5}
@@ -84,7 +84,7 @@ def test_a_run_that_is_killed_twice_goes_on_exactly(processes, corpus, upscaled,
     assert whole.returncode == 0, whole.stderr
     for resume in ("false", "true"):
         assert run(KILLED, "parts", f"--resume_from_checkpoint={resume}").returncode == -signal.SIGKILL
-    assert latest_whole(tmp_path / "parts").name == "checkpoint-4"
+    assert find_latest_complete(tmp_path / "parts").name == "checkpoint-4"
     last = run(MIDUS, "parts", "--resume_from_checkpoint=true")
     assert last.returncode == 0, last.stderr
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -134,7 +134,7 @@ def test_another_stream_or_number_of_processes_is_not_gone_on_with(config_for, r
     (corpus / "3.jsonl").write_text('{"text": "w4"}')
     with refused("corpus is '.*', whose sequences of tokens are not those that the run to resume read"):
         PreparedRun(config_for(**options, **STREAM))
-    (latest_whole(tmp_path / "out") / "stream-1.safetensors").touch()
+    (find_latest_complete(tmp_path / "out") / "stream-1.safetensors").touch()
     with refused("has the streams of 2 processes, and this run has 1; expected the same number of processes"):
         PreparedRun(config_for(**options, **STREAM))
 
@@ -144,7 +144,7 @@ def test_changed_file_of_the_same_size_is_refused_on_resumption(config_for, rows
     corpus = shutil.copytree(rows, tmp_path / "rows")
     options = {"corpus": corpus, "max_steps": 6, "save_steps": 4, "resume_from_checkpoint": "auto", **STREAM}
     run_training(config_for(**options))
-    shutil.rmtree(latest_whole(tmp_path / "out"))
+    shutil.rmtree(find_latest_complete(tmp_path / "out"))
     texts = (rows / "0.jsonl").read_text().splitlines(keepends=True)
     (corpus / "0.jsonl").write_text("".join([*texts[:4], *texts[:3:-1]]))
     with refused(

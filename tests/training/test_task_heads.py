@@ -25,7 +25,7 @@ from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hierarchical.training import train_blocks
 from midus_hf.training.adapters import lora_config
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from midus_hf.training.trainer import MemoryTrainer, MemoryTrainerMixin
 
 

@@ -17,7 +17,7 @@ from midus_hf.anatomy.types import UnknownType
 from midus_hf.memories.tables import DeclaredModule
 from midus_hf.models.families import COMPOSITE_FAMILIES
 from midus_hf.models.saved_models import load_model
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
 from upscalers.runs.inspection import inspect_checkpoint

@@ -10,7 +10,7 @@ from tiny import prompt
 from midus_hf.cli import edit
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.options import level_file
-from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim import set_trainable
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,

@@ -1,6 +1,7 @@
 """What is written at the end of a run, and fails, costs no weights."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,9 +11,8 @@ from training.tiny_run import PreparedRun
 from transformers import AutoModelForCausalLM, TrainerState
 
 from midus_hf.cli.train import main
-from midus_hf.training import saving
+from midus_hf.training.output import PartialSaveError
 from midus_hf.training.run import TrainingError, run_training
-from midus_hf.training.saving import PartialSaveError
 from midus_hf.training.trainer import NotFiniteError
 
 FULL_DISK = OSError(28, "No space left on device")
@@ -57,7 +57,14 @@ def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(
 
 
 def test_a_model_that_cannot_be_moved_stays_where_it_was_written(config_for, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "_move_into_place", Mock(side_effect=OSError(5, "Input/output error")))
+    replace = os.replace
+
+    def fail(source, target):
+        if Path(target) == tmp_path / "out" / "model.safetensors":
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(
         PartialSaveError,
         match=r"the trained model is in .*\.partial_model, and could not be moved to .*out: .*output error",
@@ -77,14 +84,14 @@ def test_a_model_that_cannot_be_uploaded_is_saved(config_for, tmp_path, monkeypa
 
 def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_named(config_for, tmp_path, monkeypatch):
     run = PreparedRun(config_for(max_steps=2, save_steps=1))
-    save_model = run.trainer.save_model
+    write_model = run.trainer.write_model
 
     def fail(folder, _internal_call=False):
-        save_model(folder, _internal_call)
+        write_model(folder, _internal_call)
         if not _internal_call:  # of the trained model, not of a checkpoint
             raise FULL_DISK
 
-    monkeypatch.setattr(run.trainer, "save_model", fail)
+    monkeypatch.setattr(run.trainer, "write_model", fail)
     with pytest.raises(
         PartialSaveError,
         match=r"partial_model could not be written: No space left.*resume_from_checkpoint true .*checkpoint-2",

@@ -11,7 +11,7 @@ from training.outcomes import assert_same_run
 from training.tiny_run import AtStep, PreparedRun, interrupted, signal_at, write_corpus
 
 from midus_hf.cli.train import main
-from midus_hf.training.checkpoints import latest_whole as last_checkpoint
+from midus_hf.training.checkpoints import find_latest_complete as last_checkpoint
 from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 

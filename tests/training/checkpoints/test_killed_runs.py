@@ -10,7 +10,7 @@ from training.outcomes import assert_same_blocks, assert_same_checkpoint, bank_o
 from training.tiny_run import write_recipe
 
 from midus_hf.memories.hierarchical.bank import MemoryBank
-from midus_hf.training.checkpoints import checkpoints_in, damage_of
+from midus_hf.training.checkpoints import checkpoints_in, find_damage
 
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
 # Where runs are killed, each a resumption of the one before it: behind the third update of blocks, or before a file is renamed.
@@ -84,7 +84,7 @@ def runs(fetching, assigned, tmp_path_factory):
 
 
 def complete_checkpoints(output: Path) -> list[int]:
-    return sorted(step for step, folder in checkpoints_in(output).items() if damage_of(folder) is None)
+    return sorted(step for step, folder in checkpoints_in(output).items() if find_damage(folder) is None)
 
 
 @pytest.mark.parametrize("name", KILLS)

@@ -19,9 +19,9 @@ from transformers import TrainingArguments
 from midus_hf.files.outputs import exclusive
 from midus_hf.training import MemoryTrainer, checkpoints
 from midus_hf.training.callbacks import RunInterrupted
-from midus_hf.training.checkpoints import damage_of, latest_whole, remove_checkpoint
+from midus_hf.training.checkpoints import find_damage, find_latest_complete, remove_checkpoint
+from midus_hf.training.output import PartialSaveError
 from midus_hf.training.run import run_training
-from midus_hf.training.saving import PartialSaveError
 
 OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -78,7 +78,7 @@ DAMAGES = {
 def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, output, capsys):
     damage, file, reason = DAMAGES[name]
     damage(output / "checkpoint-4" / file)
-    assert latest_whole(output) == output / "checkpoint-2"
+    assert find_latest_complete(output) == output / "checkpoint-2"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint-4 is skipped: {reason.format(file)}")
 
@@ -94,14 +94,14 @@ def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resume
     assert exact_log(output) == exact_log(whole) and moved(output, whole) == set()
     for step in (4, 6):
         assert_same_checkpoint(output / f"checkpoint-{step}", whole / f"checkpoint-{step}")
-    assert all(damage_of(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
+    assert all(find_damage(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
 
 
 def test_all_that_are_passed_over_stand_in_one_line(output, capsys):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-5")
     (output / "checkpoint-5" / "rng_state.pth").unlink()
     flip(output / "checkpoint-4" / "optimizer.pt")
-    assert latest_whole(output) == output / "checkpoint-2"
+    assert find_latest_complete(output) == output / "checkpoint-2"
     assert capsys.readouterr().err == (
         "checkpoint-5 is skipped: rng_state.pth is missing; "
         "checkpoint-4 is skipped: optimizer.pt does not have the contents that were written\n"
@@ -231,7 +231,7 @@ def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed
             shutil, "rmtree", Mock(side_effect=KeyboardInterrupt)
         )  # which nothing catches, as little as SIGKILL
         remove_checkpoint(output / "checkpoint-4")
-    assert damage_of(output / "checkpoint-4") == "it was not completely written"
+    assert find_damage(output / "checkpoint-4") == "it was not completely written"
 
 
 def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeypatch):
@@ -240,7 +240,7 @@ def test_older_checkpoints_go_once_the_new_one_is_whole(resumed, output, monkeyp
 
     def watched(folder):
         whole_ones.append(
-            [path.name for path in checkpoints.checkpoints_in(output).values() if damage_of(path) is None]
+            [path.name for path in checkpoints.checkpoints_in(output).values() if find_damage(path) is None]
         )
         finish(folder)
 

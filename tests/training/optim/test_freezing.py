@@ -6,7 +6,7 @@ import pytest
 from training.tiny_run import NEW_LAYERS, refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_hf.training.optim.freezing import resolve_trainable, set_trainable
+from midus_hf.training.optim import resolve_trainable, set_trainable
 
 EVERY = [0, 1, 2, 3, 4, 5]
 

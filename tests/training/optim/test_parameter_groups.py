@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.memories.module import MemoryModule
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.optim.freezing import cast_for_training, restore_dtypes, set_trainable
-from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.keys import Rates
+from midus_hf.training.optim import cast_for_training, group_schedules, parameter_groups, restore_dtypes, set_trainable
 from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 

@@ -6,7 +6,7 @@ from training.outcomes import assert_resumes, logged, moved, weights
 from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM, default_data_collator
 
-from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
+from midus_hf.training.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.run import run_training
 from midus_hf.training.trainer import MemoryTrainer
 from tests.upscalers.checkpoints import load

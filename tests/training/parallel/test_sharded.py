@@ -24,9 +24,9 @@ from training.tiny_run import PreparedRun, document, refused
 from transformers.integrations import deepspeed
 
 from midus_hf.cli.train import main
-from midus_hf.training.loading import loaded_whole
-from midus_hf.training.optim.parameter_groups import parameter_groups
-from midus_hf.training.optim.rates import Rates
+from midus_hf.training.inputs import load_unsharded
+from midus_hf.training.keys import Rates
+from midus_hf.training.optim import parameter_groups
 from midus_hf.training.parallel import (
     _prepare_fsdp,
     check_checkpoint,
@@ -257,7 +257,7 @@ def zero_three():
 
 
 def test_models_are_loaded_whole_and_what_transformers_was_told_stays(zero_three):
-    with pytest.raises(ZeroDivisionError), loaded_whole():
+    with pytest.raises(ZeroDivisionError), load_unsharded():
         assert not deepspeed.is_deepspeed_zero3_enabled()
         raise ZeroDivisionError
     assert deepspeed.is_deepspeed_zero3_enabled()

@@ -1,1 +1,0 @@
-"""Choose which parameters are trained, in which groups, and at which rates."""
