@@ -136,14 +136,14 @@ def _ask(
     message = in_front + question
     inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
     if glossary is not None:
-        _say_what_is_open(loaded, glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
+        _print_open_entries(loaded, glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     written = greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
     answer = tokenizer.decode(written, skip_special_tokens=True)
     chat += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
-def _say_what_is_open(
+def _print_open_entries(
     loaded: "PreTrainedModel", glossary: "Glossary", question: str, ids: list[int], in_front: list[str]
 ) -> None:
     """Print which entries are read after the tokens of a question, which others they name, or which names are similar."""
@@ -182,13 +182,13 @@ def _fetching(loaded: "PreTrainedModel", name: str) -> Callable[[str], dict[str,
 
     def fetched(question: str) -> dict[str, Any]:
         path = retriever.paths([question])
-        print(_told_of_blocks(banks, path[0].tolist()), file=sys.stderr)
+        print(_describe_blocks(banks, path[0].tolist()), file=sys.stderr)
         return {"memory_ids": path.to(loaded.device)}
 
     return fetched
 
 
-def _told_of_blocks(banks: Any, path: list[int]) -> str:
+def _describe_blocks(banks: Any, path: list[int]) -> str:
     """Return in words which blocks of a path are read. Blocks that were deleted or never trained add nothing."""
     blocks: dict[str, list[str]] = {"read": [], "deleted": [], "never trained": []}
     for level, node in enumerate(path, start=1):

@@ -43,7 +43,7 @@ def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
     return typer.Typer(**{**style, **settings})
 
 
-class Ending(Exception):
+class CommandExit(Exception):
     """Exception that ends a command with an exit status and the reason. None: the reason has been printed already.
 
     `from_any_process`: whether the reason is printed by any process of a run, and not only by the first.
@@ -93,7 +93,7 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
             return 0, None, []
         except typer.Exit as end:
             return end.exit_code, None, []
-        except Ending as end:
+        except CommandExit as end:
             status, line = end.status, end.line
             is_printed |= end.from_any_process
         except KeyboardInterrupt:
@@ -121,8 +121,8 @@ def _ending(app: typer.Typer, line_words: list[str], name: str, raises: bool) ->
     return status, f"{path}: {line}" if line is not None and is_printed else None, places
 
 
-class _Lasting(io.FileIO):
-    """Output of this process that never fails: after the first error it is dropped, and `errors` gets the reason.
+class _TolerantOutput(io.FileIO):
+    """Stream that drops output after an error, whose reason `errors` gets.
 
     A closed pipe is not an error: the reader wants no more, as in `| head`.
     """
@@ -163,7 +163,7 @@ def _lasting(stream: Any, errors: list[str]) -> Any:
     if type(stream) is not io.TextIOWrapper or type(getattr(buffer, "raw", buffer)) is not io.FileIO:
         return stream
     stream.flush()
-    raw = _Lasting(stream.fileno(), errors)
+    raw = _TolerantOutput(stream.fileno(), errors)
     return io.TextIOWrapper(
         raw if isinstance(buffer, io.FileIO) else io.BufferedWriter(raw),  # type: ignore[arg-type]
         encoding=stream.encoding,
@@ -195,7 +195,7 @@ def _refuse_empty(line_words: Sequence[str]) -> None:
         if not word or (word.startswith("--") and equals and not value):
             subject = name if word else before if before.startswith("-") else "an argument"
             filling = "Fill it in (a shell gives nothing for a variable that is not set), or leave it out."
-            raise Ending(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
+            raise CommandExit(WRONG_REQUEST, f"{subject} is ''; expected a value. {filling}")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import install_extra
 from midus_hf.sources.names import check_model_name
@@ -75,7 +75,7 @@ def needing_harness() -> Iterator[None]:
         if package not in ("lm_eval", "datasets"):
             raise
         missing = f"tasks need lm-evaluation-harness ({package} is missing); {install_extra('eval')}"
-        raise Ending(WRONG_REQUEST, missing) from error
+        raise CommandExit(WRONG_REQUEST, missing) from error
 
 
 def show(result: Any, json_: bool, print_result: Callable[[Any], None], indent: int | None = None) -> None:

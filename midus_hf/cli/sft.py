@@ -4,7 +4,7 @@ import importlib.util
 from functools import partial
 from typing import Annotated
 
-from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line, run_command
+from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit, command_line, run_command
 from midus_hf.cli.options import argument
 from midus_hf.cli.train import HELP, WITH_FLAGS, asks_for_all_keys, print_keys, train_in_group
 from midus_hf.config.wording import install_extra
@@ -33,7 +33,7 @@ def midus_sft(
         return
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
-        raise Ending(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
+        raise CommandExit(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
     asks = asks_for_all_keys(words)
     from midus_hf.training.sft import SftArguments, finetune
 

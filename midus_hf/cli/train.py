@@ -13,7 +13,7 @@ from midus_hf.cli.command_line import (
     FAILED,
     INTERRUPTED,
     WRONG_REQUEST,
-    Ending,
+    CommandExit,
     command_line,
     is_main_process,
     run_command,
@@ -96,7 +96,7 @@ def train_in_group(words: Sequence[str], arguments_class: Any, run: Callable[[An
         raise ending
 
 
-def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> Ending | None:
+def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]) -> CommandExit | None:
     from midus_hf.cli.run_arguments import read_arguments
     from midus_hf.sources.names import check_sources
     from midus_hf.training.callbacks import RunInterrupted
@@ -134,10 +134,10 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
     return None
 
 
-def _ending(status: int, line: str) -> Ending:
+def _ending(status: int, line: str) -> CommandExit:
     """Return the ending of a process, which says why if no process of its machine has failed before."""
     is_first_to("failure")
-    return Ending(status, line if is_first_to(_failure_here()) else None, from_any_process=True)
+    return CommandExit(status, line if is_first_to(_failure_here()) else None, from_any_process=True)
 
 
 def _failure_here() -> str:

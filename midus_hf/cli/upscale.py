@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
+from midus_hf.cli.command_line import FAILED, INTERRUPTED, CommandExit, command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
@@ -117,11 +117,11 @@ def run(
     from upscalers.record.provenance import PushError
     from upscalers.runs.upscale import upscale
 
-    ending: Ending | None = None
+    ending: CommandExit | None = None
     try:
         report = upscale(**arguments, progress=Console())
     except PushError as error:
-        report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
+        report, ending = error.report, CommandExit(INTERRUPTED if error.interrupted else FAILED, str(error))
     show(report.to_dict() if json_ else report, json_, partial(print_report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending

@@ -1,20 +1,17 @@
-"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed, and caveats."""
+"""Findings of a comparison: what each variant learned and forgot at its chosen rate, by seed; cautions and advice."""
 
 import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from midus_hf.compare.options import Comparison, Rate, rate_name
-from midus_hf.compare.origins import KINDS, short
 from midus_hf.compare.runs import Result
-from midus_hf.compare.variants import SHUFFLED
 
-# Keys of `midus train` that change the loss of a text, with their defaults; None for `bf16` depends on the device.
-_READING = {"document_mask": False, "path_column": None, "text_column": "text", "bf16": None, "fp16": False}
 # Student's t at 0.975 for 1 to 10 degrees of freedom; the last is used for more, which makes intervals wider.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# Numbers of parameters are equal if they differ at most by this share.
+_EQUAL_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ def chosen_rate(searches: Sequence[Result], validation: Sequence[str]) -> Rate |
     return min(finite, key=lambda each: each[0], default=(0.0, None))[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class VariantFindings:
     """Findings about one variant, at the rate that the validation texts chose, in nats per token.
 
@@ -95,18 +92,23 @@ class VariantFindings:
     forgotten: Spread | None
 
     @property
-    def is_certified(self) -> bool:
-        """True if the trained model of every seed came with a certificate of protected texts."""
-        return all(result.is_certified for result in self.results)
+    def trained_parameters(self) -> int:
+        """Number of parameters that train."""
+        return self.results[0].trained_parameters
+
+    @property
+    def is_causal(self) -> bool:
+        """True if every token is computed without later tokens; else losses cannot be compared."""
+        return all(result.is_causal for result in self.results)
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
     """Findings of a comparison, from which reports are written.
 
-    `base_losses` are the losses of the base, as runs measure them. `variants` are sorted by their loss of the domain; without domain
+    `base_losses` are the losses of the base. `variants` are sorted by their loss of the domain; without domain
     texts they are in the order of the comparison, and variants without a chosen rate are left out. `failures` has reasons by run,
-    and `missing` is the number of runs that are not done, including null controls if their variant has a rate.
+    and `missing` is the number of runs that are not done, null controls included.
     """
 
     comparison: Comparison
@@ -118,11 +120,11 @@ class Findings:
 
     @property
     def reference(self) -> VariantFindings | None:
-        """Return the variant that others are subtracted from, the one that learned most; None without domain texts or results."""
+        """The variant that others are subtracted from, the one that learned most; None without domain texts or results."""
         able = [(one.learned.mean, one) for one in self.variants if one.learned is not None]
         return max(able, key=lambda each: each[0])[1] if able else None
 
-    def falls(self, result: Result, texts: Sequence[str]) -> list[float]:
+    def loss_decreases(self, result: Result, texts: Sequence[str]) -> list[float]:
         """Return the decrease of the mean loss of some texts at each point of a run's curve, in nats per token.
 
         It is relative to the run's start, or to the base if the upscaled model was not verified to compute the same as the base:
@@ -136,22 +138,14 @@ def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
     """Return the findings of a comparison from its results; those of null controls count only at the chosen rate of their variant."""
-    # A run that starts at the base and reads texts like all others has measured the base, in the precision of training and with
-    # paths.
-    reading = _reading(comparison.train)
-    starts = [
-        one.start.losses
-        for one in results
-        if one.curve and not one.starts_elsewhere and _reading(one.request.get("train")) == reading
-    ]
-    without_variants = Findings(comparison, base, (starts or [base.losses])[0], [], failures, missing)
-    variants = [_variant_findings(name, without_variants, results) for name in comparison.variants]
+    without_variants = Findings(comparison, base, base.losses, [], failures, missing)
+    variants = [_find_variant(name, without_variants, results) for name in comparison.variants]
     able = [variant for variant in variants if variant is not None]
     able.sort(key=lambda variant: 0.0 if variant.domain_loss is None else variant.domain_loss.mean)
     return dataclasses.replace(without_variants, variants=able)
 
 
-def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) -> VariantFindings | None:
+def _find_variant(name: str, findings: Findings, results: Sequence[Result]) -> VariantFindings | None:
     """Return the findings about a variant; None if none of its runs with the first seed ended at a finite number."""
     comparison = findings.comparison
     domain, retention = list(comparison.domain), list(comparison.retention)
@@ -164,8 +158,8 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
     best = [result for result in of_variant if rate_name(result.rate) == rate]
     controls = [result for result in results if result.control_of == name and rate_name(result.rate) == rate]
     ends = {result.seed: mean_loss(result.losses, domain) for result in best if domain}
-    learned = {result.seed: findings.falls(result, domain)[-1] for result in best if domain}
-    forgotten = {result.seed: -findings.falls(result, retention)[-1] for result in best if retention}
+    learned = {result.seed: findings.loss_decreases(result, domain)[-1] for result in best if domain}
+    forgotten = {result.seed: -findings.loss_decreases(result, retention)[-1] for result in best if retention}
     rates = list(dict.fromkeys(rate_name(result.rate) for result in of_variant))
     losses: dict[str, dict[int, float]] = {}
     for result in controls if domain else ():
@@ -173,80 +167,90 @@ def _variant_findings(name: str, findings: Findings, results: Sequence[Result]) 
     lower = {control: paired(ends, by_seed) for control, by_seed in losses.items()}
     saved = {result.seed: mean_loss(result.saved, domain) for result in best if domain and result.saved}
     shuffled = {result.seed: mean_loss(result.shuffled, domain) for result in best if domain and result.shuffled}
-    lower[SHUFFLED] = paired(saved, shuffled)
+    lower["shuffled-addresses"] = paired(saved, shuffled)
     advantages = {control: advantage for control, advantage in lower.items() if advantage is not None}
     spreads = [spread(list(by_seed.values())) for by_seed in (ends, learned, forgotten)]
     return VariantFindings(name, rate, rates, best, controls, ends, learned, forgotten, advantages, *spreads)
 
 
+def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
+    """Return how much more each variant learned and forgot than the reference, over the seeds that both have."""
+    reference, by_variant = findings.reference, {}
+    for variant in findings.variants if reference is not None else ():
+        learned = paired(reference.learned_by_seed, variant.learned_by_seed)
+        if variant.name != reference.name and learned is not None:
+            by_variant[variant.name] = (learned, paired(reference.forgotten_by_seed, variant.forgotten_by_seed))
+    return by_variant
+
+
 def cautions(findings: Findings) -> list[str]:
-    """Return sentences on differences between variants other than their methods, and on runs that are not done."""
-    variants, comparison = findings.variants, findings.comparison
-    listed = {one.name: [rate_name(rate) for rate in comparison.rates_of(one.name)] for one in variants}
-    lacking = {one.name: [rate for rate in listed[one.name] if rate not in one.rates] for one in variants}
-    tokens = {one.name: f"{max(result.tokens for result in one.results):,}" for one in variants}
-    trained = {one.name: one.results[0].request.get("train") or {} for one in variants}
-    readings = {name: _reading(keys) for name, keys in trained.items()}
-    whole = [name for name, keys in trained.items() if keys.get("trainable") == "all" and not keys.get("adapters")]
-    sizes = {one.name: one.results[0].trained_parameters for one in variants if one.name not in whole}
-    median = statistics.median(sizes.values() or [0])
-    far = {name: size for name, size in sizes.items() if abs(size - median) > 0.1 * median}
-    apart = "Trained parameters more than 10 % off the median of variants that do not train everything"
-    reasons: dict[str, Mapping[str, str]] = {
-        "Fewer than three seeds": {one.name: f"{len(one.results)}" for one in variants if len(one.results) < 3},
-        "Best rate at an end of its list": {one.name: one.rate for one in variants if _is_at_an_end(findings, one)},
-        "Not causal, so losses cannot be compared": {
-            one.name: "" for one in variants if not all(result.is_causal for result in one.results)
-        },
-        "Texts read in different ways": _differing({"base": _reading(comparison.train), **readings}),
-        "Rates without a result": {name: " and ".join(missing) for name, missing in lacking.items() if missing},
-        "Unequal numbers of rates": _differing({one.name: str(len(one.rates)) for one in variants}),
-        "Unequal numbers of tokens": _differing(tokens),
-        apart: {name: f"{size:,} of {median:,.0f}" for name, size in far.items()},
-        **{f"Different {kind}": _differing(_origins(findings, kind)) for kind in KINDS},
+    """Return sentences on what keeps numbers from being compared, and on runs that are not done."""
+    variants = findings.variants
+    reasons: dict[str, list[str]] = {
+        "Fewer than three seeds": [f"{one.name} {len(one.results)}" for one in variants if len(one.results) < 3],
+        "Best rate at an end of its list": [f"{one.name} {one.rate}" for one in variants if _is_at_end(findings, one)],
+        "Not causal, so losses cannot be compared": [one.name for one in variants if not one.is_causal],
+        f"Runs that are not done: {findings.missing}; failed": [*findings.failures],
     }
-    sentences = [
-        f"{reason}: {', '.join(f'{name} {detail}'.strip() for name, detail in names.items())}."
-        for reason, names in reasons.items()
-        if names
-    ]
-    if findings.missing:
-        failed = f", of which {len(findings.failures)} failed" if findings.failures else ""
-        upscaled = {name for name, options in comparison.variants.items() if options.upscale is not None}
-        if comparison.controls and not upscaled <= listed.keys():
-            failed += "; null controls of variants without a rate are not counted yet"
-        sentences.append(f"Runs that are not done: {findings.missing}{failed}.")
+    sentences = [f"{reason}: {', '.join(names)}." for reason, names in reasons.items() if names]
+    if findings.missing and not findings.failures:
+        sentences.append(f"Runs that are not done: {findings.missing}.")
     return sentences
 
 
-def shared_origin(findings: Findings) -> str:
-    """Return a sentence on the data, base, code and machine that all rows share; empty if they share none."""
-    origins = {kind: _origins(findings, kind) for kind in KINDS}
-    shared = [f"{kind} {by_row['base']}" for kind, by_row in origins.items() if not _differing(by_row)]
-    return f"All rows were made with {'; '.join(shared)}." if shared else ""
-
-
-def _differing(by_row: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a description by row if it differs between rows; else nothing."""
-    return by_row if len(set(by_row.values())) > 1 else {}
-
-
-def _reading(train: Any) -> str:
-    """Return how a run with these keys of `midus train`, if any, reads texts and computes, in words."""
-    keys = {key: (train or {}).get(key) for key in _READING}
-    set_ones = [f"{key}={value}" for key, value in keys.items() if value not in (None, _READING[key])]
-    return ", ".join(set_ones) or "by default"
-
-
-def _origins(findings: Findings, kind: str) -> dict[str, str]:
-    """Return what the base, and the runs of each variant and its null controls, were made with."""
-    rows = {"base": [findings.base], **{one.name: [*one.results, *one.controls] for one in findings.variants}}
-    return {name: " and ".join(dict.fromkeys(short(kind, one.origin) for one in of)) for name, of in rows.items()}
-
-
-def _is_at_an_end(findings: Findings, variant: VariantFindings) -> bool:
+def _is_at_end(findings: Findings, variant: VariantFindings) -> bool:
     """Return whether the chosen rate has the highest or the lowest value of a key that was searched."""
     rates = findings.comparison.rates_of(variant.name)
     (chosen,) = (rate for rate in rates if rate_name(rate) == variant.rate)
     searched = {key: {rate[key] for rate in rates if key in rate} for key in chosen}
     return any(len(values) > 1 and chosen[key] in (min(values), max(values)) for key, values in searched.items())
+
+
+def advice(findings: Findings) -> list[str]:
+    """Return three sentences: what to take at equal parameters, what forgets least, and what was too few to tell."""
+    learned = {one: one.learned.mean for one in findings.variants if one.is_causal and one.learned is not None}
+    able = [one for one, mean in learned.items() if mean > 0]
+    groups = [[other for other in able if _are_equal(one, other)] for one in able]
+    unclear: list[str] = []
+    take = "At equal parameters: there are no two variants that learned."
+    if group := max((each for each in groups if len(each) > 1), key=len, default=None):
+        best = max(group, key=lambda one: learned[one])
+        take = f"At equal parameters ({short_count(best.trained_parameters)}), take {best.name}: it learned most of {len(group)}, "
+        take += f"{learned[best]:.4f} nats per token."
+        losses = {one: {seed: -value for seed, value in one.learned_by_seed.items()} for one in group}
+        unclear += _unclear(f"{best.name} learned more than", best, losses)
+    forgotten = {one: one.forgotten.mean for one in able if one.forgotten is not None}
+    forgets = "Forgets least: no variant that learned was measured on text outside the domain."
+    if forgotten:
+        least = min(forgotten, key=lambda one: forgotten[one])
+        forgets = f"Forgets least: {least.name}, {forgotten[least]:+.4f} nats per token, and it learned {learned[least]:.4f}."
+        unclear += _unclear(f"{least.name} forgot less than", least, {one: one.forgotten_by_seed for one in forgotten})
+    for one in able:
+        known = {name: verdict(advantage) for name, advantage in one.advantages.items()}
+        names = [name for name, words in known.items() if words in ("one seed", "is not shown to beat it")]
+        unclear += [f"{one.name} beats {', '.join(names)}"] if names else []
+    return [
+        take,
+        forgets,
+        f"Too few seeds to tell whether {'; '.join(unclear)}." if unclear else "No more seeds are needed to tell.",
+    ]
+
+
+def _are_equal(one: VariantFindings, other: VariantFindings) -> bool:
+    sizes = sorted((one.trained_parameters, other.trained_parameters))
+    return sizes[1] - sizes[0] <= _EQUAL_SHARE * sizes[1]
+
+
+def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:
+    """Return a claim with the variants of which it is not shown: their 95 % interval above the best is not above 0."""
+    leads = {one.name: paired(values[best], by_seed) for one, by_seed in values.items() if one is not best}
+    names = [name for name, lead in leads.items() if lead is None or verdict(lead) != "beats it"]
+    return [f"{claim} {', '.join(names)}"] if names else []
+
+
+def short_count(number: int) -> str:
+    """Return a count, 0 or more, as short text of three significant digits: `8.89M`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if float(f"{number:.3g}") >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

@@ -12,6 +12,10 @@ from midus_hf.sources.names import check_model_name, check_sources
 # Rate keys of `midus train`, such as `learning_rate`, with their values.
 Rate = Mapping[str, float]
 
+TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
+# Names of variants become names of folders, null controls are named VARIANT+CONTROL, and names of texts are parts of keys in logs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
 
 def rate_name(rate: Rate) -> str:
     """Return the folder name of a rate, without `learning_rate` in its keys: `0.001`, or `0.001,value=0.01`; `recipe` if empty."""
@@ -19,7 +23,12 @@ def rate_name(rate: Rate) -> str:
     return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
 
-def check_rates(rates: list[float | dict[str, float]] | None) -> None:
+def as_keys(rate: float | Mapping[str, float]) -> Rate:
+    """Return a rate as keys of `midus train`; a plain number is the value of `learning_rate`."""
+    return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
+
+
+def _check_rates(rates: list[float | dict[str, float]] | None) -> None:
     """Check that rates are numbers above 0, and that no two numbers or two mappings have the same folder name."""
     if rates is not None and not rates:
         raise RequestError("rates is an empty list; expected one or more, or leave it out.")
@@ -33,16 +42,6 @@ def check_rates(rates: list[float | dict[str, float]] | None) -> None:
         if named in names:
             raise RequestError(f"rates has {named[1]} twice; expected rates that differ, since each names a folder.")
         names.add(named)
-
-
-def as_keys(rate: float | Mapping[str, float]) -> Rate:
-    """Return a rate as keys of `midus train`; a plain number is the value of `learning_rate`."""
-    return rate if isinstance(rate, Mapping) else {"learning_rate": rate}
-
-
-TEXT_KINDS = ("domain", "retention", "validation")  # keys of mappings of measured texts
-# Names of variants become names of folders, null controls are named VARIANT+CONTROL, and names of texts are parts of keys in logs.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,14 +60,6 @@ class TaskOptions:
     limit: int | None = None
     num_fewshot: int | None = None
 
-    def __post_init__(self) -> None:
-        if not self.names:
-            raise RequestError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
-        for name, least in (("limit", 1), ("num_fewshot", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise RequestError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
-
 
 @dataclasses.dataclass(kw_only=True)
 class VariantOptions:
@@ -85,7 +76,7 @@ class VariantOptions:
     rates: list[float | dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
-        check_rates(self.rates)
+        _check_rates(self.rates)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -127,7 +118,7 @@ class Comparison:
         for name in ("variants", "seeds"):
             if not getattr(self, name):
                 raise RequestError(f"{name} is empty; expected one or more.")
-        check_rates(self.rates)
+        _check_rates(self.rates)
         several = [name for name in self.variants if len(self.rates_of(name)) > 1]
         if not (self.domain or self.tasks):
             raise RequestError("domain is empty, and there are no tasks; expected one of them, to measure learning.")
@@ -175,20 +166,19 @@ class Comparison:
 
 def check_names(comparison: Comparison) -> None:
     """Refuse an invalid base, texts or output, as far as this can be checked before torch is imported."""
-    output = Path(comparison.output_dir)
-    if output.exists() and not output.is_dir():
+    if (output := Path(comparison.output_dir)).exists() and not output.is_dir():
         raise RequestError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     for name, path in comparison.texts.items():
         if not Path(path).expanduser().exists():
             raise RequestError(
                 f"{comparison.label(name)} is {path!r}, which does not exist; expected a file or a folder of text."
             )
-    trains = {
-        "train": comparison.train,
-        **{f"variants.{name}.train": one.train for name, one in comparison.variants.items()},
-    }
-    for label, train in trains.items():
+    for name, train in [
+        ("", comparison.train),
+        *((f"variants.{k}.", v.train) for k, v in comparison.variants.items()),
+    ]:
         corpus = train.get("corpus") if isinstance(train, Mapping) else None
-        corpora = [corpus] if isinstance(corpus, str) else corpus or []
-        check_sources((f"{label}.corpus", name) for name in corpora)
+        check_sources(
+            (f"{name}train.corpus", each) for each in ([corpus] if isinstance(corpus, str) else corpus or [])
+        )
     check_model_name("base", comparison.base)

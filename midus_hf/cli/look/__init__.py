@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
+from midus_hf.cli.command_line import FAILED, CommandExit, command_line, run_command
 from midus_hf.cli.look import questions
 from midus_hf.cli.look.request import Model, Texts, names_of_tasks, read_documents
 from midus_hf.cli.options import Column, Device, Json, check_file, cli_option, flag, model_argument, show, show_tables
@@ -46,7 +46,7 @@ def _answer(ask: Callable[[], Answer], output: list[Path] | None, json_: bool) -
     for path in output or ():  # last, so that the answer is printed even if a file cannot be written
         answer.write(path)
     if answer.failure:
-        raise Ending(FAILED, answer.failure)
+        raise CommandExit(FAILED, answer.failure)
 
 
 @app.command()
