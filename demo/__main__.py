@@ -7,6 +7,7 @@ last checkpoint.
 import argparse
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
-from midus_hf.compare.origins import machine, short
 from midus_hf.config.yaml_options import read_mapping
 from midus_hf.evaluation.report import comparison_table
 from midus_hf.sources.progress import limit_bars
@@ -93,10 +93,24 @@ def main() -> None:
         weights={"base": weights(base), "strip's": weights(base_again)},
         commands=phases.commands,
         seconds=phases.seconds,
-        machine=f"{short('machine', {'machine': machine()})} (load before: {load:.1f} of {os.cpu_count()} CPUs)",
+        machine=f"{describe_machine()} (load before: {load:.1f} of {os.cpu_count()} CPUs)",
     )
     phases.finish()
     print(f"\n{table}\n\nreport: {output / 'report.html'}")
+
+
+def describe_machine() -> str:
+    """Return the processor, number of threads, device and versions of this process in words."""
+    import torch
+    import transformers
+
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(names, platform.processor() or platform.machine())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{processor}, {torch.get_num_threads()} threads, {device}, {versions}"
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from midus_hf.compare.findings import mean_loss
-from midus_hf.compare.one_run import curve_of
 from midus_hf.compare.options import Comparison, check_names
-from midus_hf.compare.origins import Inputs, code, machine
-from midus_hf.compare.runs import Result, Run, check, read_result, searches_of, write_result
-from midus_hf.compare.variants import plan
+from midus_hf.compare.plan import check, plan
+from midus_hf.compare.running import curve_of
+from midus_hf.compare.runs import Inputs, Result, Run, code_version, read_result, searches_of, write_result
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import from_mapping, options_from_files
 from midus_hf.look.page import as_png, new_figure
@@ -77,7 +76,7 @@ def advance(run: Run, comparison: Comparison, models: Path, steps: list[int], in
         seconds=seconds + (earlier.seconds if earlier else 0.0),
         peak_memory_bytes=outcome.log[-1]["peak_memory_bytes"],
         request=run.request(comparison),
-        origin={**inputs, "code": code(), "machine": machine()},
+        origin={**inputs, "code": code_version()},
     )
     write_result(run.folder(comparison), result)
     return result

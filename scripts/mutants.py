@@ -78,7 +78,7 @@ NEAREST = {
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_output_folder.py",
     "midus_hf/files/outputs.py": "tests/files tests/upscalers/test_output_folder.py",
-    "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
+    "midus_hf/compare": "tests/compare",
     "midus_hf/compare/findings.py": "tests/compare/test_findings.py tests/compare/test_report.py",
     "midus_hf/compare/report.py": "tests/compare/test_report.py",
     "midus_hf/evaluation": "tests/evaluation",

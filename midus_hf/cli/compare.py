@@ -68,8 +68,8 @@ def midus_compare(
     page = report.write_report(Path(comparison.output_dir), found)
     show(report.as_json(found, page), json_, lambda _: show_tables([report.variants_table(found)]), indent=2)
     if not json_:
-        for line in [*cautions(found), "", f"report: {page}", "", *advice(found)]:
-            print(textwrap.fill(line, 80, break_long_words=False, break_on_hyphens=False))
+        wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
+        print(*map(wrap, cautions(found)), "", f"report: {page}", "", *map(wrap, advice(found)), sep="\n")
     if failures:
         name, why = next(iter(failures.items()))
         count = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"

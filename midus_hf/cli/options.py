@@ -100,14 +100,15 @@ def show_tables(tables: "Sequence[TextTable]") -> None:
             continue
         table = Table(title=table_of_words.title, box=rich.box.SIMPLE_HEAD, **plain)
         cells = [max(map(len, column)) for column in zip(*table_of_words.rows, strict=True)]
-        # Headings break between words, and where there is room only columns of text are made narrower than their cells.
+        # Headings break between words; names in the first column do not, nor short cells where there is room.
         widths = [
             max(width, *map(len, name.split()), 1) for width, name in zip(cells, table_of_words.head, strict=True)
         ]
         fits = sum(min(width, _SHORT_CELL) + 2 for width in widths) <= console.width
         for name, width in zip(table_of_words.head, widths, strict=True):
-            heading = textwrap.fill(name, width, break_long_words=False)
-            table.add_column(Text(heading), overflow="fold", no_wrap=fits and width <= _SHORT_CELL)
+            heading, is_name = textwrap.fill(name, width, break_long_words=False), not table.columns
+            keeps_width = (fits and width <= _SHORT_CELL) or (is_name and width <= console.width // 3)
+            table.add_column(Text(heading), overflow="fold", no_wrap=keeps_width)
         for row in table_of_words.rows:
             table.add_row(*map(Text, row))
         console.print(table)

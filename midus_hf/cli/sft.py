@@ -33,7 +33,9 @@ def midus_sft(
         return
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
-        raise CommandExit(WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.")
+        raise CommandExit(
+            WRONG_REQUEST, f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}."
+        )
     asks = asks_for_all_keys(words)
     from midus_hf.training.sft import SftArguments, finetune
 

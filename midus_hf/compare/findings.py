@@ -175,11 +175,13 @@ def _find_variant(name: str, findings: Findings, results: Sequence[Result]) -> V
 
 def differences(findings: Findings) -> dict[str, tuple[Spread, Spread | None]]:
     """Return how much more each variant learned and forgot than the reference, over the seeds that both have."""
-    reference, by_variant = findings.reference, {}
-    for variant in findings.variants if reference is not None else ():
-        learned = paired(reference.learned_by_seed, variant.learned_by_seed)
-        if variant.name != reference.name and learned is not None:
-            by_variant[variant.name] = (learned, paired(reference.forgotten_by_seed, variant.forgotten_by_seed))
+    reference, by_variant = findings.reference, dict[str, tuple[Spread, Spread | None]]()
+    for variant in findings.variants:
+        if reference is not None and variant is not reference:
+            learned = paired(reference.learned_by_seed, variant.learned_by_seed)
+            if learned is not None:
+                forgotten = paired(reference.forgotten_by_seed, variant.forgotten_by_seed)
+                by_variant[variant.name] = (learned, forgotten)
     return by_variant
 
 
@@ -232,7 +234,9 @@ def advice(findings: Findings) -> list[str]:
     return [
         take,
         forgets,
-        f"Too few seeds to tell whether {'; '.join(unclear)}." if unclear else "No more seeds are needed to tell.",
+        f"Too few seeds to tell whether {'; '.join(unclear)}."
+        if unclear
+        else "Too few seeds to tell: nothing of the above.",
     ]
 
 

@@ -60,6 +60,13 @@ class TaskOptions:
     limit: int | None = None
     num_fewshot: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise RequestError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
+        for name, least in (("limit", 1), ("num_fewshot", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise RequestError(f"tasks.{name} is {value}; expected {least} or more. Leave it out for the default.")
+
 
 @dataclasses.dataclass(kw_only=True)
 class VariantOptions:

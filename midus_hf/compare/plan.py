@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import filecmp
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
 from midus_hf.compare.options import Comparison, Rate, as_keys, check_names
 from midus_hf.compare.runs import Variant, searches_of, window_keys
-from midus_hf.config.errors import RequestError, name_in_request_errors
+from midus_hf.config.errors import RequestError, as_request_error, name_in_request_errors
 from midus_hf.config.wording import one_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping
-from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.memories.controls import controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
@@ -159,13 +159,18 @@ def control_variants(variant: Variant, rate: Rate) -> list[Variant]:
         if change["options"]:
             keys["options"] = {**(keys.get("options") or {}), **change["options"]}
         train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
-        names = {"name": f"{variant.name}+{name}", "control": name, "control_of": variant.name, "controls": {}}
+        names: dict[str, Any] = {
+            "name": f"{variant.name}+{name}",
+            "control": name,
+            "control_of": variant.name,
+            "controls": {},
+        }
         controls.append(dataclasses.replace(variant, **names, upscale=keys, train=train, rates=[rate]))
     return controls
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
-    """Check early what runs after the first would refuse late: keys of runs, texts and tasks.
+    """Check early what a run would refuse late: keys of runs, texts, local corpora, tasks, and the base's tokenizer and positions.
 
     Raises a RequestError, or a ModuleNotFoundError if lm-eval, an extra that tasks need, is not installed.
     """
@@ -178,11 +183,9 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
         from midus_hf.evaluation.harness import Tasks
         from midus_hf.sources.progress import quiet_libraries
 
-        keys = dataclasses.asdict(comparison.tasks)
-        with name_in_request_errors("tasks"):
-            EvaluationSettings(tasks=keys.pop("names"), **keys)
         with quiet_libraries():
             Tasks(comparison.tasks.names, comparison.tasks.data)
+    _check_reading(comparison, comparison.train, variants)
 
 
 def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
@@ -196,11 +199,11 @@ def _check_texts(comparison: Comparison, variants: Sequence[Variant]) -> None:
                     f"{label} is {path!r}, which shares text with {other}, {str(before)!r}; expected texts that differ."
                 )
         texts[label] = text
-    for one, corpus in ((one, corpus) for one in variants for corpus in one.corpora):
-        for label, text in texts.items():
+    for each in variants:
+        for corpus, (label, text) in itertools.product(each.corpora, texts.items()):
             if (place := Path(corpus).expanduser()).exists() and _overlap(text, place):
                 raise RequestError(
-                    f"{label} is {str(text)!r}, which {one.name} trains on, since its corpus is {corpus!r}; expected text that "
+                    f"{label} is {str(text)!r}, which {each.name} trains on, since its corpus is {corpus!r}; expected text that "
                     "no variant trains on."
                 )
 
@@ -233,3 +236,37 @@ def _check_keys(variant: Variant, comparison: Comparison, shared_length: int) ->
             f"variants.{variant.name}.train.sequence_length is {length}, and that of train is {shared_length}; expected the same, "
             "since all texts are measured alike. Set train.sequence_length."
         )
+
+
+def _check_reading(comparison: Comparison, train: Mapping[str, Any], variants: Sequence[Variant]) -> None:
+    """Check that the base has a tokenizer and positions for a sequence, that texts have one, and that local corpora are read."""
+    from transformers import AutoConfig
+
+    from midus_hf.data.corpus import read_corpus
+    from midus_hf.data.packing import packed_sequences
+    from midus_hf.sources.progress import limit_bars
+    from midus_hf.sources.tokenizers import load_tokenizer
+    from midus_hf.training.loading import check_sequence_length
+
+    length = window_keys(train)["sequence_length"]
+    with as_request_error(
+        f"base is {comparison.base!r}, whose config or tokenizer cannot be loaded", OSError, ValueError
+    ):
+        config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=False)
+        tokenizer = load_tokenizer(comparison.base)
+    check_sequence_length("train.sequence_length", length, config)
+    options: dict[str, Any] = {"documents_apart": bool(train.get("document_mask"))}
+    options["vocab_size"] = config.get_text_config().vocab_size
+    for name, path in comparison.texts.items():
+        named = {"key": comparison.label(name), "text_column": window_keys(train)["column"]}
+        with limit_bars():
+            packed_sequences(read_corpus(path, **named), tokenizer, length, **named, **options)
+    for one in variants:
+        if all(Path(corpus).expanduser().exists() for corpus in one.corpora):
+            key = (
+                "train.corpus"
+                if one.train.get("corpus") == train.get("corpus")
+                else f"variants.{one.name}.train.corpus"
+            )
+            named = {"split": one.train.get("corpus_split"), "name": one.train.get("corpus_name")}
+            read_corpus(one.train.get("corpus") or "", key=key, text_column=window_keys(one.train)["column"], **named)

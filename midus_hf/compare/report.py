@@ -53,7 +53,7 @@ def variants_table(findings: Findings) -> TextTable:
         rows.append(
             {
                 "variant": one.name,
-                "rate": one.rate,
+                "rate": one.rate.replace(",", ", "),
                 "seeds": str(len(one.results)),
                 "trained": short_count(one.trained_parameters),
                 "learned": with_spread(one.learned, "{:+.4f}"),

@@ -156,13 +156,17 @@ class Point:
 class Result:
     """Result of a run, or of the base, whose curve is a single point; losses are of packed sequences, in the precision of training.
 
-    `tasks` are metrics of the trained model by task and name. `shuffled` are losses after the rows of its value tables were permuted,
-    `saved` those of the saved model before that. `control` and `control_of` are a null control's name and its variant.
-    `starts_at_base`: whether the upscaled model was verified to compute the same as the base, bit for bit; None if nothing was.
-    `is_causal`: whether every token is computed without later tokens; `is_certified`: whether there is a certificate of protected
-    texts. `tokens` and `seconds` count only training. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident
-    memory of the process, up to the end of training. `request` has all keys that the result depends on, `origin` the digests of `data` and
-    `base`, and the version and commit of the `code`.
+    Args:
+        tasks: Metrics of the trained model by task and name.
+        shuffled: Losses after the rows of the trained model's value tables were permuted; `saved`: those before.
+        control: Name of a null control; `control_of`: its variant.
+        starts_at_base: Whether the upscaled model was verified to compute the same as the base, bit for bit; None if nothing was.
+        is_causal: Whether every token is computed without later tokens.
+        is_certified: Whether the trained model came with a certificate of protected texts.
+        tokens: Number of tokens that it trained on, in `seconds`.
+        peak_memory_bytes: What PyTorch allocated on a GPU, else the resident memory of the process, up to the end of training.
+        request: All keys that the result depends on.
+        origin: Digests of `data` and `base`, and the version and commit of the `code`.
     """
 
     variant: str

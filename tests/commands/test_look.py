@@ -21,6 +21,7 @@ from training.tiny_run import document, tiny_tokenizer
 
 from midus_hf.cli.options import show_tables
 from midus_hf.config.wording import install_extra
+from midus_hf.look.page import TextTable
 from midus_hf.look.touched import touched_table
 from midus_hf.topics.memory_retriever import MemoryRetriever
 
@@ -262,9 +263,8 @@ def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(run, r
     assert f"output is '{file}', and this answer has no picture; expected a file ending in .html or .json." in done.err
 
 
-def test_tables_break_headings_between_words_where_there_is_room_and_lose_no_character_where_there_is_none(
-    monkeypatch, capsys
-):
+def test_table_headings_wrap_between_words(monkeypatch, capsys):
+    """Without room no character is lost."""
     counts = {
         "documents": 1234,
         "untouched": 1000,
@@ -283,3 +283,11 @@ def test_tables_break_headings_between_words_where_there_is_room_and_lose_no_cha
     assert {"documents", "untouched", "differ", "certified", "1,234,567", "50.000%"} <= {*shown[80].split()}
     in_wide, in_80, in_40 = (sorted("".join(out.split()).replace("─", "")) for out in shown.values())
     assert in_wide == in_80 == in_40
+
+
+def test_table_keeps_names_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_tables(
+        [TextTable("", ["variant", *map(str, range(9))], [["+shuffled-addresses", *["+0.6250 ± 0.1768"] * 9]])]
+    )
+    assert "+shuffled-addresses" in capsys.readouterr().out

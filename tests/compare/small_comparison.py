@@ -1,18 +1,17 @@
 """A comparison that takes seconds: a tiny model of bytes, texts of four words, and runs that are done in this process."""
 
-import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.one_run import do, measure
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.origins import Inputs
-from midus_hf.compare.runs import Result, Run, base_run, searches_of, write_result
-from midus_hf.compare.variants import plan
+from midus_hf.compare.plan import plan
+from midus_hf.compare.running import execute_run, main, measure
+from midus_hf.compare.runs import Inputs, Result, Run, base_run, searches_of, write_result
 from midus_hf.config.yaml_options import from_mapping
 
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -72,7 +71,7 @@ class SmallComparison:
 
     def measure(self, run: Run) -> Result:
         """Do a run from its beginning."""
-        return do(run, self.comparison, self.inputs.digests_for(run.variant))
+        return execute_run(run, self.comparison, self.inputs.digests_for(run.variant))
 
     def measure_and_keep(self, run: Run) -> Result:
         """Do a run from its beginning, and keep its models beside its result."""
@@ -86,18 +85,10 @@ class SmallComparison:
 
 
 def compare_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `midus compare` do its runs in this process, one behind the other, until the test ends."""
+    """Let `midus compare` do its runs in this process until the test ends."""
 
-    class EndedProcess:
-        """What is looked at of a process that has ended."""
+    def run(words: list[str], *, input: str, **_: Any) -> SimpleNamespace:
+        main(input)
+        return SimpleNamespace(returncode=0)
 
-        returncode = 0
-
-        def poll(self) -> int:
-            return self.returncode
-
-    def start(run: Run, comparison: Comparison, text: str, device: str | None, num_places: int) -> EndedProcess:
-        do(run, comparison, json.loads(text)["inputs"])
-        return EndedProcess()
-
-    monkeypatch.setattr("midus_hf.compare.running._start", start)
+    monkeypatch.setattr("midus_hf.compare.running.subprocess", SimpleNamespace(run=run))

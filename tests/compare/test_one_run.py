@@ -10,8 +10,8 @@ from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, SmallComp
 from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.compare.runs import base_run, read_result, runs_at, write_result
-from midus_hf.compare.variants import Variant, allowed_controls, available_controls, control_variants
+from midus_hf.compare.plan import control_variants
+from midus_hf.compare.runs import Run, base_run, read_result, write_result
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.files.checkpoint_files import CONFIG_FILE
@@ -94,7 +94,7 @@ def test_a_run_says_which_run_it_was_and_how_large(room, kept):
     (of_hml, hml), (_, full) = results["hml"], results["full"]
     rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
     assert (hml.variant, hml.rate, hml.seed, hml.control) == ("hml", rates, 0, None)
-    assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
+    assert (full.variant, full.rate, full.shuffled) == ("full", {}, None)
     assert (hml.starts_at_base, full.starts_at_base) == (True, None)
     assert not hml.starts_elsewhere and not full.starts_elsewhere and base.losses == full.start.losses
     assert (hml.is_causal, hml.is_certified) == (True, False)
@@ -113,7 +113,7 @@ ENGRAM = {"table": "exact", "corpus": "ROOM/corpus", "width": 8, "layers": [0], 
 TOLD = {
     "a start elsewhere": (
         {"upscale": {"method": "solar"}},
-        {"starts_at_base": False, "starts_elsewhere": True, "controls": {}, "is_causal": True, "is_certified": False},
+        {"starts_at_base": False, "starts_elsewhere": True, "is_causal": True, "is_certified": False},
     ),
     "not compared with the base, not causal": (
         {"upscale": {"method": "moc", "options": MOC, "verify": False}},
@@ -160,7 +160,6 @@ def test_a_run_begins_anew_and_leaves_one_file_and_shuffles_nothing_without_cont
     (comparing.folder(run) / "upscaled" / CONFIG_FILE).write_text("half of a model that an interrupted run has left")
     result = comparing.measure(run)
     assert result.shuffled is None and result.saved is None
-    assert list(result.controls) == ALL_CONTROLS
     assert [path.name for path in comparing.folder(run).parent.iterdir()] == ["seed-0.json"]
     expected = kept[2]["hml"][1]
     assert [point.losses for point in result.curve] == [point.losses for point in expected.curve]
@@ -198,34 +197,39 @@ METHODS = {
 }
 
 
-def test_null_controls_are_told_of_a_type_that_is_proven_in_each_run(tmp_path):
-    any_type("gemma").save_pretrained(tmp_path / "base")
-    upscale(base=tmp_path / "base", output=tmp_path / "model", **METHODS["moc"])
-    available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
-    assert list(available) == ALL_CONTROLS
-    # Where the base trains as well, rows that are trained alone would lack more than their addresses.
-    for train in ({"trainable": "all"}, {"adapters": {"r": 4}}):
-        trains_more = Variant("a", METHODS["moc"], train, [{}])
-        assert allowed_controls(trains_more, available) == [
-            name for name in ALL_CONTROLS if name != "frozen-addresses"
-        ]
+@pytest.mark.parametrize(
+    ("train", "missing"),
+    [({}, []), ({"trainable": "all"}, ["frozen-addresses"]), ({"adapters": {"r": 4}}, ["frozen-addresses"])],
+)
+def test_null_controls_are_planned_as_training_allows(room, tmp_path, train, missing):
+    """If the base trains as well, rows that are trained alone would lack more than their addresses."""
+    (variant,) = SmallComparison(room, tmp_path, {"a": {"upscale": METHODS["moc"], "train": train}}).variants
+    assert list(variant.controls) == [name for name in ALL_CONTROLS if name not in missing]
+    assert [one.name for one in control_variants(variant, {})] == [f"a+{name}" for name in variant.controls][:-1]
+
+
+def test_null_controls_are_of_the_added_memory(room, tmp_path):
+    upscale(base=room / "base", output=tmp_path / "base", **METHODS["midus-pkm"])
+    any_type("gemma").save_pretrained(tmp_path / "other")
+    for base in (tmp_path / "base", tmp_path / "other"):  # with memory; of a type that is proven in each run
+        options = {"a": {"upscale": METHODS["moc"]}, "b": {"upscale": {"method": "solar"}}}
+        moc, solar = SmallComparison(room, tmp_path / "out", options, base=str(base)).variants
+        assert {"memory_tokens", "chapters"} < set(moc.controls["one-row"]["options"]) and solar.controls == {}
 
 
 # Every null control, of memories that are inserted and of one that is attached.
 @pytest.mark.parametrize(
     ("method", "name"), zip(METHODS, ["one-row", "frozen-addresses", "random-slots"], strict=True)
 )
-def test_a_control_is_upscaled_and_trained_beside_its_variant(room, kept, tmp_path, method, name):
-    upscale(base=room / "base", output=tmp_path / "model", **METHODS[method])
+def test_null_control_is_upscaled_and_trained(room, kept, tmp_path, method, name):
     comparing = SmallComparison(room, tmp_path / "out", {method: {"upscale": METHODS[method]}}, train={"max_steps": 1})
-    available = available_controls(json.loads((tmp_path / "model" / CONFIG_FILE).read_text()))
-    controls = control_variants(comparing.variants[0], available, {"learning_rate": 5e-3})
+    controls = control_variants(comparing.variants[0], {"learning_rate": 5e-3})
     control = {one.control: one for one in controls}[name]
-    (run,) = runs_at({"learning_rate": 5e-3}, control, with_the_base_of(kept, comparing).comparison)
+    with_the_base_of(kept, comparing)
+    run = Run(control, {"learning_rate": 5e-3}, 0)
     result = comparing.measure_and_keep(run)
     assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
-    assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True
-    assert result.shuffled is None and result.controls == {}
+    assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True and result.shuffled is None
     new = count(comparing.folder(run) / "upscaled") - count(room / "base")
     assert result.new_parameters == new
     if name == "frozen-addresses":

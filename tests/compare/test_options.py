@@ -11,8 +11,7 @@ from evaluation.questions import write_questions
 
 from benchmarks.models import CONFIGS
 from midus_hf.compare.options import TEXT_KINDS, Comparison
-from midus_hf.compare.runs import check
-from midus_hf.compare.variants import plan
+from midus_hf.compare.plan import check, plan
 from midus_hf.config.yaml_options import from_mapping, options_from_files, read_mapping
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 

@@ -1,10 +1,12 @@
-"""All runs of a comparison: in which order, how many beside one another, what is skipped, and what fails."""
+"""All runs of a comparison: in which order, what is skipped, what another process does, and what fails."""
 
 import dataclasses
+import fcntl
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,14 @@ import pytest
 from midus_hf.compare import running
 from midus_hf.compare.options import Comparison, VariantOptions
 from midus_hf.compare.running import collect, run_all
-from midus_hf.compare.runs import Point, Result, Run, write_result
-from midus_hf.compare.variants import Variant
+from midus_hf.compare.runs import Point, Result, Run, Variant, write_result
 
-UPSCALE = {"method": "midus-hml", "options": {"n": 4}}
+CONTROLS = {
+    "one-row": {"options": {"n": 1}, "trainable": []},
+    "shuffled-addresses": {"options": {}, "trainable": []},
+}
+MEMORY = {"upscale": {"method": "midus-hml", "options": {"n": 4}}, "controls": CONTROLS}
 ONE, TWO = {"learning_rate": 1e-3}, {"learning_rate": 1e-2}
-CONTROLS = {"one-row": {"options": {"n": 1}, "trainable": []}, "shuffled-addresses": {"options": {}, "trainable": []}}
 
 
 def comparison(folder: Path, **changes) -> Comparison:
@@ -33,153 +37,98 @@ def variant(name: str, rates=(ONE,), upscale=None, **changes) -> Variant:
     return Variant(name, upscale, {"corpus": "corpus", "max_steps": 4}, list(rates), **changes)
 
 
-class PretendedProcess:
-    """What `running` uses of `subprocess.Popen`: a run that ends with a result that a test has chosen. It is its own input."""
-
-    returncode = None
-
-    def __init__(self, runs: "PretendedRuns", env: dict[str, str], log: Path):
-        self.runs, self.env, self.log, self.stdin = runs, env, log, self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def write(self, words: str) -> None:
-        values = json.loads(words)
-        assert values["parent"] == os.getpid()
-        self.run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
-        self.inputs, self.behaviour = values["inputs"], self.runs.behaviour.get(self.run.name, {})
-        self.looks = self.behaviour.get("looks", 0)
-        self.log.write_text(self.behaviour.get("prints", ""))
-        self.runs.notes.append({"name": self.run.name, "env": self.env, "beside": list(self.runs.alive)})
-        self.runs.alive.append(self.run.name)
-
-    def poll(self) -> int | None:
-        self.looks -= 1
-        if self.looks < 0 and self.returncode is None:
-            self.runs.alive.remove(self.run.name)
-            self.returncode = self.behaviour.get("exits", 0)
-            if not self.returncode:
-                self._write_result(self.behaviour.get("loss", 2.0))
-        return self.returncode
-
-    def _write_result(self, loss: float) -> None:
-        run, one = self.run, comparison(self.runs.folder)
-        controls = CONTROLS if run.variant.upscale is not None and run.variant.control is None else {}
-        curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
-        names = {"control": run.variant.control, "control_of": run.variant.control_of, "controls": controls}
-        told = {"request": run.request(one), "origin": self.inputs, **names}
-        write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
-
-
 class PretendedRuns:
     """A folder in which runs are pretended.
 
-    `behaviour` tells of runs by name: a `loss` of the validation text, `looks` before it ends, `exits` with a status and `prints`
-    before. `notes` has of each run that began its name, the variables of its process, and the names of the runs beside it.
+    `behaviour` tells of runs by name: a `loss` of the validation text, `exits` with a status and `prints` before. `started` has
+    the names of runs that have begun.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.behaviour: dict[str, dict[str, Any]] = {}
-        self.notes: list[dict[str, Any]] = []
-        self.alive: list[str] = []
+        self.started: list[str] = []
 
-    def run(self, variants, jobs=1, devices=(), **changes) -> dict[str, str]:
-        return run_all(comparison(self.folder, **changes), variants, jobs, devices)
+    def run(self, variants, **changes) -> dict[str, str]:
+        return run_all(comparison(self.folder, **changes), variants)
 
     def collect(self, variants, **changes) -> tuple[list[tuple[str, dict[str, float], int]], int]:
-        """Name, rate and seed of the results that count beside the base's, and the number of those that are missing."""
+        """Name, rate and seed of the results in addition to the base's, and the number of those that are missing."""
         base, results, missing = collect(comparison(self.folder, **changes), variants)
         assert base is not None
         return [(one.variant, one.rate, one.seed) for one in results], missing
 
     def names(self) -> list[str]:
         """Return the names of the runs that have begun, in order, and forget them."""
-        names = [note["name"] for note in self.notes]
-        self.notes.clear()
+        names = list(self.started)
+        self.started.clear()
         return names
 
-    def popen(self, words, *, env, stdin, stdout, stderr, text, start_new_session) -> PretendedProcess:
-        assert words[1:] == ["-m", "midus_hf.compare.one_run"] and start_new_session and stdout is stderr
-        return PretendedProcess(self, env, Path(stderr.name))
+    def do(self, words, *, input, stdout, stderr, text, check) -> SimpleNamespace:
+        """Stand in for `subprocess.run`."""
+        assert words[1:] == ["-m", "midus_hf.compare.running"] and stdout is stderr and text
+        values = json.loads(input)
+        run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+        behaviour = self.behaviour.get(run.name, {})
+        self.started.append(run.name)
+        stdout.write(behaviour.get("prints", ""))
+        stdout.flush()
+        if not behaviour.get("exits", 0):
+            one, loss = comparison(self.folder), behaviour.get("loss", 2.0)
+            curve = [Point(step, {"plants": 2.0, "herbs": loss if step else 3.0}) for step in (0, 4)]
+            names = {"control": run.variant.control, "control_of": run.variant.control_of}
+            told = {"request": run.request(one), "origin": values["inputs"], **names}
+            write_result(run.folder(one), Result(run.variant.name, run.rate, run.seed, curve, **told))
+        return SimpleNamespace(returncode=behaviour.get("exits", 0))
 
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch) -> PretendedRuns:
     monkeypatch.chdir(tmp_path)
     path = PretendedRuns(tmp_path)
-    monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0)
-    monkeypatch.setattr(running, "subprocess", SimpleNamespace(Popen=path.popen, PIPE=-1))
-    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: f"digest of {base}")
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(run=path.do))
+    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
     return path
 
 
-def test_all_rates_are_searched_with_the_first_seed_before_the_best_has_a_second(pretended, capsys):
+def test_runs_start_one_after_another_in_the_order_of_the_plan(pretended, capsys):
     pretended.behaviour = {"a/0.01/seed-1": {"loss": 1.0}}
-    assert pretended.run([variant("a", [ONE, TWO]), variant("b")], seeds=[1, 0, 2]) == {}
+    assert pretended.run([variant("a", [ONE, TWO]), variant("b", **MEMORY)], seeds=[1, 0, 2]) == {}
     expected = ["base", "a/0.001/seed-1", "a/0.01/seed-1", "b/0.001/seed-1"]
     for seed in (0, 2):
         expected += [f"a/0.01/seed-{seed}", f"b/0.001/seed-{seed}"]
+    expected += [f"b+one-row/0.001/seed-{seed}" for seed in (1, 0, 2)]
     assert pretended.names() == expected
     printed = capsys.readouterr()
-    assert printed.out == "" and [line for line in printed.err.splitlines() if line] == [
-        f"{name}: done (0 s)" for name in expected
-    ]
+    assert printed.out == "" and printed.err.splitlines() == [f"{name}: done (0 s)" for name in expected]
 
 
-def test_several_runs_run_beside_one_another_the_base_alone_and_each_may_have_a_device(pretended, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
-    pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": 3} for name in "abcd"}
-    pretended.run([variant(name) for name in "abcd"], jobs=3)
-    assert [len(note["beside"]) for note in pretended.notes] == [0, 0, 1, 2, 0]
-    assert {note["env"]["CUDA_VISIBLE_DEVICES"] for note in pretended.notes} == {"0,1,2,3,4,5,6"}
-    looks = zip("efgh", (3, 1, 3, 1), strict=True)
-    pretended.behaviour = {f"{name}/0.001/seed-0": {"looks": number} for name, number in looks}
-    pretended.notes.clear()
-    pretended.run([variant(name) for name in "efgh"], devices=["3", "5"])
-    device = {note["name"]: note["env"]["CUDA_VISIBLE_DEVICES"] for note in pretended.notes}
-    assert set(device.values()) == {"3", "5"}
-    for note in pretended.notes:
-        assert all(device[note["name"]] != device[other] for other in note["beside"]) and len(note["beside"]) < 2
-
-
-@pytest.mark.parametrize(("jobs", "threads"), [(1, 8), (3, 2), (20, 1)])
-def test_runs_share_the_cores(pretended, monkeypatch, jobs, threads):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pretended.run([variant("a")], jobs=jobs)
-    assert {note["env"]["OMP_NUM_THREADS"] for note in pretended.notes} == {str(threads)}
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    pretended.run([variant("b")], jobs=jobs)
-    assert pretended.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
-
-
-def test_what_fails_stops_nothing_else_unless_it_is_the_base_and_is_done_again(pretended):
-    variants = [variant(name) for name in "abc"]
-    pretended.behaviour = {"base": {"prints": "there is no such text", "exits": 1}}
-    failures = pretended.run(variants)
-    assert pretended.names() == ["base"] and failures["base"].startswith("there is no such text (status 1; see ")
-    pretended.behaviour = {
-        "a/0.001/seed-0": {"prints": "Traceback\nValueError: no.\n\n", "exits": 1},
-        "b/0.001/seed-0": {"exits": -9},
-    }
-    logs = [pretended.folder / f"out/runs/{name}/0.001/seed-0.log" for name in "ab"]
-    assert pretended.run(variants) == {
-        "a/0.001/seed-0": f"ValueError: no. (status 1; see {logs[0]})",
-        "b/0.001/seed-0": f"it printed nothing (status -9; see {logs[1]})",
-    }
-    assert len(pretended.names()) == 4
-    assert pretended.collect(variants) == ([("c", ONE, 0)], 2)
+@pytest.mark.parametrize(
+    ("prints", "words"),
+    [
+        ("", "it printed nothing"),
+        ("a line\nOutOfMemoryError: no memory\n", "OutOfMemoryError: no memory"),
+        ("hf_" + "x" * 34 + " was refused\n", "<hidden> was refused"),
+    ],
+    ids=["nothing", "lines", "secret"],
+)
+def test_failed_run_is_reported_and_repeated_by_the_same_command(pretended, prints, words):
+    pretended.behaviour = {"a/0.001/seed-0": {"exits": 3, "prints": prints}}
+    log = pretended.folder / "out/runs/a/0.001/seed-0.log"
+    variants = [variant("a"), variant("b")]
+    assert pretended.run(variants) == {"a/0.001/seed-0": f"{words} (status 3; see {log})"}
+    assert pretended.names() == ["base", "a/0.001/seed-0", "b/0.001/seed-0"] and log.read_text() == prints
     pretended.behaviour = {}
-    assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0", "b/0.001/seed-0"]
+    assert pretended.run(variants) == {} and pretended.names() == ["a/0.001/seed-0"] and log.read_text() == ""
 
 
-def test_what_is_added_is_done_alone(pretended):
-    a = variant("a", upscale=UPSCALE)
+def test_nothing_follows_a_base_that_failed(pretended):
+    pretended.behaviour = {"base": {"exits": 1}}
+    assert list(pretended.run([variant("a")])) == ["base"] and pretended.names() == ["base"]
+
+
+def test_only_added_runs_are_done(pretended):
+    a = variant("a", **MEMORY)
     pretended.run([a])
     assert pretended.names() == ["base", "a/0.001/seed-0", "a+one-row/0.001/seed-0"]
     results = {path: path.read_bytes() for path in (pretended.folder / "out").rglob("*.json")}
@@ -189,31 +138,32 @@ def test_what_is_added_is_done_alone(pretended):
     assert pretended.names() == ["b/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1", "a+one-row/0.001/seed-1"]
     # A rate that turns out to be better gets the other seeds, and null controls of its own.
     pretended.behaviour = {"a/0.01/seed-0": {"loss": 1.0}}
-    faster = [variant("a", [ONE, TWO], UPSCALE)]
+    faster = [variant("a", [ONE, TWO], **MEMORY)]
     pretended.run(faster, seeds=[0, 1])
-    assert pretended.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
+    assert pretended.names() == [
+        "a/0.01/seed-0", "a/0.01/seed-1", "a+one-row/0.01/seed-0", "a+one-row/0.01/seed-1"
+    ]  # fmt: skip
     counted = [("a", ONE, 0), ("a", TWO, 0), ("a", TWO, 1), ("a+one-row", TWO, 0), ("a+one-row", TWO, 1)]
     assert pretended.collect(faster, seeds=[0, 1]) == (counted, 0)
     assert all(path.read_bytes() == content for path, content in results.items())
 
 
-# What runs do, the rates and the upscaling of a variant, the runs of two seeds beside its first rate's, and how many are missing.
+# What runs do, the rates and the rest of a variant, its runs of two seeds after its first, and how many are missing.
+NAN = {"loss": float("nan")}
 NOT_DONE = {
-    "a rate that failed": ({"a/0.01/seed-0": {"exits": 1}}, [ONE, TWO], None, ["a/0.01/seed-0", "a/0.001/seed-1"], 1),
-    "a rate of no number": ({"a/0.01/seed-0": {"loss": float("nan")}}, [ONE, TWO], None, ["a/0.01/seed-0", "a/0.001/seed-1"], 0),
-    "no rate that is a number": ({"a/0.001/seed-0": {"loss": float("nan")}}, [ONE], UPSCALE, [], 1),
+    "a rate that failed": ({"a/0.01/seed-0": {"exits": 1}}, [ONE, TWO], {}, ["a/0.01/seed-0", "a/0.001/seed-1"], 1),
+    "a rate of no number": ({"a/0.01/seed-0": NAN}, [ONE, TWO], {}, ["a/0.01/seed-0", "a/0.001/seed-1"], 0),
+    "no rate that is a number": ({"a/0.001/seed-0": NAN}, [ONE], MEMORY, [], 3),
     "a null control": (
-        {"a+one-row/0.001/seed-1": {"exits": 1}}, [ONE], UPSCALE,
+        {"a+one-row/0.001/seed-1": {"exits": 1}}, [ONE], MEMORY,
         ["a/0.001/seed-1", "a+one-row/0.001/seed-0", "a+one-row/0.001/seed-1"], 1,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("behaviour", "rates", "upscale", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
-def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_counted(
-    pretended, behaviour, rates, upscale, others, missing
-):
-    pretended.behaviour, variants = behaviour, [variant("a", rates, upscale)]
+@pytest.mark.parametrize(("behaviour", "rates", "memory", "others", "missing"), NOT_DONE.values(), ids=NOT_DONE)
+def test_rate_without_a_finite_loss_is_not_chosen(pretended, behaviour, rates, memory, others, missing):
+    pretended.behaviour, variants = behaviour, [variant("a", rates, **memory)]
     failing = [key for key, one in behaviour.items() if "exits" in one]
     assert list(pretended.run(variants, seeds=[0, 1])) == failing
     assert pretended.names() == ["base", "a/0.001/seed-0", *others]
@@ -221,87 +171,97 @@ def test_a_rate_that_ends_at_no_number_is_not_chosen_and_what_is_not_done_is_cou
     assert counted == missing and len(results) == 1 + len(others) - len(failing)
 
 
-def another_content(name: str) -> Callable[..., object]:
-    return lambda folder, _: (folder / name).write_text("after")
-
-
-def another_control(folder: Path, _) -> None:
+def change_control(folder: Path) -> None:
     path = folder / "out/runs/a+one-row/0.001/seed-0.json"
     path.write_text(path.read_text().replace('"n": 1', '"n": 2'))
 
 
-def another_base(_, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: "another")
-
-
-OTHER_TEXT = "base was done with another content of the corpus or of a text; expected the same."
-# What changes files, keys of the comparison and of the variant, and what is said of it.
+OTHER_TEXT = "base was done with another content of the corpus or of a text; expected the same. .*remove .*base.json"
+# What changes a file, keys of the comparison and of the variant, and what is said of it.
 CHANGED = {
-    "base": (
-        None, {"base": "other"}, {},
-        "base was done with another base; expected the same. Give the variant another name, choose",
-    ),
-    # Texts are measured at other steps too, so that the last one is.
-    "steps": (
-        None, {}, {"train": {"corpus": "corpus", "max_steps": 8}},
-        "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps; expected the same.",
-    ),
-    "a control": (another_control, {}, {}, "a+one-row/0.001/seed-0 was done with another upscale.options.n;"),
-    "content of the base": (another_base, {}, {}, "base was done with another content of the base; expected the same."),
-    **{name: (another_content(name), {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
+    "base": ("", {"base": "other"}, {}, "base was done with another base; expected the same. Give the variant another name"),
+    "steps": ("", {}, {"train": {"corpus": "corpus", "max_steps": 8}}, "a/0.001/seed-0 was done with another train;"),
+    "a control": (change_control, {}, {}, r"a\+one-row/0.001/seed-0 was done with another upscale;"),
+    "content of the base": ("base", {}, {}, "base was done with another content of the base; expected the same."),
+    **{name: (name, {}, {}, OTHER_TEXT) for name in ("corpus", "plants.txt", "herbs.txt")},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "changes", "change_of_variant", "message"), CHANGED.values(), ids=CHANGED)
-def test_another_request_of_what_is_done_is_refused_before_anything_runs(
-    pretended, change, changes, change_of_variant, message, monkeypatch
-):
-    a = variant("a", upscale=UPSCALE)
+def test_result_of_another_request_is_refused(pretended, change, changes, change_of_variant, message, monkeypatch):
+    a = variant("a", **MEMORY)
     for name in ("corpus", "plants.txt", "herbs.txt"):
         (pretended.folder / name).write_text("before")
     pretended.run([a])
     pretended.names()
-    if change is not None:
-        change(pretended.folder, monkeypatch)
-    with pytest.raises(ValueError) as refused:
+    if callable(change):
+        change(pretended.folder)
+    elif change == "base":
+        monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: "another")
+    elif change:
+        (pretended.folder / change).write_text("after")
+    with pytest.raises(ValueError, match=message):
         pretended.run([variant("new"), dataclasses.replace(a, **change_of_variant)], **changes)
-    assert message in str(refused.value) and pretended.names() == []
+    assert pretended.names() == []
 
 
-def test_another_comparison_in_the_same_output_is_refused_while_one_runs(pretended, monkeypatch):
-    refused = []
-    begin = pretended.popen
+def test_same_command_takes_only_runs_that_no_other_has_taken(pretended, monkeypatch, capsys):
+    """Another process does the first run of `a`, and ends without a result once all others are done."""
+    pretended.run([])
+    log = pretended.folder / "out/runs/a/0.001/seed-0.log"
+    log.parent.mkdir(parents=True)
+    other = log.open("w")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waits = []
 
-    def starts_another(*words, **options):
-        with pytest.raises(ValueError) as error:
-            pretended.run([variant("b")])
-        refused.append(str(error.value))
-        return begin(*words, **options)
+    def sleep(seconds):
+        waits.append(pretended.names())
+        if len(waits) == 2:
+            other.close()
 
-    monkeypatch.setattr(running.subprocess, "Popen", starts_another)
-    pretended.run([variant("a")])
-    assert pretended.names() == ["base", "a/0.001/seed-0"]
-    assert refused == 2 * [
-        f"output_dir is {str(pretended.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
-        "choose another output_dir; --jobs does several runs at a time."
-    ]
+    monkeypatch.setattr(running.time, "sleep", sleep)
+    assert pretended.run([variant("a"), variant("b")], seeds=[0, 1]) == {}
+    # The second seeds wait, since the rate of `a` is not chosen yet.
+    assert waits == [["base", "b/0.001/seed-0"], []]
+    assert pretended.names() == ["a/0.001/seed-0", "a/0.001/seed-1", "b/0.001/seed-1"]
+    assert capsys.readouterr().err.count("waiting for runs of other processes, such as a/0.001/seed-0\n") == 1
 
 
-def test_what_runs_print_goes_to_their_log_and_they_end_when_a_person_interrupts(tmp_path, monkeypatch, capfd):
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho printed; echo $$ > {tmp_path}/number; exec sleep 60\n")
+def test_process_of_a_run_writes_to_the_log_and_keeps_its_lock(tmp_path, monkeypatch, capfd):
+    """A killed comparison leaves the process of its run, for which the same command waits."""
+    program, ended = tmp_path / "program", tmp_path / "ended"
+    program.write_text(f"#!/bin/sh\necho printed\nwhile ! test -e {ended}; do sleep 0.05; done\nexit 3\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    number = tmp_path / "number"
+    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
+    one, log = comparison(tmp_path), tmp_path / "out/runs/base.log"
+    if not (killed := os.fork()):
+        run_all(one, [])
+        os._exit(0)
+    while not log.is_file() or log.read_text() != "printed\n":
+        time.sleep(0.01)
+    os.kill(killed, 9)
+    os.waitpid(killed, 0)
+    monkeypatch.setattr(running.time, "sleep", lambda seconds: (ended.touch(), os.sched_yield()))
+    assert run_all(one, []) == {"base": f"printed (status 3; see {log})"}
+    printed = capfd.readouterr()
+    assert printed.out == "" and "waiting for runs of other processes, such as base" in printed.err
 
-    def interrupt(_):
-        if number.exists() and number.read_text().strip():
-            raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
-    monkeypatch.setattr("midus_hf.compare.origins.base_digest", lambda base: f"digest of {base}")
+def test_interruption_ends_the_process_of_a_run(tmp_path, monkeypatch):
+    program, number = tmp_path / "program", tmp_path / "number"
+    program.write_text(f"#!/bin/sh\necho $$ > {number}; exec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("midus_hf.compare.runs.hash_base", lambda base: f"digest of {base}")
+
+    def interrupt(process, timeout=None):
+        while not number.exists() or not number.read_text().strip():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_all(comparison(tmp_path), [variant("a")])
-    assert (tmp_path / "out/runs/base.log").read_text() == "printed\n" and capfd.readouterr().out == ""
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)

@@ -220,7 +220,7 @@ SESSIONS = {
             "trainable: [10, 20]": "trainable: [1, 2]",
             "[1.0e-4, 3.0e-5, 1.0e-5]": "[1.0e-4]",
             # The notebook on comparisons runs other variants.
-            "--jobs 2": "--jobs 2 --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'",
+            "compare.yaml   ": "compare.yaml --set 'variants={lora: {train: {adapters: {r: 32, lora_alpha: 64}}}}'   ",
         },
         files=("compare.yaml",),
     ),

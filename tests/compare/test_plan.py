@@ -9,9 +9,8 @@ import yaml
 from compare.small_comparison import HEADWISE, keys, training, write_room
 
 from midus_hf.compare.options import Comparison
-from midus_hf.compare.report import plan_records
-from midus_hf.compare.runs import Run, check
-from midus_hf.compare.variants import Variant, plan
+from midus_hf.compare.plan import check, plan
+from midus_hf.compare.runs import Run, Variant
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
 from upscalers import upscale
@@ -110,17 +109,6 @@ def test_parts_of_an_upscaled_base_learn_at_the_rates_of_new_parts(room, planned
     apart = [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}]
     expected = {"new": apart, "recorded": apart, "adapters": apart, "all": [{"learning_rate": 1e-3}]}
     assert {one.name: one.rates for one in result} == expected
-
-
-def test_plans_name_both_rates(planned):
-    rates = [1e-3, {"learning_rate": 1e-3}, {"learning_rate": 1e-3, "key_value_learning_rate": 3e-3}]
-    records = plan_records(*planned({"a": {"upscale": HEADWISE, "rates": rates}, "b": {}}))
-    assert [record["rates"] for record in records] == [
-        ["0.001,value=0.01", "0.001 (values 0.001)", "0.001,key_value=0.003 (values 0.003)"],
-        ["recipe"],
-    ]
-    records = plan_records(*planned({"a": {"upscale": HEADWISE, "train": {"value_learning_rate": 3e-2}}}))
-    assert [record["rates"] for record in records] == [["recipe (values 0.03)"]]
 
 
 REFUSED = {
