@@ -19,7 +19,7 @@ from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.registry import MEMORY_TYPES, memory_type, sample_tensors
 from midus_hf.sources.names import saved_config
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.optim.rates import Rates, short_run_rates, trains_new_parts
+from midus_hf.training.keys import Rates, short_run_rates, trains_new_parts
 
 # Keys of `midus train` and of `upscale` that the comparison sets itself: they are dropped from recipes, and refused in mappings.
 _OWN_TRAINING_KEYS = ("model_name_or_path", "output_dir", "seed", "eval_text", "resume_from_checkpoint")
@@ -124,7 +124,7 @@ def _find_controls(base: str, upscale: Mapping[str, Any], train: Mapping[str, An
     from upscalers.checkpoint.base_checkpoint import open_base
     from upscalers.checkpoint.source import resolve_source
     from upscalers.methods.contract import get_method
-    from upscalers.request.options import parse_options
+    from upscalers.request import parse_options
 
     if not _added_types(upscale):
         return {}
@@ -246,7 +246,7 @@ def _check_reading(comparison: Comparison, train: Mapping[str, Any], variants: S
     from midus_hf.data.packing import packed_sequences
     from midus_hf.sources.progress import limit_bars
     from midus_hf.sources.tokenizers import load_tokenizer
-    from midus_hf.training.loading import check_sequence_length
+    from midus_hf.training.inputs import check_sequence_length
 
     length = window_keys(train)["sequence_length"]
     with as_request_error(
