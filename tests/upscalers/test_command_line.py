@@ -27,9 +27,7 @@ from upscalers.runs.upscale import upscale
 SMALL = ("--set", "n=8", "--set", "k=2")
 
 
-def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_configuration_file(
-    command, base, tmp_path
-):
+def test_command_line_wins_over_the_config_file(command, base, tmp_path):
     request = {"method": "midus-hml", "placement": "0,2,6", "seed": 9, "dtype": "bfloat16", "max_shard_size": "30KB"}
     words = [word for key, value in request.items() for word in (f"--{key.replace('_', '-')}", value)]
     words += ["--output", tmp_path / "out", "--set", "n=6", "--set", "k=3", "--no-verify", "--json"]
@@ -47,7 +45,7 @@ def test_options_reach_the_engine_and_those_of_the_command_line_win_over_the_con
     assert file_digests(tmp_path / "out") == file_digests(tmp_path / "same") == file_digests(tmp_path / "file")
 
 
-def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_else(command, base, tmp_path, refused):
+def test_config_file_values_are_read_or_refused(command, base, tmp_path, refused):
     path, usual = tmp_path / "request.yaml", f"base: {base}\nmethod: midus-hml\ndry_run: true\n"
     cases = (("bottom-heavy", [0, 2]), ("1,4", [1, 4]), ("[1, 4]", [1, 4]), ("3", [3]), ("3.0", [3]))
     for placement, indices in cases:
@@ -70,12 +68,12 @@ def test_a_configuration_file_places_by_name_list_or_number_and_says_nothing_els
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], ["--seed", 5], ["--no-verify"], ["--set", "n=4"]], ids=str)
-def test_options_that_a_command_would_not_read_are_refused(command, words):
+def test_options_before_a_subcommand_are_refused(command, words):
     done = command(*words, "strip", "model", "--output", "base")
     assert done.status == 2 and f"{words[0].replace('no-', '')} is given before 'strip'" in done.err
 
 
-def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts(command):
+def test_methods_lists_options_paper_and_start(command):
     (method,) = [row for row in command("methods", "--json").json() if row["name"] == "midus-hml"]
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
     assert {row["name"]: row["default"] for row in method["options"]} == {**MEMORY_OPTIONS, "n": 64, "k": 4}
@@ -95,7 +93,7 @@ def test_methods_are_listed_with_options_defaults_paper_and_how_the_model_starts
     ]
 
 
-def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
+def test_summary_names_what_was_done(command, base, tmp_path):
     usual = ("--method", "midus-hml", *SMALL)
     done = command("--base", base, *usual, "--output", tmp_path / "out")
     assert (done.status, done.err) == (0, "")
@@ -112,7 +110,7 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert all(name in "".join(shown.out.split()) for name in ("x[/red]", "a[b]c"))  # long paths are folded
 
 
-def test_corpus_is_an_option_of_methods_that_read_one(command, base, tmp_path, monkeypatch):
+def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"name": "word5", "text": "word7"}\n')
     requests = []
@@ -136,7 +134,7 @@ def test_corpus_is_an_option_of_methods_that_read_one(command, base, tmp_path, m
         assert (refused.status, refused.err.count("\n")) == (2, 1) and said in refused.err
 
 
-def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monkeypatch):
+def test_failed_work_has_status_1_and_the_place(command, base, monkeypatch):
     monkeypatch.setattr("upscalers.runs.upscale.upscale", Mock(side_effect=MethodError("first\nsecond")))
     outcome = command("--base", base, *REQUEST)
     assert (outcome.status, outcome.out) == (1, "")
@@ -145,7 +143,7 @@ def test_work_that_fails_has_status_1_one_line_and_the_place(command, base, monk
     assert re.fullmatch(r'  File ".*/midus_hf/cli/upscale\.py", line \d+, in run', ours) and "/mock.py" in innermost
 
 
-def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_option_and_command(command):
+def test_help_has_an_example_and_every_option(command):
     shown = command("--help").out
     beginning = shown.partition("Options:")[0]
     assert "Add memory or layers to a pretrained model." in beginning
@@ -164,7 +162,7 @@ def test_help_begins_with_what_upscale_does_and_an_example_and_names_every_optio
     assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
 
 
-def test_the_report_has_exactly_the_promised_keys(command, tmp_path):
+def test_json_report_has_the_promised_keys(command, tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
     result = command("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
     assert (result.status, result.err) == (0, "")
@@ -212,9 +210,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("method", "name", "options", "new", "new_printed", "total_printed"), COUNTS)
-def test_a_published_model_gets_as_many_parameters_as_papers_and_documentation_say(
-    method, name, options, new, new_printed, total_printed, tmp_path
-):
+def test_parameter_counts_are_the_published_ones(method, name, options, new, new_printed, total_printed, tmp_path):
     base, layers = BASE_PARAMETERS[name], BASES[name]["num_hidden_layers"]
     folder = write_config(tmp_path / "base", BASES[name])
     report = upscale(base=folder, method=method, options=options, dry_run=True)
@@ -251,9 +247,7 @@ def without_torch(requests: list[list[str]]) -> list[tuple[int, str]]:
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_dry_runs_of_proven_families_import_no_torch_and_plan_what_the_model_of_transformers_gives(
-    tmp_path, monkeypatch
-):
+def test_dry_run_without_torch_plans_the_same(tmp_path, monkeypatch):
     requests = {}
     for family, tiny in NATIVE_FAMILIES.items():
         base = write_config(tmp_path / family, tiny.config().to_dict())
@@ -277,7 +271,7 @@ def test_dry_runs_of_proven_families_import_no_torch_and_plan_what_the_model_of_
     layout._backbone.cache_clear()
 
 
-def test_methods_inspect_and_refusals_import_neither_torch_nor_transformers(base, tmp_path):
+def test_methods_inspect_and_refusals_need_no_torch(base, tmp_path):
     upscale(base=base, method="llama-pro", output=tmp_path / "out")
     config = write_config(tmp_path / "base", LLAMA_3_2_1B)
     usual = ["--base", config, "--method", "midus-hml", "--dry-run"]
@@ -312,13 +306,13 @@ subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 
-def test_peak_memory_is_that_of_the_process_itself_whoever_started_it():
+def test_peak_memory_is_of_this_process_only():
     done = run(STARTED_BY_A_LARGE_PROCESS)
     assert done.returncode == 0, done.stderr
     assert 10_000_000 < int(done.stdout) < 1_000_000_000
 
 
-def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
+def test_dry_run_needs_no_shards(tmp_path):
     whole = save_base(tmp_path / "whole", max_shard_size="30KB")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -329,7 +323,7 @@ def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
     assert plans[0].bytes.written == plans[1].bytes.written
 
 
-def test_the_python_call_refuses_what_the_command_line_would(base):
+def test_upscale_function_refuses_wrong_types(base):
     for changes, message in (
         ({"seed": 1.5}, "seed is 1.5; expected an integer"),
         ({"placement": []}, "placement '' is unknown"),
@@ -338,7 +332,7 @@ def test_the_python_call_refuses_what_the_command_line_would(base):
             upscale(base=base, method="midus-hml", dry_run=True, **changes)
 
 
-def test_stages_are_printed_in_lines_each_minute_without_a_terminal(monkeypatch, capsys):
+def test_stages_are_lines_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(library_bars, "_SECONDS_PER_LINE", 0)
     progress = Console()
     with shown(progress):

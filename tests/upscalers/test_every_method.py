@@ -100,7 +100,7 @@ def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
 
 
 @of_all
-def test_a_new_model_computes_what_its_base_computes_where_that_is_promised(made):
+def test_new_model_equals_its_base_if_promised(made):
     report, identical = made.report, made.kind not in DIFFERING
     assert report.promises_identity is identical and report.identity.checked == "logits"
     assert (report.identity.max_abs_diff == 0.0) == (report.kl_divergence == 0.0) == identical
@@ -113,7 +113,7 @@ def test_a_new_model_computes_what_its_base_computes_where_that_is_promised(made
 
 
 @of_each_method
-def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_path):
+def test_dry_run_reports_what_the_run_reports(made, tmp_path):
     (tmp_path / "config.json").write_bytes((made.base / "config.json").read_bytes())
     done = made.report
     for base in (made.base, tmp_path):
@@ -129,7 +129,7 @@ def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_p
 
 
 @of_each_method
-def test_config_record_and_inspect_say_what_was_made(made):
+def test_config_record_and_inspect_agree(made):
     report, entry, inspected = made.report, made.config["upscale"], inspect_checkpoint(made.output)
     record = record_of(made.output)
     assert {key: record[key] for key in entry} == entry
@@ -161,7 +161,7 @@ def test_config_record_and_inspect_say_what_was_made(made):
 
 
 @of_each_method
-def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
+def test_strip_restores_every_file_of_the_base(made, tmp_path):
     stripped = strip(made.output, tmp_path / "stripped")
     assert stripped["base_confirmed"] is True and stripped["differing_tensors"] == 0
     assert stripped["removed_memories"] == [
@@ -178,7 +178,7 @@ def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
 
 
 @of_all_tensors
-def test_what_was_trained_is_loaded_again_and_comes_off_by_the_config_alone(made, tmp_path):
+def test_trained_model_reloads_and_strips_by_its_config(made, tmp_path):
     expected = computed(trained(made.output, tmp_path / "trained"))
     assert not torch.equal(expected, logits(made.base))
     model = load(tmp_path / "trained")
@@ -192,9 +192,7 @@ def test_what_was_trained_is_loaded_again_and_comes_off_by_the_config_alone(made
 
 
 @of_each_method
-def test_the_command_and_the_recipe_of_the_card_make_the_same_again_which_verification_does_not_change(
-    made, command, tmp_path
-):
+def test_card_command_reproduces_the_model(made, command, tmp_path):
     usual = ("--base", made.base, "--max-shard-size", "40KB")
     done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--verify", "--json")
     assert done.status == 0, done.err
@@ -221,7 +219,7 @@ STACKS = [
 
 
 @pytest.mark.parametrize(("first", "second"), STACKS)
-def test_what_was_trained_keeps_acting_below_another_method_and_comes_back(first, second, make, tmp_path):
+def test_second_method_keeps_what_the_first_trained(first, second, make, tmp_path):
     made = make(first, FAMILY_OF[first])
     once = trained(made.output, tmp_path / "once")
     inserted = any(entry["site"] == "inserted" for entry in made.config.get("memory", []))
@@ -247,7 +245,7 @@ def test_what_was_trained_keeps_acting_below_another_method_and_comes_back(first
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, "moda, reused") if kind not in REQUESTS])
-def test_the_comparison_finds_what_should_start_at_zero_and_does_not(kind, base, tmp_path, monkeypatch):
+def test_verification_finds_nonzero_initial_values(kind, base, tmp_path, monkeypatch):
     """Values may be too small for any tolerance; the model runs with blocks that are fetched, of a leaf's whole path."""
 
     def not_zero(layout, level, index, seed, dtype):

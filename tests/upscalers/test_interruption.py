@@ -50,7 +50,7 @@ def tiny_bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("file", ["model-00002-of-", "upscale.json"])
-def test_killed_while_it_writes_a_run_leaves_nothing_that_the_next_one_minds(tiny_bases, tmp_path, file):
+def test_kill_while_writing_does_not_block_the_next_run(tiny_bases, tmp_path, file):
     base, output = tiny_bases[0][0], tmp_path / "out"
 
     def watch(event, arguments):
@@ -69,7 +69,7 @@ def test_killed_while_it_writes_a_run_leaves_nothing_that_the_next_one_minds(tin
 
 
 @pytest.mark.parametrize("step", range(2))
-def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none(tiny_bases, tmp_path, step):
+def test_kill_before_a_rename_leaves_old_output_or_none(tiny_bases, tmp_path, step):
     """The old output is moved aside, and the new one takes its place; what was moved aside goes when another does."""
     (first, old), (second, new) = tiny_bases
     output = tmp_path / "out"
@@ -93,7 +93,7 @@ def test_killed_before_either_of_its_renames_a_run_leaves_the_old_output_or_none
 
 
 @pytest.mark.parametrize(("deleted", "files"), in_turn(["replaced", "made"], [0, 1]))
-def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_removes(tiny_bases, tmp_path, deleted, files):
+def test_kill_while_deleting_is_cleaned_up_by_the_next_run(tiny_bases, tmp_path, deleted, files):
     """What it replaced, once the new output stands in its place; or what it made, once the work failed."""
     (first, old), (second, new) = tiny_bases
     output = tmp_path / "out"
@@ -123,7 +123,7 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_removes(tiny_bas
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_command_that_is_terminated_cleans_up_itself(tiny_bases, tmp_path, command, monkeypatch):
+def test_terminated_command_cleans_up(tiny_bases, tmp_path, command, monkeypatch):
     seen = []
 
     def stop(*_):
@@ -135,7 +135,7 @@ def test_a_command_that_is_terminated_cleans_up_itself(tiny_bases, tmp_path, com
     assert (done.status, seen, os.listdir(tmp_path)) == (143, [".out.midus-partial"], [])
 
 
-def test_a_base_that_shrinks_while_it_is_read_fails_and_leaves_nothing(tmp_path, monkeypatch):
+def test_base_that_shrinks_while_read_leaves_nothing(tmp_path, monkeypatch):
     honest = writer.CheckpointWriter.write
 
     def shrinking(self, folder, shards):

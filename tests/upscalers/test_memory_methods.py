@@ -14,7 +14,6 @@ from midus_hf.training.optim import set_trainable
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,
-    edit_config,
     file_digests,
     layer,
     load,
@@ -46,14 +45,14 @@ from upscalers.runs.upscale import upscale
         ("late:3", [13, 14, 15]),
     ],
 )
-def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected):
+def test_layers_option_selects_layers(layers, expected):
     options = {**SMALL_CHAPTERS, **({} if layers is None else {"layers": layers})}
     config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options=options)
     (entry,) = config["memory"]
     assert entry["layers"] == expected and (entry["type"], entry["name"]) == ("moc", "chapters")
 
 
-def test_every_layer_but_inserted_blocks_reads_the_depth_or_skips_to_another(base, command, tmp_path):
+def test_inserted_blocks_host_no_attached_memory(base, command, tmp_path):
     once = unverified(base, tmp_path / "once", placement="1,4")
     twice = unverified(once, tmp_path / "twice", method="moda", options={})
     below, entry = config_of(twice)["memory"]
@@ -69,7 +68,7 @@ def test_every_layer_but_inserted_blocks_reads_the_depth_or_skips_to_another(bas
     assert done.status == 2 and message in done.err and not (tmp_path / "out").exists()
 
 
-def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):
+def test_tables_of_zeros_are_holes(base, tmp_path):
     """Of 6.3 MB per layer that hold values of zero, the file has holes."""
     options = {"n": 256, "k": 2, "value_width": 24, "pre_value_width": 0, "layers": 2}
     upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
@@ -81,7 +80,7 @@ def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["midus-hml", "midus-pkm", "midus-linear", "midus-hml, output projection"])
-def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_needs_them(family, tmp_path, kind):
+def test_block_copies_needed_attention_of_the_next_layer(family, tmp_path, kind):
     base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
     upscale(base=base, output=tmp_path / "out", placement="1,5", **KINDS[kind])
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
@@ -99,7 +98,7 @@ def test_a_block_holds_the_attention_and_norm_of_the_next_layer_as_far_as_it_nee
         assert all(torch.equal(tensor, source[name]) for name, tensor in copied.items())
 
 
-def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
+def test_tensors_start_with_declared_values(tmp_path):
     base = save_base(tmp_path / "base", hidden_size=64, num_attention_heads=2)
     options = {"n": 16, "k": 2}
     upscale(base=base, method="midus-pkm", output=tmp_path / "out", options=options, placement="1,3")
@@ -116,9 +115,7 @@ def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "family"), [("midus-pkm", "llama"), ("midus-linear", "gemma2")])
-def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
-    family, shared_base, tmp_path, method
-):
+def test_attention_source_skips_layers_without_o_proj(family, shared_base, tmp_path, method):
     once = unverified(shared_base(family), tmp_path / "once", placement="0,3,6")  # beside 1, between 2 and 4, beside 5
     output = unverified(once, tmp_path / "twice", method=method, options=SMALL[method], placement="0,4,9")
     plan = config_of(output)["upscale"]["plan"]
@@ -128,7 +125,7 @@ def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_f
     assert torch.equal(logits(shared_base(family)), logits(output))
 
 
-def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(shared_base, tmp_path):
+def test_block_next_to_a_block_copies_its_attention(shared_base, tmp_path):
     once = trained(unverified(shared_base("gemma3"), tmp_path / "once", placement="0,5"), tmp_path / "trained")
     old, new = read_tensors(once), read_tensors(unverified(once, tmp_path / "twice", placement="0,7"))
     for index, donor in ((0, 0), (7, 5)):
@@ -138,19 +135,11 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(sh
     assert not new["model.layers.0.memory.value_bank"].any() and new["model.layers.1.memory.value_bank"].any()
 
 
-def test_strip_and_inspect_tell_of_a_memory(command, base, tmp_path):
+def test_strip_and_inspect_name_the_memory(command, base, tmp_path):
     unverified(base, tmp_path / "out", method="moc", options=SMALL_CHAPTERS)
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
     assert "took out memory chapters. Its weights are the base's" in " ".join(stripped.out.split())
     assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())
-
-
-def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
-    edit_config(unverified(base, tmp_path / "out", placement="0"), num_hidden_layers=1)  # that of the block alone
-    (tmp_path / "out" / "model.safetensors").unlink()
-    message = r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
-    with pytest.raises(ValueError, match=message):
-        upscale(base=tmp_path / "out", method="midus-pkm", placement="0", dry_run=True)
 
 
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"
@@ -165,9 +154,7 @@ def upscaled_with(command, base, output, routing: str):
     return done
 
 
-def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met_and_a_causal_one_does_not(
-    command, base, tmp_path
-):
+def test_non_causal_model_is_reported_everywhere(command, base, tmp_path):
     out = tmp_path / "out"
     planned = command("--base", base, "--method", "moc", "--dry-run", "--set", "preset=paper")
     assert planned.status == 0 and f"upscale: warning: {NOT_CAUSAL}" in planned.err
@@ -199,9 +186,7 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met_and_a_cau
         ("hier-kv", 2 * 16),
     ],
 )
-def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it_and_what_is_fetched_is_counted(
-    kind, fetched, tmp_path
-):
+def test_empty_bank_is_outside_the_checkpoint(kind, fetched, tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     counts = with_memory(base, tmp_path / "out", method=kind, options=SMALL_TREE).parameters
     assert counts.fetched == 4 * 5 * fetched and counts.bank == 4 * (3 * 3 + 2 * 27) * fetched
@@ -218,14 +203,14 @@ def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it_and_w
         assert path.stat().st_size == header + bank.layout.file_bytes(level, torch.bfloat16.itemsize)
 
 
-def test_beside_a_new_bank_those_of_the_base_train_and_are_counted(base, tmp_path):
+def test_trainable_counts_banks_of_the_base(base, tmp_path):
     first = unverified(base, tmp_path / "first", method="hier-ffn", options=SMALL_TREE)
     counts = with_memory(first, tmp_path / "second", method="hier-kv", options=SMALL_TREE).parameters
     report = set_trainable(load(tmp_path / "second"))
     assert counts.trainable == report.parameters + report.blocks > counts.bank
 
 
-def test_the_seed_decides_what_blocks_start_as_and_a_second_memory_of_the_type_starts_otherwise(base, tmp_path):
+def test_seed_and_memory_decide_initial_blocks(base, tmp_path):
     """Two that start alike have equal gradients for ever: the second would learn nothing that the first does not."""
     blocks = []
     for number, seed in enumerate((0, 0, 7)):
@@ -247,9 +232,7 @@ def once(shared_base, tmp_path_factory):
     return trained(folder / "new", folder / "once")
 
 
-def test_a_base_whose_bank_is_not_its_own_or_another_tree_is_refused_and_nothing_is_left(
-    once, command, tmp_path, refused
-):
+def test_damaged_or_other_bank_is_refused(once, command, tmp_path, refused):
     words = ("--output", tmp_path / "out", "--no-verify")
     done = command("--base", once, "--method", "hier-kv", "--set", "branching=4", *words)
     refused(done, "expected one tree, by whose nodes a text fetches from both.")
@@ -265,7 +248,7 @@ def test_a_base_whose_bank_is_not_its_own_or_another_tree_is_refused_and_nothing
             refused(command("--base", copy, "--method", *method, *words), str(folder), ["copy"])
 
 
-def test_a_base_on_the_hub_has_its_bank(hub, once, command, tmp_path):
+def test_bank_of_a_hub_base_is_downloaded(hub, once, command, tmp_path):
     hub.repositories["org/base"] = Repository(files=files_of(once))
     done = command("--base", "org/base", "--method", "llama-pro", "--output", tmp_path / "out")
     assert done.status == 0, done.err
@@ -286,7 +269,7 @@ def leave_free(monkeypatch):
     return leave
 
 
-def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, leave_free):
+def test_carried_banks_count_for_disk_space(base, command, tmp_path, leave_free):
     unverified(base, tmp_path / "new", method="hier-ffn", options={"sizes": [1024]})
     once = trained(tmp_path / "new", tmp_path / "once")
     unverified(once, tmp_path / "twice", method="llama-pro", options={})
@@ -302,7 +285,7 @@ def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command,
             assert status == 0 or "GB free. Free some space or" in done.err
 
 
-def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):
+def test_chapter_edit_copies_banks(once, in_process, tmp_path):
     unverified(once, tmp_path / "twice", method="moc", options={})
     words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
     done = in_process(edit.main, *words)
@@ -312,7 +295,7 @@ def test_editing_chapters_carries_banks_along(once, in_process, tmp_path):
     assert torch.equal(logits(tmp_path / "edited", memory_ids=IDS), logits(once, memory_ids=IDS))
 
 
-def test_a_bank_that_would_outgrow_the_disk_as_it_trains_is_told(base, command, tmp_path, leave_free):
+def test_bank_larger_than_the_disk_is_warned_of(base, command, tmp_path, leave_free):
     leave_free(70_000_000)
     words = ("--base", base, "--method", "hier-ffn", "--no-verify", "--output")
     done = command(*words, tmp_path / "large", "--set", "sizes=[4096]")

@@ -131,7 +131,7 @@ def bases(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", by_default(range(1), range(30)))
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_ends_in_a_refusal_or_in_a_result_equal_to_the_base(bases, tmp_path, damage, seed):
+def test_damaged_base_is_refused_or_equalled(bases, tmp_path, damage, seed):
     base, output = tmp_path / "base", tmp_path / "out"
     for number, verify in itertools.product(range(len(bases)), (True, False)):
         shutil.rmtree(base, ignore_errors=True)
@@ -157,7 +157,7 @@ def test_damage_ends_in_a_refusal_or_in_a_result_equal_to_the_base(bases, tmp_pa
 
 
 @pytest.mark.parametrize("cases", by_default([30], [30, 200]))
-def test_damage_to_the_entry_ends_in_a_result_or_a_refusal_of_strip(tmp_path, cases):
+def test_damaged_record_strips_or_is_refused(tmp_path, cases):
     base = save_base(tmp_path / "base", num_hidden_layers=2)
     model = unverified(base, tmp_path / "out", options=SMALL_MEMORY)
     config = config_of(model)

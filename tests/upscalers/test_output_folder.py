@@ -34,7 +34,7 @@ def write(output, mark="new", **kwargs):
         (partial / "config.json").write_text(text(mark))
 
 
-def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
+def test_failed_commit_restores_the_old_checkpoint(tmp_path, monkeypatch):
     checkpoint(tmp_path / "out")
     rename = os.rename
     folder = CheckpointFolder(tmp_path / "out", overwrite=True)
@@ -52,7 +52,7 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
-def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp_path, monkeypatch):
+def test_output_inside_or_around_the_base_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run, link, empty = (tmp_path / name for name in ("run", "link", "empty"))
     base = checkpoint(run / "checkpoint-5")
@@ -80,7 +80,7 @@ def test_an_output_is_no_file_and_lies_neither_inside_the_base_nor_around_it(tmp
     assert (empty / "config.json").read_text() == text("new")
 
 
-def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_path, monkeypatch, base):
+def test_too_little_disk_is_refused_before_work(tmp_path, monkeypatch, base):
     left, aside = tmp_path / ".out.midus-partial", tmp_path / ".out.midus-replaced"
     checkpoint(left, "unfinished")
     checkpoint(aside, "replaced")
@@ -92,7 +92,7 @@ def test_too_little_disk_is_told_before_work_begins_and_nothing_is_removed(tmp_p
         assert names(tmp_path) == [left.name, aside.name]
 
 
-def test_what_a_killed_run_left_counts_as_room_and_is_removed(tmp_path, monkeypatch, base):
+def test_leftovers_of_a_killed_run_count_as_space(tmp_path, monkeypatch, base):
     left = tmp_path / ".out.midus-partial"
     (left / "sub").mkdir(parents=True)
     (left / "model.safetensors").write_bytes(bytes(70_000_000))
@@ -104,7 +104,7 @@ def test_what_a_killed_run_left_counts_as_room_and_is_removed(tmp_path, monkeypa
     assert file_digests(base) == before
 
 
-def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp_path, base):
+def test_second_run_to_a_locked_output_is_refused(tmp_path, base):
     with CheckpointFolder(tmp_path / "out").writing() as partial:
         (partial / "config.json").write_text(text("first"))
         with pytest.raises(
@@ -116,7 +116,7 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
     assert names(tmp_path) == ["other", "out"]
 
 
-def test_a_link_stands_for_what_it_points_to(tmp_path):
+def test_output_link_is_followed(tmp_path):
     checkpoint(tmp_path / "real" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
     for mark in ("first", "second"):
@@ -157,7 +157,7 @@ NO_CHECKPOINT_HAS = (
         (text("ours"), None, NO_CHECKPOINT_HAS),
     ],
 )
-def test_a_project_is_left_untouched(tmp_path, config, record, message):
+def test_foreign_folder_is_not_replaced(tmp_path, config, record, message):
     output = project(tmp_path / "project", config)
     if record is not None:
         (output / "upscale.json").write_text(record)
@@ -171,7 +171,7 @@ def test_a_project_is_left_untouched(tmp_path, config, record, message):
     assert file_digests(output) == before
 
 
-def test_what_appears_while_the_work_goes_on_is_kept(tmp_path):
+def test_files_that_appear_during_work_are_kept(tmp_path):
     checkpoint(tmp_path / "old")
     old = CheckpointFolder(tmp_path / "old", overwrite=True)
     late, later = (CheckpointFolder(tmp_path / name) for name in ("out", "project"))
@@ -197,9 +197,7 @@ def check(progress):
 
 @pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_every_stage_tells_of_all_its_steps_until_the_work_is_done_or_fails(
-    shared_base, tmp_path, monkeypatch, method, verify
-):
+def test_every_stage_takes_its_announced_steps(shared_base, tmp_path, monkeypatch, method, verify):
     progress, options = Recorder(), SMALL.get(method, {})
     request = {"base": shared_base(), "method": method, "options": options, "verify": verify}
     report = upscale(output=tmp_path / "out", progress=progress, **request)
@@ -220,7 +218,7 @@ def test_every_stage_tells_of_all_its_steps_until_the_work_is_done_or_fails(
     assert progress.shown == ["start", "finish"]
 
 
-def test_a_terminal_shows_the_stages_and_standard_output_has_one_object(base, tmp_path, command, monkeypatch):
+def test_terminal_shows_stages_and_stdout_only_json(base, tmp_path, command, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     words = ("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:-1], "--json")

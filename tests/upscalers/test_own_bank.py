@@ -50,7 +50,7 @@ def logits(folder):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(prompt()).logits
 
 
-def test_its_bank_is_created_opened_saved_copied_and_taken_away(made, tmp_path):
+def test_plugin_bank_travels_with_its_checkpoint(made, tmp_path):
     base, model = made
     content = (model / FILE).read_bytes()
     assert not torch.equal(logits(model), logits(base))
@@ -66,7 +66,7 @@ def test_its_bank_is_created_opened_saved_copied_and_taken_away(made, tmp_path):
     assert model / FILE not in files_without_banks(model)
 
 
-def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):
+def test_plugin_bank_may_be_replaced_and_nothing_else(made, tmp_path):
     base, model = made
     options = {"layers": [1]}
     upscale(base=base, method="offset", output=model, options=options, overwrite=True)
@@ -82,6 +82,6 @@ def test_its_file_may_be_replaced_and_no_other_beside_it(made, tmp_path):
         upscale(base=model, method="solar", output=tmp_path / "x")
 
 
-def test_its_config_names_it_as_any_other(made):
+def test_plugin_memory_is_in_the_config(made):
     (entry,) = json.loads((made[1] / "config.json").read_text())["memory"]
     assert (entry["type"], entry["layers"]) == ("offset", [1])

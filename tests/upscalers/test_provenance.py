@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def test_tokenizer_templates_generation_config_and_licence_travel_and_what_is_not_the_models_does_not(tmp_path):
+def test_accompanying_files_are_copied(tmp_path):
     base, out, original = save_base(tmp_path / "base"), tmp_path / "out", tokenizer()
     original.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
     original.save_pretrained(base)
@@ -61,7 +61,7 @@ def test_tokenizer_templates_generation_config_and_licence_travel_and_what_is_no
     assert all((out / name).read_text() != "of the base" for name in ("README.md", "upscale.json"))
 
 
-def test_the_record_says_what_was_made_from_what_and_the_config_has_the_dtype_of_the_cast(tmp_path):
+def test_record_has_the_base_and_the_cast(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16, max_shard_size="30KB")
     edit_config(base, torch_dtype="bfloat16", dtype=...)
     with_memory(base, tmp_path / "out", seed=5, dtype="float32")
@@ -76,7 +76,7 @@ def test_the_record_says_what_was_made_from_what_and_the_config_has_the_dtype_of
     assert config["dtype"] == "float32" and "torch_dtype" not in config
 
 
-def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
+def test_card_has_request_layers_counts_and_citation(tmp_path):
     base = save_base(tmp_path / "base")
     report = with_memory(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -106,7 +106,7 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
     assert "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)" in body
 
 
-def test_the_config_names_the_memory_and_the_classes(shared_base, tmp_path):
+def test_config_names_memory_and_classes(shared_base, tmp_path):
     base = shared_base("gemma3")
     report = with_memory(base, tmp_path / "out", verify=False)
     config, before = config_of(tmp_path / "out"), config_of(base)
@@ -164,7 +164,7 @@ def metadata_from(base, command, tmp_path):
     return make
 
 
-def test_licence_languages_and_base_are_carried_over_and_tags_are_not(metadata_from):
+def test_card_keeps_licence_languages_and_base(metadata_from):
     metadata, text, warned = metadata_from(CARD)
     assert metadata == {
         **PLAIN,
@@ -180,7 +180,7 @@ def test_licence_languages_and_base_are_carried_over_and_tags_are_not(metadata_f
     assert warned == ""
 
 
-def test_a_base_on_the_hub_is_named_itself_and_links_to_its_files_reach_it(hub, base, command, tmp_path):
+def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
     (base / "README.md").write_text(CARD.replace("https://example.org/licence", "TERMS.md"))
     hub.repositories["org/base"] = repository = Repository(files_of(base))
     assert command("--base", "org/base", *REQUEST).status == 0
@@ -194,14 +194,14 @@ def test_a_base_on_the_hub_is_named_itself_and_links_to_its_files_reach_it(hub, 
     assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
 
 
-def test_a_base_that_says_nothing_gives_a_card_that_claims_nothing(metadata_from):
+def test_card_of_a_base_without_metadata_claims_nothing(metadata_from):
     wrong_types = "---\nlicense:\nlanguage: [3, {a: b}]\ntags: [7]\n---\n"
     for card in (None, "", "# Only words", "---\n---\nnothing", wrong_types):
         metadata, text, warned = metadata_from(card)
         assert (metadata, warned) == (PLAIN, "") and "## Licence" not in text, card
 
 
-def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata_from):
+def test_unreadable_card_metadata_is_warned_of(metadata_from):
     for card in (
         "---\nlicense: [mit\n---\n",
         "---\n- a list\n---\n",
@@ -215,14 +215,14 @@ def test_metadata_that_cannot_be_read_is_warned_of_and_the_work_goes_on(metadata
         assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
 
 
-def test_several_licences_and_bases_stay_several_and_neither_paths_nor_results_of_the_base_matter(metadata_from):
+def test_card_keeps_several_licences_and_hub_bases(metadata_from):
     bases = "license: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]"
     metadata, text, warned = metadata_from(f"---\n{bases}\nlanguage: en\nmodel-index:\n- broken\n---\n")
     assert (metadata["license"], metadata["base_model"]) == (["mit", "apache-2.0"], ["org/a", "org/b"])
     assert (metadata["language"], warned) == ("en", "") and "mit, apache-2.0." in text
 
 
-def test_upscaling_again_keeps_licence_and_base(metadata_from, command, tmp_path):
+def test_second_upscaling_keeps_licence_and_base(metadata_from, command, tmp_path):
     metadata_from(CARD)
     done = command("--base", tmp_path / "out", "--method", "midus-pkm", "--output", tmp_path / "again", *REQUEST[4:])
     assert done.status == 0, done.err
@@ -232,7 +232,7 @@ def test_upscaling_again_keeps_licence_and_base(metadata_from, command, tmp_path
 
 
 @pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
-def test_the_cards_example_runs_as_pasted_where_the_package_is_not_installed(base, tmp_path, method):
+def test_card_example_runs_without_the_package(base, tmp_path, method):
     tokenizer().save_pretrained(base)
     options = {"n": 8, "k": 2} if method == "midus-hml" else None
     upscale(base=base, method=method, output=tmp_path / "out", options=options, verify=False)
@@ -249,7 +249,7 @@ CHANGES = [
 ]
 
 
-def test_changed_code_is_told(tmp_path, command):
+def test_changed_code_is_reported(tmp_path, command):
     model = save_upscaled("llama", tmp_path)
     code = model / "modeling_midus.py"
     generated = code.read_text()

@@ -37,14 +37,14 @@ def streamed_logits(folder, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("layout_name", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
-def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout_name, stored):
+def test_streamed_logits_equal_the_loaded_models(native_family, tmp_path, layout_name, stored):
     folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout_name])
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(streamed_logits(folder, dtype), logits(folder, dtype, use_cache=False))
 
 
 @pytest.mark.parametrize("kind", [*SMALL, "midus-hml, output projection and residual", "midus-hml, batch norm"])
-def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, tmp_path, kind):
+def test_streamed_trained_memory_equals_the_loaded_one(family, tmp_path, kind):
     base, folder = save_base(tmp_path / "base", family), tmp_path / "out"
     upscale(base=base, output=folder, verify=False, **KINDS[kind])
     trained = {
@@ -56,7 +56,7 @@ def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, t
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_are_read_once_and_none_is_held_between_layers(shared_base, monkeypatch, tied):
+def test_streamed_weights_are_read_once_and_released(shared_base, monkeypatch, tied):
     folder = shared_base(tie_word_embeddings=tied)
     reads: Counter[int] = Counter()
 
@@ -77,7 +77,7 @@ def test_weights_are_read_once_and_none_is_held_between_layers(shared_base, monk
     assert reads == {entry.start: 1 + (tied and entry.start == embedding) for entry in tensors.values()}
 
 
-def test_a_tensor_that_is_missing_or_misshapen_or_whose_file_ends_early_is_named(tmp_path):
+def test_missing_or_misshapen_tensor_is_named(tmp_path):
     folder, name = save_base(tmp_path / "base"), "model.layers.1.mlp.up_proj.weight"
     tensors = open_base(folder).tensors
     without = {key: entry for key, entry in tensors.items() if key != name}
@@ -95,7 +95,7 @@ def test_a_tensor_that_is_missing_or_misshapen_or_whose_file_ends_early_is_named
         read_tensor(entry)
 
 
-def test_code_that_a_checkpoint_brings_is_not_run(base, tmp_path):
+def test_code_of_a_checkpoint_is_never_run(base, tmp_path):
     folder = unverified(base, tmp_path / "upscaled")
     brought = list(folder.glob("*.py"))
     assert brought
@@ -159,7 +159,7 @@ def upscaled(tmp_path, num_layers, verify):
 
 
 @pytest.mark.parametrize(("verify", "checked"), [("--verify", "logits"), ("--no-verify", None)])
-def test_memory_does_not_grow_with_the_model_whether_or_not_both_models_are_compared(verify, checked, tmp_path):
+def test_peak_memory_is_independent_of_depth(verify, checked, tmp_path):
     small, large = (upscaled(tmp_path, layers, verify) for layers in (2, 4))
     assert large["identity"]["checked"] == checked
     assert large["bytes"]["written"] > small["bytes"]["written"] + 2 * NOISE_BYTES

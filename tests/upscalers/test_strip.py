@@ -31,7 +31,7 @@ from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 
-def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
+def test_strip_restores_a_single_indexed_shard(tmp_path):
     base = save_base(tmp_path / "base")
     (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
     weight_map = dict.fromkeys(read_tensors(base), "model-00001-of-00001.safetensors")
@@ -41,7 +41,7 @@ def test_a_base_of_one_shard_with_an_index_comes_back_as_one(tmp_path):
     assert torch.equal(logits(base), logits(tmp_path / "stripped"))
 
 
-def test_a_vocabulary_that_was_resized_stays_resized_and_this_is_said(base, tmp_path):
+def test_resized_vocabulary_stays_and_is_warned_of(base, tmp_path):
     progress = Recorder()
     model = load(unverified(base, tmp_path / "out"))
     model.resize_token_embeddings(140)
@@ -69,7 +69,7 @@ def test_resized_base_is_upscaled_like_any_other(base, tmp_path):
     assert file_digests(tmp_path / "stripped", ("upscale.json",)) == file_digests(tmp_path / "resized")
 
 
-def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
+def test_cast_tensors_stay_cast_and_are_warned_of(base, tmp_path):
     progress = Recorder()
 
     strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=progress)
@@ -82,7 +82,7 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 
 
-def test_a_record_that_was_tampered_with_decides_nothing_and_one_that_is_not_json_is_refused(base, tmp_path):
+def test_tampered_record_decides_nothing(base, tmp_path):
     model, output = unverified(base, tmp_path / "in" / "out"), tmp_path / "in" / "stripped"
     record = record_of(model)
     names = record["base"]["files"]["model.safetensors"]
@@ -125,7 +125,7 @@ TAMPERED = [
 ]
 
 
-def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path):
+def test_tampered_entry_is_refused(base, tmp_path):
     model = unverified(base, tmp_path / "out")
     sound = config_of(model)["upscale"]
     for entry, message in TAMPERED:
@@ -135,7 +135,7 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path):
         assert not (tmp_path / "stripped").exists()
 
 
-def test_inspect_tells_what_was_done(command, base, tmp_path):
+def test_inspect_shows_what_was_done(command, base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
     before, tensors = file_digests(model), read_tensors(model)
     inspected = command("inspect", model, "--json").json()
@@ -182,7 +182,7 @@ def saved_again(folder, output, train=()):
     return output
 
 
-def test_a_digest_or_a_record_of_digests_that_was_tampered_with_confirms_nothing(base, tmp_path):
+def test_tampered_digest_confirms_nothing(base, tmp_path):
     model = unverified(base, tmp_path / "out")
     record, entry = record_of(model), config_of(model)["upscale"]
     for number, digest in enumerate(("", "0" * 64, 5, ["x"])):
@@ -195,7 +195,7 @@ def test_a_digest_or_a_record_of_digests_that_was_tampered_with_confirms_nothing
     assert stripped(trained, tmp_path / "stripped") == (False, None)
 
 
-def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
+def test_digest_is_independent_of_files(tmp_path):
     """Shards, a missing prefix, the copy of a tied head, and tensors that the architecture does not have."""
     base = save_base(tmp_path / "base", "gemma2")
     save_base(tmp_path / "sharded", "gemma2", max_shard_size="30KB")
@@ -211,7 +211,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
         assert stripped(tmp_path / f"saved-{name}", tmp_path / f"stripped-{name}") == (True, 0)
 
 
-def test_the_command_says_which_it_is(command, base, tmp_path):
+def test_strip_command_reports_the_comparison(command, base, tmp_path):
     model, words = unverified(base, tmp_path / "out"), ("--output", tmp_path / "stripped")
     same = command("strip", model, *words)
     assert (same.status, same.err) == (0, "")
@@ -236,7 +236,7 @@ def test_the_command_says_which_it_is(command, base, tmp_path):
     assert UNKNOWN in " ".join(nobody.out.split())
 
 
-def test_inspect_tells_what_strip_did(command, base, tmp_path):
+def test_inspect_shows_what_was_stripped(command, base, tmp_path):
     once = unverified(base, tmp_path / "once")
     unverified(once, tmp_path / "twice", placement="0,4,8")
     strip(tmp_path / "twice", tmp_path / "back")
@@ -262,7 +262,7 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in shown["back"]
 
 
-def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, tmp_path):
+def test_digests_fail_on_a_short_file_and_stop(base, tmp_path):
     short = save_base(tmp_path / "short")
     opened = open_base(short)
     names = opened.weight_names
@@ -300,7 +300,7 @@ FROM = {
 
 
 @pytest.mark.parametrize("method", FROM)
-def test_inspect_tells_repeats_copies_and_fusions_apart(method, base, tmp_path):
+def test_inspect_shows_repeats_copies_and_fusions(method, base, tmp_path):
     request = {"options": SMALL_MEMORY, "placement": "0,2,6"} if method == "midus-hml" else REQUESTS[method]
     upscale(base=base, method=method, output=tmp_path / "out", verify=False, **request)
     rows = inspect_checkpoint(tmp_path / "out")["layers"]
@@ -309,7 +309,7 @@ def test_inspect_tells_repeats_copies_and_fusions_apart(method, base, tmp_path):
     assert [row["index"] for row in rows] == list(range(len(rows)))
 
 
-def test_files_of_memories_of_the_base_are_told_to_be_not_compared(base, tmp_path, command):
+def test_strip_notes_files_that_are_not_compared(base, tmp_path, command):
     once = unverified(base, tmp_path / "once", method="hier-ffn", options={"sizes": [3, 2], "branching": 2})
     twice = unverified(once, tmp_path / "twice", method="llama-pro", options={})
     for model, told in ((twice, True), (once, False)):

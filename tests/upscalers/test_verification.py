@@ -49,7 +49,7 @@ def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
         ("norm.weight", "after the last layer"),
     ],
 )
-def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, file):
+def test_message_names_the_first_difference(tmp_path, monkeypatch, name, file):
     base = save_base(tmp_path / "base", prefix="")
     change_written(monkeypatch, name)
     expected = f"expected a difference of exactly 0. They first differ {file}."
@@ -58,7 +58,7 @@ def test_the_message_says_where_the_models_part(tmp_path, monkeypatch, name, fil
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypatch):
+def test_hidden_states_are_compared_too(tmp_path, monkeypatch):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     write_tensors(base, {**tensors, "lm_head.weight": torch.zeros_like(tensors["lm_head.weight"])})
@@ -67,7 +67,7 @@ def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypat
         with_memory(base, tmp_path / "out")
 
 
-def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_path, monkeypatch):
+def test_out_of_memory_names_no_verify_and_leaves_nothing(base, tmp_path, monkeypatch):
     honest = verify.read_tensor
 
     def read_tensor(position):
@@ -90,9 +90,7 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(base, tmp_pat
 @pytest.mark.parametrize(
     ("name", "share"), [("model.embed_tokens", 0.5), ("model.layers.2.mlp.down_proj", 0), ("lm_head", 1)]
 )
-def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_unless_nothing_is_verified(
-    tmp_path, monkeypatch, value, dtype, name, share
-):
+def test_non_finite_base_is_refused_unless_unverified(tmp_path, monkeypatch, value, dtype, name, share):
     """Tensors are read in pieces."""
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     base, name = save_base(tmp_path / "base", dtype=dtype), f"{name}.weight"
@@ -106,7 +104,7 @@ def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands_un
     assert with_memory(base, tmp_path / "out", verify=False).identity.checked is None
 
 
-def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, base, tmp_path):
+def test_identity_names_both_dtypes(command, base, tmp_path):
     for dtype, sides, same in (
         ("auto", "base and result in float32", "the same as the base."),
         ("bfloat16", "base rounded from float32 to bfloat16, result in bfloat16", "the same as the base in bfloat16."),
@@ -134,7 +132,7 @@ def overflow(base, part):
 
 @pytest.mark.parametrize("overflows", [False, True])
 @pytest.mark.parametrize(("method", "start"), [("midus-hml", PROMISED), ("solar", NOT_PROMISED)])
-def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, overflows, method, start):
+def test_card_and_report_say_that_nothing_was_compared(command, tmp_path, overflows, method, start):
     base = save_base(tmp_path / "base", "llama" if overflows else "gemma3", dtype=torch.float16)
     words = ("--base", base, "--method", method, "--output", tmp_path / "out")
     if overflows:
@@ -154,7 +152,7 @@ def test_where_nothing_was_compared_card_and_report_say_so(command, tmp_path, ov
     assert f"\n{start}\n" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_is_not_finite_in_the_base_alone_is_not_measured(tmp_path):
+def test_divergence_leaves_out_non_finite_logits(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.float16)
     overflow(base, "row")
     report = upscale(base=base, method="solar", output=tmp_path / "out")
@@ -162,7 +160,7 @@ def test_what_is_not_finite_in_the_base_alone_is_not_measured(tmp_path):
     json.loads((tmp_path / "out" / "upscale.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_a_result_that_is_not_finite_where_the_base_is_is_refused(base, tmp_path, monkeypatch):
+def test_non_finite_result_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(MidusHml, "identity", False)
     change_written(monkeypatch, "model.layers.1.memory.value_bank", lambda tensor: tensor + math.inf)
     with pytest.raises(
@@ -210,7 +208,7 @@ FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_method_that_breaks_the_contract_is_stopped_before_it_writes(name, base, tmp_path, monkeypatch):
+def test_method_with_wrong_recipes_writes_nothing(name, base, tmp_path, monkeypatch):
     fault, message = FAULTS[name]
     sound = get_method("llama-pro").recipes
 
@@ -226,7 +224,7 @@ def test_a_method_that_breaks_the_contract_is_stopped_before_it_writes(name, bas
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
+def test_plan_without_a_base_layer_is_refused(base, monkeypatch):
     plan = Plan((Base(0), Base(3), Base(3)), 4)
     monkeypatch.setattr(get_method("solar"), "plan", lambda *arguments: plan)
     message = "the plan of method solar has no base layer 1, 2; expected all layers of the base, or strip could not give it back"
@@ -254,7 +252,7 @@ def test_a_plan_without_a_layer_of_the_base_is_refused(base, monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_new_config_decides_what_is_expected(method, changes, error, message, shared_base, monkeypatch):
+def test_wrong_config_of_a_method_is_refused(method, changes, error, message, shared_base, monkeypatch):
     config = get_method(method).config
     monkeypatch.setattr(get_method(method), "config", lambda *arguments: {**config(*arguments), **changes})
     base = shared_base({"solar": "gemma2", "midus-hml": "qwen2"}.get(method, "llama"))

@@ -52,7 +52,7 @@ def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
     return {int(index): matrix for index, matrix in made.items()}, {row["layer"]: row for row in solver.measurements}
 
 
-def test_a_prediction_is_the_basis_times_what_the_predictor_makes_of_the_neighbours_coordinates(tmp_path):
+def test_prediction_equals_the_published_equations(tmp_path):
     """The method written out, through the decomposition of all layers side by side."""
     layers = [matrix.double() for matrix in random_matrices(5, 12, 20)]
     joined = torch.cat(layers, dim=1)
@@ -78,7 +78,7 @@ def test_a_prediction_is_the_basis_times_what_the_predictor_makes_of_the_neighbo
     torch.testing.assert_close(made[2], expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
-def test_what_is_measured_is_true_of_what_was_made(tmp_path):
+def test_measurements_are_those_of_the_predictions(tmp_path):
     layers = turning(0.15)
     made, rows = predicted(layers, tmp_path)
     for index, (previous, following) in GAPS.items():
@@ -91,7 +91,7 @@ def test_what_is_measured_is_true_of_what_was_made(tmp_path):
         assert rows[index]["seconds"] > 0
 
 
-def test_a_matrix_that_is_zero_in_some_layers_is_learnt_from_and_in_all_refused_by_name(tmp_path):
+def test_matrix_of_zeros_in_every_layer_is_refused(tmp_path):
     """As the output projection is after LLaMA-Pro."""
     layers = random_matrices(8)
     layers[3], layers[4], layers[6] = (torch.zeros(SIZE, SIZE) for _ in range(3))
@@ -123,9 +123,7 @@ def upscaled(base, output, **options):
 @pytest.mark.parametrize(
     ("norm_init", "family"), [("layer0", "olmo2"), ("previous", "qwen2"), ("next", "gemma3"), ("mean", "mistral")]
 )
-def test_norms_are_taken_from_where_it_is_asked_other_vectors_are_means_and_all_matrices_are_predicted(
-    norm_init, family, shared_base, tmp_path
-):
+def test_norm_init_selects_the_source(norm_init, family, shared_base, tmp_path):
     base = shared_base(family)
     report, recorder = upscaled(base, tmp_path / "out", norm_init=norm_init)
     assert recorder.balanced and {*recorder.names} >= {f"predicting {role}" for role in ROLES}
@@ -155,9 +153,7 @@ def test_norms_are_taken_from_where_it_is_asked_other_vectors_are_means_and_all_
         ("gemma2", {"neighbours": "same_type"}, {(0, 2), (1, 3)}),
     ],
 )
-def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_this_order(
-    family, options, neighbours, shared_base, tmp_path, monkeypatch
-):
+def test_prediction_reads_both_neighbours_in_order(family, options, neighbours, shared_base, tmp_path, monkeypatch):
     pairs, threads, honest, before = [], set(), layer_predictor.predict, torch.get_num_threads()
 
     def watched(predictor, rows, previous, following, device):
@@ -175,7 +171,7 @@ def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_
     assert len(pairs) == 14 and set(pairs) == neighbours
 
 
-def test_the_default_is_what_the_release_does_and_three_layers_suffice(tmp_path):
+def test_lesa_defaults_are_those_of_the_release(tmp_path):
     report, _ = upscaled(save_base(tmp_path / "base", num_hidden_layers=3), tmp_path / "out")
     assert report.num_layers == 5 and len(report.measurements) == 14
     made = layer(read_tensors(tmp_path / "out"), report.new_layer_indices[-1])
@@ -191,7 +187,7 @@ def test_the_default_is_what_the_release_does_and_three_layers_suffice(tmp_path)
     assert record_of(tmp_path / "out")["options"].items() >= released.items()
 
 
-def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_path, command, refused, monkeypatch):
+def test_lesa_scratch_space_is_checked_first(base, tmp_path, command, refused, monkeypatch):
     usual = ("--base", base, *request(), "--no-verify")
     written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
     matrices = [tensor for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2]
@@ -232,9 +228,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize(("settings", "measured", "limit", "message"), WARNED.values(), ids=WARNED)
-def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix(
-    settings, measured, limit, message, base, tmp_path, command
-):
+def test_bad_predictions_are_warned_of_per_matrix(settings, measured, limit, message, base, tmp_path, command):
     """The tiny base's layers are random, so that there is nothing to predict."""
     usual = ("--base", base, *request(*settings), "--no-verify")
     done = command(*usual, "--output", tmp_path / "out")
@@ -249,7 +243,7 @@ def test_bad_predictions_are_warned_of_with_the_worst_layer_of_each_matrix(
         assert done.status == 0 and not re.search(message, done.err)
 
 
-def test_directions_under_the_guard_are_counted_in_a_warning(tmp_path, command):
+def test_missing_directions_are_warned_of(tmp_path, command):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     for name, tensor in tensors.items():
@@ -268,7 +262,7 @@ def test_directions_under_the_guard_are_counted_in_a_warning(tmp_path, command):
     [(torch.OutOfMemoryError("no memory left"), 1, "failed: OutOfMemoryError: no memory left"), (None, 130, "interrupted")],
     ids=["an error", "the keyboard"],
 )  # fmt: skip
-def test_a_solver_that_stops_leaves_nothing(stop, status, message, base, tmp_path, command, monkeypatch):
+def test_stopped_solver_leaves_nothing(stop, status, message, base, tmp_path, command, monkeypatch):
     honest, calls = layer_predictor.train_predictor, []
 
     def stopping(*arguments, **options):

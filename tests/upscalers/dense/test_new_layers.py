@@ -49,12 +49,12 @@ from upscalers.tensors.recipes import Combine
         ("avg-deus", "3,4,12", [(3, 2), (3, 2), (10, 9)]),
     ],
 )
-def test_llama_pro_copies_the_layer_before_or_the_first_and_avg_deus_fuses_both_sides(method, placement, sources):
+def test_new_layers_have_the_documented_sources(method, placement, sources):
     result = planned(tiny_config("llama", num_hidden_layers=16), method, len(sources), placement)
     assert [result.layers[index].sources for index in result.new_indices] == sources
 
 
-def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_family, shared_base, tmp_path):
+def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base, tmp_path):
     base = shared_base(native_family)
     upscaled(base, tmp_path / "out", "llama-pro")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_f
             assert not any(actual[name].any() for name in changed)
 
 
-def test_a_stack_of_the_ranges_of_solar_has_its_bytes(native_family, shared_base, tmp_path):
+def test_stack_of_solar_ranges_has_its_bytes(native_family, shared_base, tmp_path):
     base = shared_base(native_family)
     upscale(base=base, method="solar", output=tmp_path / "solar", max_shard_size="40KB")
     stacked = {"method": "stack", "options": {"layers": ["0-2", "1-3"]}}
@@ -82,7 +82,7 @@ def test_a_stack_of_the_ranges_of_solar_has_its_bytes(native_family, shared_base
     assert all((tmp_path / "stack" / file).read_bytes() == (tmp_path / "solar" / file).read_bytes() for file in files)
 
 
-def test_a_stack_in_another_order_is_taken_down_again(native_family, shared_base, tmp_path):
+def test_stack_in_another_order_strips(native_family, shared_base, tmp_path):
     base, layers = shared_base(native_family), ["2-3", "0-2"]
     upscale(base=base, method="stack", options={"layers": layers}, output=tmp_path / "out")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
@@ -121,7 +121,7 @@ PLACED_AT = {
 
 @pytest.mark.parametrize("implied", [False, True])
 @pytest.mark.parametrize(("family", "method"), TYPES_OF_RESULTS)
-def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_implies_it(family, method, implied):
+def test_config_lists_layer_types_even_if_implied(family, method, implied):
     config = tiny_config(family, **WITH_TYPES[family])
     if implied:
         del config["layer_types"]
@@ -129,7 +129,7 @@ def test_the_config_lists_the_type_of_every_layer_also_where_the_base_only_impli
     assert upscaled_config(config, method, **PLACED_AT[method])["layer_types"] == TYPES_OF_RESULTS[family, method]
 
 
-def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_where_there_are_types():
+def test_same_type_neighbour_is_an_earlier_layer():
     config = tiny_config("gemma3", **WITH_TYPES["gemma3"])
     plan = planned(config, "avg-deus", None, "3,5,7", neighbours="same_type")
     assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 1), (4, 3), (5, 2)]
@@ -140,7 +140,7 @@ def test_a_neighbour_of_the_same_type_is_looked_for_among_the_layers_before_wher
 
 
 @pytest.mark.parametrize("method", ["avg-deus", "lesa", "opt-deus"])
-def test_fusing_both_types_is_warned_of(method, tmp_path):
+def test_fusing_both_attention_types_is_warned_of(method, tmp_path):
     base = save_base(tmp_path / "base", "gemma3", **WITH_TYPES["gemma3"])
     for placement, options, fusing in (
         ("3,5,7", {}, "new layers 3, 7 fuse"),
@@ -170,9 +170,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_la
         ("gemma2", {"layer_types": [F, S, S, S]}, "llama-pro", None),
     ],
 )
-def test_a_plan_after_which_the_index_no_longer_implies_the_types_is_warned_of(
-    family, changes, method, moved, tmp_path
-):
+def test_index_that_no_longer_implies_types_is_warned_of(family, changes, method, moved, tmp_path):
     """A runtime that goes by the index reads no model with memory, and misreads a base that lists other types already."""
     progress = Recorder()
     base = save_base(tmp_path / "base", family, **changes)
@@ -195,7 +193,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.sta
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_path):
+def test_recipes_add_half_as_many_layers(name, tmp_path):
     recipe = read_mapping(RECIPES / f"{name}.yaml")
     parse_options(RunRequest, recipe, name)
     if name == "demo":
@@ -216,7 +214,7 @@ def coarsen(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_mean_is_cast_once_in_every_family(native_family, dtype, tmp_path):
+def test_mean_is_rounded_once_in_every_family(native_family, dtype, tmp_path):
     base = save_base(tmp_path / "base", native_family, dtype)
     coarsen(base)
     upscaled(base, tmp_path / "out", "avg-deus")
@@ -230,7 +228,7 @@ def test_a_mean_is_cast_once_in_every_family(native_family, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["avg-deus", "llama-pro"])
-def test_a_tensor_of_a_new_layer_has_the_dtype_of_its_sources(method, tmp_path):
+def test_new_layers_have_the_dtype_of_their_sources(method, tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     mixed = {name: t.float() + 2**-12 if "norm" in name else t for name, t in read_tensors(base).items()}
     write_tensors(base, mixed)
@@ -250,7 +248,7 @@ def save_double(folder):
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-def test_every_method_keeps_float64_and_its_copies(method, tmp_path):
+def test_dense_methods_keep_float64(method, tmp_path):
     base = save_double(tmp_path / "base")
     upscaled(base, tmp_path / "out", method, verify=True)
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
@@ -261,7 +259,7 @@ def test_every_method_keeps_float64_and_its_copies(method, tmp_path):
         assert not any(torch.equal(tensor, tensor.float().double()) for tensor in new.values() if tensor.any())
 
 
-def test_one_fine_source_is_enough():
+def test_combine_computes_in_the_finest_dtype():
     sources = {"coarse": torch.tensor([1.0, 2.0]), "fine": torch.tensor([1e-12, 2e-12], dtype=torch.float64)}
     exact = sources["coarse"].double() + sources["fine"]
     made = Combine((2,), (("coarse", 1.0), ("fine", 1.0))).build(sources.__getitem__)
@@ -273,7 +271,7 @@ def test_one_fine_source_is_enough():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_narrower_output_is_rounded_once(dtype, tmp_path):
+def test_narrower_output_is_rounded_once(dtype, tmp_path):
     base = save_double(tmp_path / "base")
     upscale(base=base, method="avg-deus", output=tmp_path / "out", placement="2", dtype=dtype, verify=False)
     old, new = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
@@ -320,9 +318,7 @@ def step(model, blocks) -> float:
 
 
 @pytest.mark.parametrize("method", PROMISING)
-def test_at_first_only_what_makes_the_identity_has_a_gradient_and_after_one_step_everything(
-    native_family, method, shared_base, tmp_path
-):
+def test_first_step_trains_only_what_makes_the_identity(native_family, method, shared_base, tmp_path):
     # Other tests make the identity of every family by `auto`.
     identity, first = ("zero_out_norm", GAINS) if native_family in OUTPUT_NORMS else ("auto", PROJECTIONS)
     base = shared_base(native_family)
@@ -341,7 +337,7 @@ def test_at_first_only_what_makes_the_identity_has_a_gradient_and_after_one_step
 
 
 @pytest.mark.parametrize(("method", "tied"), [(method, bool(number % 2)) for number, method in enumerate(PROMISING)])
-def test_biases_behind_zero_projections_are_zero_as_well_and_train_from_the_first_step(method, tied, tmp_path):
+def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
     base = save_base(tmp_path / "base", attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     model, blocks = new_model(base, tmp_path / "out", method, identity="auto")
     assert torch.equal(logits(base), logits(tmp_path / "out"))
@@ -351,9 +347,7 @@ def test_biases_behind_zero_projections_are_zero_as_well_and_train_from_the_firs
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_class_of_no_options_copies_the_next_layer_or_the_last_and_is_the_identity_that_it_promises(
-    family, shared_base, tmp_path, monkeypatch
-):
+def test_method_without_options_copies_and_keeps_identity(family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "METHODS", {**METHODS})
     register_method("copies")(type("Copies", (DenseMethod,), {"summary": "copies", "paper": None, "identity": True}))
     base = shared_base(family)
@@ -365,6 +359,6 @@ def test_a_class_of_no_options_copies_the_next_layer_or_the_last_and_is_the_iden
         assert torch.equal(new[name.format(index)], old[name.format(source)])
 
 
-def test_every_dense_method_has_a_request_here():
+def test_every_dense_method_has_a_request():
     dense = {name for name, method in METHODS.items() if issubclass(method, DenseMethod)}
     assert set(REQUESTS) == dense

@@ -147,7 +147,7 @@ def compare(results: dict, expected: dict, rtol: float = 1e-5, atol: float = 1e-
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_every_tensor_of_a_new_block_is_the_one_of_the_definition(native_family, options, sharp_base, tmp_path):
+def test_opt_deus_block_equals_its_definition(native_family, options, sharp_base, tmp_path):
     compare(*made(sharp_base(native_family), tmp_path / "out", native_family, OPTIONS[options]))
 
 
@@ -158,7 +158,7 @@ def test_biases_follow_the_rows_they_belong_to(family, options, sharp_base, tmp_
     compare(actual, expected)
 
 
-def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
+def test_single_precision_is_nearly_the_same(sharp_base, tmp_path):
     options = {"precision": "float32", "tolerance": 1e-4}
     compare(*made(sharp_base("gemma3"), tmp_path / "out", "gemma3", {}, **options), rtol=1e-3, atol=1e-3)
 
@@ -185,7 +185,7 @@ def fused(base, output, verify=False, **options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_each_matrix_that_is_solved_is_measured_and_little_norm_is_warned_of(family, shared_base, tmp_path):
+def test_solved_matrices_are_measured_and_weak_ones_warned_of(family, shared_base, tmp_path):
     base = shared_base(family)
     report, recorder = fused(base, tmp_path / "out", tolerance=1e-9)
     roles = SOLVED if family in PRE_NORM else [*SOLVED, "down"]
@@ -217,7 +217,7 @@ def test_each_matrix_that_is_solved_is_measured_and_little_norm_is_warned_of(fam
         assert rows[role]["norm_ratio"] == pytest.approx((aligned.norm() / previous.norm()).item(), rel=1e-3)
 
 
-def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
+def test_release_preset_gives_half_the_next_layer(tmp_path):
     base = save_base(
         tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
     )
@@ -244,18 +244,18 @@ def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"solver": "hungarian"}, {"plan_scale": "raw"}, {"regularization": 1e-4}], ids=str
 )
-def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
+def test_kept_norm_is_not_warned_of(options, base, tmp_path):
     _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, **options)
     assert recorder.warnings == []
 
 
-def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, tmp_path):
+def test_unconverged_transport_is_warned_of(base, tmp_path):
     report, recorder = fused(base, tmp_path / "out", max_iterations=1, plan_scale="raw")
     (late,) = filter(None, (re.fullmatch(LATE, warning) for warning in recorder.warnings))
     assert late["worst"] == f"{max(row['residual'] for row in report.measurements):.2g}"
 
 
-def test_the_record_the_card_the_command_and_inspect_tell_measurements(base, tmp_path, command):
+def test_measurements_are_recorded_and_shown(base, tmp_path, command):
     columns = ["norm ratio", "effective sources", "iterations", "residual"]
     usual = ("--base", base, "--method", "opt-deus", "--output", tmp_path / "out", "--no-verify")
     outcome = command(*usual)
@@ -282,9 +282,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(("solver", "other", "package", "message"), NEEDED)
-def test_a_missing_package_is_named_where_it_is_used_with_the_command_that_installs_it(
-    solver, other, package, message, base, tmp_path, command, refused, without
-):
+def test_missing_solver_package_is_named(solver, other, package, message, base, tmp_path, command, refused, without):
     without(package)
     usual, output = ("--base", base, "--method", "opt-deus", "--set"), ("--output", tmp_path / "out", "--no-verify")
     refused(command(*usual, f"solver={solver}", *output), message, [])

@@ -97,7 +97,7 @@ def files_with(folder: Path, record: torch.Tensor) -> set[str]:
     return {str(path.relative_to(folder)) for path, content in contents.items() if any(w in content for w in wanted)}
 
 
-def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled, run, chapters):
+def test_blocks_lists_each_bank_and_their_sums(upscaled, run, chapters):
     listed = run("blocks", upscaled / "two")
     first, second = listed["banks"]
     assert [each["memory"] for each in listed["banks"]] == NAMES
@@ -113,7 +113,7 @@ def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled,
     assert only["banks"] == [second]
 
 
-def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
+def test_deletion_changes_only_the_blocks(upscaled, tmp_path, run):
     nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
     card, path = (upscaled / "one" / "README.md").read_text(), upscaled / "one" / "README.md"
     path.write_text(card.replace("---\n", "---\nmodel-index: []\n", 1))
@@ -135,7 +135,7 @@ def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, run):
     assert again["banks"] == {"hier-ffn": []} and bank_of(tmp_path / "again").deleted(2) == [7]
 
 
-def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, run, chapters):
+def test_deletion_covers_every_bank(upscaled, tmp_path, run, chapters):
     records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
     told = chapters("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out").out
     assert "deleted 1 block of hier-ffn and 1 block of hier-lora-vo" in told
@@ -178,7 +178,7 @@ _CENTROIDS = {
 
 
 @pytest.mark.parametrize("case", _CENTROIDS)
-def test_the_tree_loses_the_centroids_of_topics_without_a_block(with_trees, tmp_path, run, chapters, case):
+def test_tree_loses_centroids_of_topics_without_blocks(with_trees, tmp_path, run, chapters, case):
     model, words, gone, kept = _CENTROIDS[case]
     done = chapters("delete", with_trees / model, *words, "--output", tmp_path / "out")
     assert done.status == 0, done.err
@@ -284,7 +284,7 @@ _WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", _WEIGHTS)
-def test_deletion_tells_what_else_trained_by_the_config(upscaled, tmp_path, case):
+def test_deletion_reads_trained_weights_from_the_config(upscaled, tmp_path, case):
     change, record, expected = _WEIGHTS[case]
     model = shutil.copytree(upscaled / "two", tmp_path / "model")
     change(model)
@@ -293,7 +293,7 @@ def test_deletion_tells_what_else_trained_by_the_config(upscaled, tmp_path, case
     assert result["also_taught"]["weights"] is expected
 
 
-def test_run_of_a_memory_with_a_bank_and_weights_trained_both(upscaled, tmp_path, monkeypatch):
+def test_memory_with_bank_and_weights_trains_both(upscaled, tmp_path, monkeypatch):
     monkeypatch.setattr(HierFFNOptions, "tensors", lambda self, sizes: {"scale": DeclaredTensor((1,), "gate", ZEROS)})
     options = {"sizes": [4, 2], "branching": 3}
     upscale(base=upscaled / "base", method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
@@ -302,7 +302,7 @@ def test_run_of_a_memory_with_a_bank_and_weights_trained_both(upscaled, tmp_path
 
 
 @pytest.mark.parametrize("case", _KEEPS)
-def test_what_else_a_topic_has_taught_and_where_copies_lie_is_told(upscaled, tmp_path, chapters, monkeypatch, case):
+def test_deletion_lists_related_training_and_copies(upscaled, tmp_path, chapters, monkeypatch, case):
     record, words, *expected = _KEEPS[case]
     model = shutil.copytree(upscaled / "two", tmp_path / "model")
     copies = [str(model)]
@@ -322,7 +322,7 @@ def test_what_else_a_topic_has_taught_and_where_copies_lie_is_told(upscaled, tmp
     )
 
 
-def test_a_subtree_is_a_node_and_all_below_and_without_any_topic_there_is_no_tree(with_trees, tmp_path, run):
+def test_subtree_deletes_a_node_and_all_below(with_trees, tmp_path, run):
     def deleted(*nodes: str) -> dict:
         words = [word for node in nodes for word in ("--node", node)]
         return run("delete", with_trees / "one", *words, "--subtree", "--output", tmp_path / nodes[-1])
@@ -333,7 +333,7 @@ def test_a_subtree_is_a_node_and_all_below_and_without_any_topic_there_is_no_tre
     assert not list((tmp_path / "1:2").rglob("tree.*")) and bank_of(tmp_path / "1:2").written(1) == []
 
 
-def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(with_trees, tmp_path, run):
+def test_document_is_forgotten_with_its_topic(with_trees, tmp_path, run):
     """As docs/banks.md says: the generic memory has learned from every topic, and is deleted too."""
     nodes = ["--node", "1:2", "--node", "1:generic", "--subtree"]
     run("delete", with_trees / "one", *nodes, "--output", tmp_path / "without")
@@ -358,7 +358,7 @@ def test_a_document_is_forgotten_with_its_topic_which_learns_the_others_again(wi
     assert not torch.equal(of_topic[2], of_topic[1])
 
 
-def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, run):
+def test_deleted_block_is_in_no_file(trained, tmp_path, run):
     learned = blocks_in(trained)[2, 4]
     states = {
         f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors",
@@ -386,18 +386,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "words", "message"), REFUSED, ids=str)
-def test_wrong_requests_exit_with_2_and_one_line(with_trees, refusal, model, words, message):
+def test_wrong_deletion_is_refused(with_trees, refusal, model, words, message):
     line = refusal("delete", with_trees / model, *words)
     assert line.startswith("midus edit delete: ") and message in line
 
 
-def test_a_folder_without_all_of_its_weights_is_refused(upscaled, tmp_path, refusal):
+def test_deletion_without_weights_is_refused(upscaled, tmp_path, refusal):
     model = shutil.copytree(upscaled / "one", tmp_path / "model")
     (model / "model.safetensors").unlink()
     assert "holds no weights; expected model.safetensors" in refusal("delete", model, "--node", "1:0", "--subtree")
 
 
-def test_a_deletion_of_no_node_and_a_checkpoint_without_a_bank_are_refused(upscaled, tmp_path, chapters):
+def test_deletion_without_node_or_bank_is_refused(upscaled, tmp_path, chapters):
     with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
     done = chapters("blocks", upscaled / "base")

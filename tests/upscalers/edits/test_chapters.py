@@ -104,7 +104,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_moves_the_rows_that_it_names_and_nothing_else_and_strip_gives_the_base(tmp_path, edited, name):
+def test_edit_moves_only_the_named_rows(tmp_path, edited, name):
     edit = EDITS[name]
     model = save_chapters(tmp_path / "model", **edit.saved)
     verb, *words = edit.words.split()
@@ -138,7 +138,7 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else_and_strip_gives_t
         assert config_of(tmp_path / "base") == config_of(tmp_path / "model-base")
 
 
-def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters, edited, checkpoint, command):
+def test_edits_are_recorded_and_other_files_copied(tmp_path, chapters, edited, checkpoint, command):
     card = (checkpoint / "README.md").read_text()
     measured = card.replace("---\n", "---\nmodel-index:\n- name: measured before\n  results: []\n", 1)
     (checkpoint / "README.md").write_text(measured)
@@ -170,7 +170,7 @@ def test_edits_are_told_and_recorded_and_all_else_comes_along(tmp_path, chapters
 
 
 @pytest.mark.parametrize(("memory", "kept"), [("chapters", [5]), ("chapters-2", [6])])
-def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(tmp_path, chapters, memory, kept):
+def test_edit_of_base_memory_is_warned_of_and_stays(tmp_path, chapters, memory, kept):
     model = save_chapters(tmp_path / "model", names=TWO)
     words = ("prune", model, "--chapters", "4", "--memory", memory, "--output", tmp_path / "out")
     done = chapters(*words)
@@ -180,7 +180,7 @@ def test_an_edit_of_the_bases_memory_is_told_and_stays_in_what_strip_gives_back(
     assert [entry["chapters"] for entry in record["base_config"]["memory"]] == kept
 
 
-def test_a_memory_whose_entry_leaves_out_its_name_is_edited_as_the_named_one(tmp_path, chapters):
+def test_memory_without_a_name_in_its_entry_is_edited(tmp_path, chapters):
     model = save_chapters(tmp_path / "model")
     (entry,) = config_of(model)["memory"]
     edit_config(model, memory=[{key: value for key, value in entry.items() if key != "name"}])
@@ -189,7 +189,7 @@ def test_a_memory_whose_entry_leaves_out_its_name_is_edited_as_the_named_one(tmp
     assert [edit["command"] for edit in inspect_checkpoint(tmp_path / "out")["edits"]] == ["prune"]
 
 
-def test_an_output_of_ours_is_replaced_when_asked(chapters, edited, checkpoint):
+def test_edit_output_is_replaced_on_request(chapters, edited, checkpoint):
     output = edited("zero", checkpoint, "--chapters", "1")
     done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
     assert done.status == 2 and f"output {output} exists; pass --overwrite" in done.err
@@ -211,14 +211,14 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("words", "message", "changes"), REFUSED, ids=str)
-def test_a_wrong_request_is_one_line_and_writes_nothing(tmp_path, refusal, words, message, changes):
+def test_wrong_chapter_request_is_refused(tmp_path, refusal, words, message, changes):
     model = save_chapters(tmp_path / "model", names=changes.get("names", TWO[:1]))
     edit_config(model, **{key: value for key, value in changes.items() if key == "memory"})
     verb, *rest = words.split()
     assert message in refusal(verb, model, *rest)
 
 
-def test_lists_show_norms_and_biases(tmp_path, chapters):
+def test_list_shows_norms_and_biases(tmp_path, chapters):
     model = save_chapters(tmp_path / "model", share="none", names=TWO)
     first, second = chapters("list", model, "--json").json()["memories"]
     assert chapters("list", model, "--memory", TWO[1], "--json").json()["memories"] == [second]
@@ -236,7 +236,7 @@ def test_lists_show_norms_and_biases(tmp_path, chapters):
     assert kinds[:6] == [["0", "shared"], *([str(number), "routed"] for number in range(1, 6))]
 
 
-def test_what_is_not_finite_stays_as_it_is_and_is_listed_as_that(tmp_path, chapters, edited):
+def test_non_finite_chapters_stay_and_are_listed(tmp_path, chapters, edited):
     model = save_chapters(tmp_path / "model")
     tensors = read_tensors(model)
     tensors[BANK][0] = float("nan")
@@ -261,7 +261,7 @@ def acting(folder, **changes):
 
 
 @pytest.mark.parametrize("changes", SHARES, ids=str)
-def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, edited, changes):
+def test_edited_checkpoint_equals_edited_model(tmp_path, edited, changes):
     model = acting(tmp_path, **changes)
     loaded = load(model)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def moved_rows(before: torch.Tensor, after: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_of_a_table_moves_and_nothing_else_changes_and_the_result_says_so(kind, make, tmp_path, command):
+def test_shuffle_moves_every_row_of_values_only(kind, make, tmp_path, command):
     trained, output = make(kind), tmp_path / "out"
     done = command("shuffle", trained, "--output", output, "--seed", 5, "--json").json()
     before, after = read_tensors(trained), read_tensors(output)
@@ -78,7 +78,7 @@ def test_every_row_of_a_table_moves_and_nothing_else_changes_and_the_result_says
     assert f"- shuffle of {done['memories'][0]}, seed 5, tables {tables}" in (output / "README.md").read_text()
 
 
-def test_the_seed_decides(make, tmp_path):
+def test_shuffle_depends_on_the_seed(make, tmp_path):
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         shuffle(make("inserted"), tmp_path / name, seed=seed)
     first, again, other = (file_digests(tmp_path / name)["model.safetensors"] for name in ("first", "again", "other"))
@@ -86,14 +86,14 @@ def test_the_seed_decides(make, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [2, 3, 50])
-def test_no_row_stays_in_whatever_order(rows):
+def test_row_order_moves_every_row(rows):
     for seed in range(20):
         order = row_order(rows, seed)
         assert sorted(order.tolist()) == list(range(rows))
         assert not (order == torch.arange(rows)).any()
 
 
-def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_gives_back(make, tmp_path, command):
+def test_shuffled_base_memory_is_warned_of_and_stays(make, tmp_path, command):
     method, options = KINDS["inserted"]
     upscale(base=make("attached"), method=method, output=tmp_path / "twice", options=options, verify=False)
     done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out", "--json")
@@ -103,7 +103,7 @@ def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_giv
     assert [one["memories"] for one in inspect_checkpoint(tmp_path / "stripped")["edits"]] == [["ultramem"]]
 
 
-def test_a_model_without_rows_of_values_is_refused(base, tmp_path):
+def test_shuffle_without_rows_of_values_is_refused(base, tmp_path):
     message = "has no table of values with a row for each of several slots; expected a model with a memory that retrieves rows"
     upscale(base=base, method="llama-pro", output=tmp_path / "dense", verify=False)
     upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
