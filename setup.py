@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "native" / "build.py"))
+NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "build.py"))
 
 
 class WheelOfEveryPython(bdist_wheel):
@@ -43,7 +43,7 @@ class BuildLibraries(build_ext):
 variants = NATIVE["VARIANTS"] if platform.machine().lower() in NATIVE["X86"] else ["baseline"]
 setup(
     ext_modules=[
-        Extension(f"midus_hf.ops.dispatch.native.native_{name}", sources=[], optional=True) for name in variants
+        Extension(f"midus_hf.ops.dispatch.native_{name}", sources=[], optional=True) for name in variants
     ],
     cmdclass={"bdist_wheel": WheelOfEveryPython, "build_ext": BuildLibraries},
 )

@@ -33,12 +33,11 @@ from midus_hf.ops.gather.triton import (
     triton_weight_gradients,
     triton_weighted_rows,
 )
-from midus_hf.ops.midus_hml.native import LookupInputs
 from midus_hf.ops.midus_hml.triton import triton_lookup
 from midus_hf.ops.moc.triton import BLOCK_ROWS, triton_chapter_blocks, triton_chapter_gradients
 from midus_hf.ops.moda.triton import triton_depth_attention, triton_depth_gradients
-from midus_hf.ops.product_key.triton.forward import triton_scores
-from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
+from midus_hf.ops.product_key.native import LookupInputs
+from midus_hf.ops.product_key.triton import triton_score_gradients, triton_scores
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -102,10 +101,11 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
     output, kept = triton_lookup(LookupInputs(query, keys, keys, bank, None, query, k), keeps=True)
     assert kept is not None
-    triton_score_gradients(output, query, keys, keys, bank, kept)
-    triton_bank_gradient(output, *kept, bank.shape, dtype)
+    slots, weights = kept
+    triton_score_gradients(output, query, keys, keys, slots, (bank, weights))
+    triton_bank_gradient(output, slots, weights, bank.shape, dtype)
     scores, chosen = triton_scores(query, keys, keys, k)
-    triton_gradients_of_scores(scores, query, keys, keys, chosen)
+    triton_score_gradients(scores, query, keys, keys, chosen)
 
 
 def _prompt() -> None:
@@ -129,7 +129,7 @@ def _attend(dim: int, memory_tokens: int, dtype: torch.dtype) -> None:
     table = _sized(chapters, memory_tokens, heads, dim, dtype=dtype)
     arguments = (rows, factors, table, table, *(_sized(size, dtype=torch.int64) for size in (blocks, chapters)))
     outputs, sums = triton_chapter_blocks(*arguments)
-    triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, True, True)
+    triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, [True] * 4)
 
 
 def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
@@ -137,7 +137,7 @@ def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch
     keys = [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(slots)]
     slots = (query, keys, keys)
     reading = triton_depth_attention(*slots, dim**-0.5, softcap)
-    triton_depth_gradients(*reading, *slots, *reading, dim**-0.5, softcap, True, True)
+    triton_depth_gradients(*reading, *slots, *reading, dim**-0.5, softcap, [True] * 3)
 
 
 # Heads of keys and values of models that read the depth.

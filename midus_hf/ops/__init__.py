@@ -1,7 +1,7 @@
 """Functions on tensors, one folder per op: `reference.py` is the contract that the faster implementations must meet."""
 
-from midus_hf.ops.dispatch.choices import OpChoices, op_choices
-from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.dispatch.calling import OpChoices, op_choices
+from midus_hf.ops.gather.op import weighted_gather
 from midus_hf.ops.midus_hml.op import expand_values, headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.product_key.reference import flat_key_topk

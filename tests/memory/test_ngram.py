@@ -8,7 +8,7 @@ from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.module import build_memory
-from midus_hf.ops.engram.addresses import ngram_keys, windows
+from midus_hf.ops.engram import ngram_keys, windows
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, num_layers=2)
 HASHED = {"rows": 97, "width": 8, "hash_heads": 2}

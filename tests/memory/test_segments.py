@@ -20,7 +20,7 @@ TOKENS = 14
 @pytest.fixture(params=[1, 1000], ids=["gathered", "sorted"])
 def fewest_together(request, monkeypatch):
     """Let keys be gathered for segments of any length, or of none."""
-    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", request.param)
+    monkeypatch.setattr(chapter_attention, "_MIN_TOGETHER", request.param)
 
 
 CHUNKS = st.builds(dict, chunk_size=st.integers(2, 12))

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from midus_hf.ops.dispatch.choices import RESOLVED
-from midus_hf.ops.dispatch.native.build import is_off
-from midus_hf.ops.dispatch.native.library import why_missing
+from midus_hf.ops.dispatch.build import is_off
+from midus_hf.ops.dispatch.calling import RESOLVED
+from midus_hf.ops.dispatch.library import why_missing
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.gather.products import gathered_products, gathered_products_op
-from midus_hf.ops.gather.weighted import weighted_gather_op
-from midus_hf.ops.midus_hml.lookup import headwise_lookup_op
-from midus_hf.ops.moc.op import chapter_attention
-from midus_hf.ops.moc.segments import block_arguments, chapter_blocks_op, sort_by_chapter
+from midus_hf.ops.gather.op import gathered_products, gathered_products_op, weighted_gather_op
+from midus_hf.ops.midus_hml.op import headwise_lookup_op
+from midus_hf.ops.moc.op import block_arguments, chapter_attention, chapter_blocks_op, sort_by_chapter
 from midus_hf.ops.moda.op import depth_attention, depth_attention_op
 from midus_hf.ops.product_key.op import product_key_scores_op
 

@@ -15,7 +15,7 @@ WANTED = ("query", "keys", "values", "scales")
 def body(request, monkeypatch) -> str:
     """Each body in turn, whatever the length of segments."""
     if request.param != "reference":
-        monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1 << 30)
+        monkeypatch.setattr(op, "_MIN_TOGETHER", 1 if request.param == "gathered" else 1 << 30)
     return request.param
 
 
@@ -68,9 +68,9 @@ def test_odd_arguments_give_what_loops_give(what, body):
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 4], ids=lambda limit: f"{limit}-segments")
 def test_segments_over_the_limit_are_gathered_in_parts_and_again_in_the_backward_pass(limit, monkeypatch):
-    monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1)
+    monkeypatch.setattr(op, "_MIN_TOGETHER", 1)
     arguments = made()
-    monkeypatch.setattr(op, "_MOST_GATHERED", limit * 2 * MEMORY_TOKENS * 4 * WIDTH)
+    monkeypatch.setattr(op, "_MAX_GATHERED", limit * 2 * MEMORY_TOKENS * 4 * WIDTH)
     sizes = []
     attend = op._attend_at_once
     monkeypatch.setattr(op, "_attend_at_once", lambda query, *rest: sizes.append(len(query)) or attend(query, *rest))

@@ -8,16 +8,15 @@ import torch
 from ops.chapter_loops import made
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.dispatch import choices
-from midus_hf.ops.moc import segments as chapter_segments
-from midus_hf.ops.moc.op import chapter_attention
+from midus_hf.ops.dispatch import calling as choices
+from midus_hf.ops.moc.op import chapter_attention, sort_by_chapter
 from midus_hf.ops.moc.triton import segment_refusal
 
 
 def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
     for pairs in (1, 31, 32, 33, 200):
         chapters = torch.randint(0, 7, (pairs, 3), generator=torch.Generator().manual_seed(pairs))
-        segments = chapter_segments.sort_by_chapter(chapters, 7)
+        segments = sort_by_chapter(chapters, 7)
         rows = segments.row_of_pair
         assert len(set(rows.tolist())) == len(rows) == 3 * pairs
         assert len(segments.pair_of_row) == 32 * len(segments.chapter_of_block)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from midus_hf.ops import weighted_gather
-from midus_hf.ops.gather.products import gathered_products
+from midus_hf.ops.gather.op import gathered_products
 
 ROWS, WIDTH, M = 7, 5, 6
 BODIES = pytest.mark.parametrize("backend", ["reference", "auto"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops.gather import row_sums
+from midus_hf.ops.gather import op as gather
 from midus_hf.ops.midus_hml.op import headwise_memory
 from midus_hf.ops.product_key import reference as flat_key
 from midus_hf.ops.product_key.reference import flat_key_topk
@@ -48,14 +48,14 @@ def test_one_token_of_a_head_wise_memory_widens_what_it_gathers():
 def test_one_token_of_shared_values_widens_what_it_gathers():
     bank, slots, weights = tables()["bank"][0], torch.arange(8).view(1, 8), torch.ones(1, 8)
     with LargestWide() as wide:
-        row_sums.weighted_rows(bank, slots, weights, "torch")
+        gather.weighted_rows(bank, slots, weights, "torch")
     assert wide.largest == 8 * WIDTH
 
 
 def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
     t = tables()
     expected = flat_key_topk(t["query"], t["keys"], 4)
-    monkeypatch.setattr(flat_key, "_MOST_WIDENED", SLOTS * WIDTH)
+    monkeypatch.setattr(flat_key, "_MAX_WIDENED", SLOTS * WIDTH)
     with torch.no_grad(), LargestWide() as wide:
         scores, slots = flat_key_topk(t["query"], t["keys"], 4)
     assert wide.largest == SLOTS * WIDTH  # of one head
@@ -66,7 +66,7 @@ def test_flat_keys_are_scored_a_segment_of_tokens_at_a_time(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     query, keys = (torch.randn(shape, generator=generator) for shape in ((7, 2, 4), (2, 50, 4)))
     expected = flat_key_topk(query, keys, 3)
-    monkeypatch.setattr(flat_key, "_MOST_SCORES", 2 * 50 * 5)
+    monkeypatch.setattr(flat_key, "_MAX_SCORES", 2 * 50 * 5)
     with torch.no_grad(), LargestWide() as wide:
         scores, slots = flat_key_topk(query, keys, 3)
     assert wide.largest == 2 * 50 * 5  # of two heads and five tokens; the other two come after
@@ -93,11 +93,11 @@ def test_gathering_first_gives_the_same_bits(tokens, monkeypatch):
 
     def computed():
         return (
-            row_sums.weighted_rows(bank, slots, weights, "torch"),
-            row_sums.weight_gradients(gradient, bank, slots, "torch"),
+            gather.weighted_rows(bank, slots, weights, "torch"),
+            gather.row_products(gradient, bank, slots, "torch"),
         )
 
     gathered = computed()
-    monkeypatch.setattr(row_sums, "widened", lambda bank, slots: (bank.float(), slots))
+    monkeypatch.setattr(gather, "_widened", lambda bank, slots: (bank.float(), slots))
     for tensor, whole in zip(gathered, computed(), strict=True):
         assert torch.equal(tensor, whole)

@@ -9,8 +9,8 @@ from ops.laws import *  # noqa: F403 - the tests of this file
 from ops.laws import assert_same_bits, fixtures_of, output_and_gradients
 from ops.table import OPS
 
-from midus_hf.ops.gather import row_sums
-from midus_hf.ops.midus_hml import lookup
+from midus_hf.ops.gather import op as gather
+from midus_hf.ops.midus_hml import op as headwise
 from midus_hf.ops.product_key import op as product_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -33,7 +33,7 @@ def test_what_was_made_for_c_runs_without_it(name, monkeypatch):
     op = OPS[name]
     arguments = op.make()
     by_c = output_and_gradients(op, arguments, "native")
-    for module in (lookup, product_keys, row_sums):
+    for module in (headwise, product_keys, gather):
         monkeypatch.setattr(module, "native_library", lambda: None)
     without = output_and_gradients(op, arguments, "native")
     for part, tensor in by_c.items():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
-from midus_hf.ops.engram.addresses import NO_TOKEN, hashed_rows, known_rows, ngram_keys, windows
+from midus_hf.ops.engram import NO_TOKEN, hashed_rows, known_rows, ngram_keys, windows
 
 
 def window_loop(tokens, documents, row, at, size):

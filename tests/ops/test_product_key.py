@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ops.loops import slot_scores
 
 from midus_hf.ops import flat_key_topk, product_key_topk
-from midus_hf.ops.product_key import selection
+from midus_hf.ops.product_key import op as selection
 
 
 def integers(*shape: int, largest: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_any_leading_shape_is_one_batch_of_tokens(leading):
 def test_many_tokens_are_chosen_for_in_segments(monkeypatch):
     arguments = drawn(tokens=7)
     whole = tucker_topk(*arguments, k=4, side=3)
-    monkeypatch.setattr(op, "_MOST_SCORES", 2 * 9 * 2)
+    monkeypatch.setattr(op, "_MAX_SCORES", 2 * 9 * 2)
     for actual, expected in zip(tucker_topk(*arguments, k=4, side=3), whole, strict=True):
         assert torch.equal(actual, expected)
 

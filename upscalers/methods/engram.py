@@ -217,7 +217,7 @@ class Engram(AttachedMemoryMethod):
         import torch
 
         from midus_hf.memories.packs.names import Spelling
-        from midus_hf.ops.engram.addresses import NO_TOKEN, ngram_keys, numbered
+        from midus_hf.ops.engram import NO_TOKEN, ngram_keys, numbered
         from midus_hf.sources.progress import show_progress
 
         spelling = Spelling(tokenizer)

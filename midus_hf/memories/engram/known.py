@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midus_hf.memories.engram.options import LONGEST, MOST_TOKENS, NgramOptions
-from midus_hf.ops.engram.addresses import known_rows, ngram_keys, numbered, windows
+from midus_hf.ops.engram import known_rows, ngram_keys, numbered, windows
 from midus_hf.sources.progress import show_progress
 from midus_hf.sources.tokenizers import without_suffix_tokens
 

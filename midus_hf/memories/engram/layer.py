@@ -15,8 +15,8 @@ from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer, Beside
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState, without_last
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
-from midus_hf.ops.dispatch.precision import wide_dtype
-from midus_hf.ops.engram.addresses import (
+from midus_hf.ops.dispatch.calling import wide_dtype
+from midus_hf.ops.engram import (
     NO_TOKEN,
     hashed_rows,
     known_rows,
@@ -24,7 +24,7 @@ from midus_hf.ops.engram.addresses import (
     numbered,
     windows,
 )
-from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.gather.op import weighted_gather
 
 _GATE_EPS = 1e-6
 

@@ -6,7 +6,7 @@ from torch import nn
 from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import RetrievalMemory
-from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.gather.op import weighted_gather
 from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.product_key.reference import flat_key_topk
 

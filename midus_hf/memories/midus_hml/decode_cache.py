@@ -2,12 +2,12 @@
 
 from midus_hf.memories.decode_cache import DecodeCache, decode_cache_of
 from midus_hf.memories.midus_hml.layer import HeadwiseMemory
-from midus_hf.ops.midus_hml.op import MOST_EXPANDED, expand_values
+from midus_hf.ops.midus_hml.op import MAX_EXPANDED, expand_values
 
 
 @decode_cache_of(HeadwiseMemory)
 def expanded_values(memory: HeadwiseMemory) -> DecodeCache | None:
-    """Return a cache for the values of all heads; None for more values than `MOST_EXPANDED`."""
-    if memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
+    """Return a cache for the values of all heads; None for more values than `MAX_EXPANDED`."""
+    if memory.num_heads * memory.value_bank.numel() > MAX_EXPANDED:
         return None
     return DecodeCache(("value_bank", "value_transform"), expand_values)

@@ -25,7 +25,7 @@ from midus_hf.memories.moc.segments import Numbers
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.ops.dispatch.precision import wide_dtype, without_autocast
+from midus_hf.ops.dispatch.calling import wide_dtype, without_autocast
 from midus_hf.ops.moc.op import chapter_attention
 
 _RMS_EPS = 1e-6

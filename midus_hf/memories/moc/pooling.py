@@ -11,7 +11,7 @@ import torch
 
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.moc.segments import EqualSegments, Segments, padded
-from midus_hf.ops.dispatch.precision import wide_dtype
+from midus_hf.ops.dispatch.calling import wide_dtype
 
 
 class PooledStates(NamedTuple):

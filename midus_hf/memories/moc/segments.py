@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from midus_hf.ops.moc.op import fewest_together
+from midus_hf.ops.moc.op import min_together
 
 # Numbers of segments: a slice, or `[S]`, int64.
 Numbers = slice | torch.Tensor
@@ -96,8 +96,8 @@ def padded(
     if shrinks:
         at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
         longest = int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1
-        room = min(room, max(longest, fewest_together()))  # shorter rows would be read token by token
-    if room < fewest_together():
+        room = min(room, max(longest, min_together()))  # shorter rows would be read token by token
+    if room < min_together():
         return Segments(segment_of_token.clamp(min=0))
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1
     alone = torch.arange(skipped, len(first_tokens), device=flat.device)

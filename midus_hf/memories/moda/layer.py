@@ -12,7 +12,7 @@ from midus_hf.memories.moda.site import DepthHeads
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.ops.moda.op import depth_attention
-from midus_hf.ops.moda.reference import joint_attention, parts_of_both
+from midus_hf.ops.moda.reference import join_factors, joint_attention
 
 
 @register_layer(DepthAttentionOptions)
@@ -86,7 +86,7 @@ class DepthAttention(MemoryModule):
         gate = gate[:, None].expand_as(depth_lse)
         joined = joint_attention(output.transpose(1, 2), lse, read, depth_lse, gate, self.is_added)
         if weights is not None:
-            of_sequence, _ = parts_of_both(lse, depth_lse, gate, self.is_added)
+            of_sequence, _ = join_factors(lse, depth_lse, gate, self.is_added)
             weights = weights * of_sequence.unsqueeze(-1).to(weights.dtype)
         return joined.transpose(1, 2), weights
 

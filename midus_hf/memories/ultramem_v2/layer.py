@@ -12,10 +12,9 @@ from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
 from midus_hf.memories.ultramem_v2.options import UltraMemOptions
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
-from midus_hf.ops.gather.products import gathered_products
-from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.gather.op import gathered_products, weighted_gather
 from midus_hf.ops.ultramem_v2.op import tucker_topk
 from midus_hf.ops.ultramem_v2.reference import leading_vectors
 

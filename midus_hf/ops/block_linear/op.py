@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.block_linear import reference
-from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.calling import resolve
 
 
 def block_linear(

@@ -1,12 +1,11 @@
-"""The compiled code of the three sums of gathering, for float32 and bfloat16 on a CPU.
+"""The three sums of gathering in compiled C, for float32 and bfloat16 on a CPU, with shapes as in `gather/op.py`.
 
-Shapes are as in `gather/row_sums.py`. Each result is written by one thread, in the order of entries, so it does not depend on
-the number of threads, bit for bit.
+One thread writes each result, in the order of entries: the number of threads changes no bit.
 """
 
 import torch
 
-from midus_hf.ops.dispatch.native.library import (
+from midus_hf.ops.dispatch.library import (
     GATHERS_CALL,
     ROW_SUMS_CALL,
     gradient_rows,
@@ -52,24 +51,13 @@ def native_bank_gradient(
     """
     tokens, heads, k = slots.shape
     rows, width = bank_shape[-2:]
-    has_own_bank = len(bank_shape) == 3
     gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
     into = weights.new_empty(bank_shape)
     call = ROW_SUMS_CALL.pack(
-        gradient.data_ptr(),
-        slots.data_ptr(),
-        weights.data_ptr(),
-        into.data_ptr(),
-        tokens,
-        heads,
-        rows,
-        width,
-        k,
-        *gradient.stride()[:2],
-        rows * width if has_own_bank else 0,
-        gradient.dtype == torch.bfloat16,
-        slots.itemsize,
-        threads_for(slots.numel()),
+        *(tensor.data_ptr() for tensor in (gradient, slots, weights, into)),
+        *(tokens, heads, rows, width, k),
+        *(*gradient.stride()[:2], rows * width if len(bank_shape) == 3 else 0),
+        *(gradient.dtype == torch.bfloat16, slots.itemsize, threads_for(slots.numel())),
     )
     run("midus_row_sums", call)
     return into
@@ -78,18 +66,10 @@ def native_bank_gradient(
 def _gather(name: str, bank: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, into: torch.Tensor) -> None:
     bank, slots = bank.contiguous(), _integers(slots).contiguous()
     call = GATHERS_CALL.pack(
-        bank.data_ptr(),
-        slots.data_ptr(),
-        factors.data_ptr(),
-        into.data_ptr(),
-        len(slots),
-        *bank.shape,
-        slots.shape[1],
-        factors.stride(0),
-        bank.dtype == torch.bfloat16,
-        factors.dtype == torch.bfloat16,
-        slots.itemsize,
-        threads_for(slots.numel()),
+        *(tensor.data_ptr() for tensor in (bank, slots, factors, into)),
+        *(len(slots), *bank.shape, slots.shape[1], factors.stride(0)),
+        *(bank.dtype == torch.bfloat16, factors.dtype == torch.bfloat16),
+        *(slots.itemsize, threads_for(slots.numel())),
     )
     run(name, call)
 

@@ -1,4 +1,4 @@
-"""Weighted sums of rows of large tables, and products of vectors with these rows."""
+"""Contracts of weighted sums of rows of large tables, and of products of vectors with these rows."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,7 @@ def weighted_gather(
 ) -> torch.Tensor:
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
-    Args:
-        bank: `[R, v]`, floating point.
-        slots: `[..., m]`, int64, `0 <= slot < R`.
-        weights: `[..., m]`, floating point.
-        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
-
-    Returns:
-        `[..., v]`, the dtype of `bank`.
+    Shapes: bank `[R, v]`, slots and weights `[..., m]`; the result `[..., v]` has the dtype of the bank.
     """
     rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
     return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
@@ -27,14 +20,7 @@ def gathered_products(
 ) -> torch.Tensor:
     """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
 
-    Args:
-        vectors: `[..., v]`, floating point, cast to the dtype of `bank`.
-        bank: `[R, v]`, floating point.
-        slots: `[..., m]`, int64, `0 <= slot < R`.
-        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
-
-    Returns:
-        `[..., m]`, float32, or float64 for a float64 bank.
+    Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
     """
     rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
     vectors = vectors.to(bank.dtype).to(rows.dtype)

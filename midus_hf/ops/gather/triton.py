@@ -14,7 +14,7 @@ import functools
 
 import torch
 
-from midus_hf.ops.dispatch.precision import narrowest_integer
+from midus_hf.ops.dispatch.calling import narrowest_integer
 from midus_hf.ops.dispatch.triton import (
     Tile,
     interprets_kernels,

@@ -1,21 +1,38 @@
-"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank."""
+"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank.
+
+Selection, weighting, gathering and transforms are one registered op. Its shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank
+`[N, v]` or `[H, N, v]`, transforms `[H, v, v]` of a bank `[N, v]`, residual and output `[S, H, v]`.
+"""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.dispatch.choices import RESOLVED, resolve
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import (
+    RESOLVED,
+    differentiable_op,
+    narrowest_integer,
+    resolve,
+    wide_dtype,
+    without_autocast,
+)
+from midus_hf.ops.dispatch.library import native_library
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
-from midus_hf.ops.midus_hml.lookup import headwise_lookup_op, lookup
-from midus_hf.ops.midus_hml.native import LookupInputs, native_lookup
-from midus_hf.ops.midus_hml.reference import headwise_memory as reference
-from midus_hf.ops.product_key.native import native_refusal
-from midus_hf.ops.product_key.op import check_product_keys
+from midus_hf.ops.gather.native import native_bank_gradient
+from midus_hf.ops.gather.op import row_products, row_sums, weighted_rows
+from midus_hf.ops.gather.triton import triton_bank_gradient
+from midus_hf.ops.midus_hml import reference
+from midus_hf.ops.midus_hml.triton import triton_lookup
+from midus_hf.ops.product_key.native import LookupInputs, native_lookup, native_refusal, native_score_gradients
+from midus_hf.ops.product_key.op import check_product_keys, halves, query_and_key_gradients, select
+from midus_hf.ops.product_key.triton import triton_score_gradients
 
 # Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16.
-MOST_EXPANDED = 1 << 28
+MAX_EXPANDED = 1 << 28
+
+_FEW_SCORES = 4096
 
 # Tokens per slot from which on each implementation expands the bank. For fewer, C transforms gathered values in the cache,
 # which is less work.
@@ -69,12 +86,12 @@ def headwise_memory(
     body = _body(query, tables, value_transform, k, backend)
     with without_autocast(query.device.type):
         if body == "reference":
-            return reference(query, *tables, value_transform, k, residual=residual)
+            return reference.headwise_memory(query, *tables, value_transform, k, residual=residual)
         row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
         tokens = math.prod(query.shape[:-2])
         if value_transform is not None:
             value_transform = value_transform.to(query.dtype)
-            if tokens >= _TIMES_EXPANDED[body] * len(value_bank) and heads * value_bank.numel() <= MOST_EXPANDED:
+            if tokens >= _TIMES_EXPANDED[body] * len(value_bank) and heads * value_bank.numel() <= MAX_EXPANDED:
                 value_bank, value_transform = expand_values(value_bank, value_transform), None
         shape = (tokens, heads, value_bank.shape[-1])
         added = None if residual is None else residual.reshape(shape)
@@ -142,3 +159,161 @@ def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None
         raise ValueError(
             f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {(heads, width, width)}."
         )
+
+
+# What a lookup keeps for the gradient: slots and their weights, best first, `[S, H, k]` each.
+Kept = tuple[torch.Tensor, torch.Tensor]
+
+
+def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tensor, Kept | None]:
+    """Return the output `[S, H, v]`, and the tensors for a gradient if `keeps` is true.
+
+    C transforms the gathered values of a block of tokens while they are in the processor's cache. No tensor of the size
+    of all heads' slots is made, neither of expanded values nor of their gradients.
+    """
+    if backend == "native" and native_library() is not None:
+        return native_lookup(inputs, keeps)
+    if inputs.transform is None:
+        return triton_lookup(inputs, keeps) if backend == "triton" else torch_lookup(inputs)
+    gathered, kept = lookup(inputs._replace(transform=None, residual=None), backend, keeps)
+    output, residual = transformed(gathered, inputs.transform), inputs.residual
+    return output if residual is None else (residual + output).to(residual.dtype), kept
+
+
+def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
+    """Compute a `lookup` without transforms by PyTorch's operations."""
+    query, row_keys, column_keys, bank, _, residual, k = inputs
+    tokens, heads, _ = query.shape
+    n = row_keys.shape[1]
+    wide = wide_dtype(query)
+    with without_autocast(query.device.type):
+        row_scores, column_scores = (
+            torch.bmm(queries, keys.to(wide).transpose(1, 2))  # [H, S, n]
+            for queries, keys in zip(halves(query, wide), (row_keys, column_keys), strict=True)
+        )
+    rows, columns = select(row_scores, column_scores, k)  # [H, S, k]
+    scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
+    weights = _weights(scores)  # [H, S, k]
+    slots = rows * n + columns
+    output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), "torch")
+    output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
+    output = (output if residual is None else (residual + output).to(residual.dtype)).contiguous()
+    kept = (slots.transpose(0, 1).to(narrowest_integer(n * n)), weights.transpose(0, 1))
+    return output, (kept[0].contiguous(), kept[1].contiguous())
+
+
+def transformed(gathered: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+    """Apply `W_h` to the gathered sum of each head h, `[S, H, v]`."""
+    return torch.matmul(gathered.transpose(0, 1), transform.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+def _keeping_lookup(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    transform: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads only this form
+    residual: Optional[torch.Tensor],  # noqa: UP045
+    k: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output, kept = lookup(
+        LookupInputs(query, row_keys, column_keys, bank, transform, residual, k), backend, keeps=True
+    )
+    assert kept is not None
+    return output, *kept
+
+
+def _lookup_shapes(query, row_keys, column_keys, bank, transform, residual, k, backend):  # type: ignore[no-untyped-def]
+    tokens, heads, _ = query.shape
+    return (
+        (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1]),
+        query.new_empty(tokens, heads, k, dtype=narrowest_integer(row_keys.shape[1] ** 2)),
+        query.new_empty(tokens, heads, k, dtype=wide_dtype(query)),
+    )
+
+
+def _lookup_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    transform: Optional[torch.Tensor],  # noqa: UP045
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    wants: list[bool],
+    backend: str,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]` of the output."""
+    in_c = backend == "native" and native_library() is not None
+    tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
+    into_bank = into_transform = None
+    into_scored: Sequence[torch.Tensor | None] = (None, None, None)
+    if transform is not None and in_c:
+        *into_scored, into_transform, gradient = native_score_gradients(gradient, *tensors, kept, transform)
+    else:
+        if transform is not None:
+            gathered = weighted_rows(bank, slots.flatten(0, 1).long(), weights.flatten(0, 1), backend)
+            gradient = gradient.to(transform.dtype)
+            into_transform = torch.bmm(gradient.permute(1, 2, 0), gathered.view(gradient.shape).transpose(0, 1))
+            gradient = transformed(gradient, transform.transpose(1, 2))
+        if any(wants[:3]):
+            differentiate: Any = triton_score_gradients if backend == "triton" else _scored_gradients
+            into_scored = (native_score_gradients if in_c else differentiate)(gradient, *tensors, kept)
+    if wants[3] and in_c:
+        into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+    elif wants[3] and backend == "triton":
+        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape, bank.dtype)
+    elif wants[3]:
+        flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
+        by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
+        sums = row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), "torch")
+        into_bank = sums.view(bank.shape).to(bank.dtype)
+    return *into_scored, into_bank, into_transform
+
+
+def _scored_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+    looked_up: Kept,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of query, row keys and column keys, through the softmax and the chosen scores."""
+    bank, weights = looked_up
+    slots_of_head, weights_of_head = slots.transpose(0, 1).long(), weights.transpose(0, 1).contiguous()  # [H, S, k]
+    by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
+    into_weights = row_products(by_head, *_flat(bank, slots_of_head), "torch").view_as(weights_of_head)
+    mean = (into_weights * weights_of_head).sum(-1, keepdim=True)
+    into_scores = weights_of_head * (into_weights - mean)  # [H, S, k]
+    return query_and_key_gradients(into_scores, slots_of_head, query, row_keys, column_keys)
+
+
+headwise_lookup_op = differentiable_op(
+    "headwise_lookup",
+    _keeping_lookup,
+    _lookup_gradients,
+    _lookup_shapes,
+    gradients=("query", "row_keys", "column_keys", "bank", "transform"),
+    outputs=("output", "slots", "weights"),
+    summand="residual",
+)
+
+
+def _weights(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of descending scores."""
+    if scores.numel() <= _FEW_SCORES:
+        return scores.softmax(dim=-1)
+    shares = (scores - scores[..., :1]).exp_()  # for so few columns, torch's softmax takes five times as long
+    return shares.div_(shares.sum(-1, keepdim=True))
+
+
+def _flat(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a flat bank `[R, v]` and, for slots `[H, S, k]` of each head, slots `[H * S, k]` into that bank."""
+    if bank.dim() == 2:
+        return bank, slots.flatten(0, 1)
+    heads, slots_of_head, _ = bank.shape
+    offsets = slots_of_head * torch.arange(heads, device=slots.device).view(heads, 1, 1)
+    return bank.flatten(0, 1), (slots + offsets).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import without_autocast
 from midus_hf.ops.product_key.reference import product_key_topk
 
 
@@ -18,17 +18,8 @@ def headwise_memory(
 ) -> torch.Tensor:
     """Retrieve from the memory of every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
 
-    Args:
-        query: Attention output of each head, `[..., H, d]`, floating point. Tables are cast to its dtype.
-        row_keys: Sub-keys K^row, `[H, n, d / 2]`.
-        column_keys: Sub-keys K^col, `[H, n, d / 2]`.
-        value_bank: Shared base values, `[n * n, v]`; or a bank per head, `[H, n * n, v]`.
-        value_transform: Transforms W_h, `[H, v, v]`. None uses values without transform.
-        k: Slots retrieved per head, `1 <= k <= n`.
-        residual: Summand of the output, `[..., H, v]`, whose dtype the output then has. Default: None.
-
-    Returns:
-        `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
+    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]`, values `[n * n, v]` or, per head, `[H, n * n, v]`, transforms
+    `[H, v, v]`, residual and result `[..., H, v]`. Tables are cast to the query's dtype. A residual is added, in its dtype.
     """
     with without_autocast(query.device.type):
         scores, slots = product_key_topk(query, row_keys, column_keys, k)  # [..., H, k]

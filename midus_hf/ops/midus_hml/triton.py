@@ -4,17 +4,15 @@ Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `K
 or above k, d / 2 and v.
 """
 
-import functools
-
 import torch
 
-from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, quotient_above, tl, triton
-from midus_hf.ops.midus_hml.native import LookupInputs, room_for_gradient
-from midus_hf.ops.product_key.triton.forward import (
+from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, quotient_above, tl, triton
+from midus_hf.ops.product_key.native import LookupInputs, room_for_gradient
+from midus_hf.ops.product_key.triton import (
     FEW_TOKENS,
     HEADS_TOGETHER,
     best_slots_of_keys,
-    selection_tile,
+    cached_tile,
     token_block_and_head,
     wide_products,
 )
@@ -83,17 +81,12 @@ def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
     if tokens:
         is_wide = wide_products(query, row_keys)
         lanes = power_of_two(width)
-        tile = _tile(n, k, half, lanes, tokens <= FEW_TOKENS, is_wide)
+        tile = cached_tile(n, k, half, tokens <= FEW_TOKENS, is_wide, lanes)
         bank_stride = bank.stride(0) if bank.dim() == 3 else 0  # heads may share a bank
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 query, row_keys, column_keys, bank, added, output, *(kept or (output, output)),
                 tokens, heads, n, half, width, query.stride(0), query.stride(1), bank_stride,
-                ADDS=residual is not None, KEEPS=keeps, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
+                ADDS=residual is not None, KEEPS=keeps, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, VP=lanes, **tile,
             )  # fmt: skip
     return output, kept
-
-
-@functools.cache
-def _tile(n: int, k: int, half: int, lanes: int, few: bool, is_wide: bool) -> Tile:
-    return selection_tile(n, k, half, few, is_wide, lanes) | {"VP": lanes}

@@ -1,19 +1,23 @@
-"""Cross-attention from tokens to the chapters of a memory that are chosen for them."""
+"""Cross-attention from tokens to the chapters of a memory that are chosen for them.
+
+Tokens that read different chapters give pairs of a token and a chapter, which are sorted by chapter.
+"""
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.ops.dispatch.choices import resolve
-from midus_hf.ops.dispatch.precision import without_autocast
-from midus_hf.ops.moc.reference import chapter_attention as reference
-from midus_hf.ops.moc.segments import segment_attention
-from midus_hf.ops.moc.triton import segment_refusal
+from midus_hf.ops.dispatch.calling import differentiable_op, resolve, wide_dtype, without_autocast
+from midus_hf.ops.moc import reference
+from midus_hf.ops.moc.triton import BLOCK_ROWS, segment_refusal, triton_chapter_blocks, triton_chapter_gradients
 
 # Largest number of elements of keys that are gathered at a time: 128 MB in float32.
-_MOST_GATHERED = 1 << 25
+_MAX_GATHERED = 1 << 25
 
-# Least number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter.
-_FEWEST_TOGETHER = 16
+# Minimum number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter.
+_MIN_TOGETHER = 16
 
 
 def chapter_attention(
@@ -53,13 +57,13 @@ def chapter_attention(
     """
     _check_shapes(query, keys, values, chapters, scales)
     segments, length, heads, width = query.shape
-    sorts = length < _FEWEST_TOGETHER and segments > 1
+    sorts = length < _MIN_TOGETHER and segments > 1
     refusal = segment_refusal(heads, width, chapters.numel() * length) if sorts else None
     body = resolve(backend, query, refusal)
     if query.numel() == 0:
         return query * 1
     if body == "reference":
-        return reference(query, keys, values, chapters, scales)
+        return reference.chapter_attention(query, keys, values, chapters, scales)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     with without_autocast(query.device.type):
         if not sorts:
@@ -69,9 +73,9 @@ def chapter_attention(
         return output.unflatten(0, (segments, length))
 
 
-def fewest_together() -> int:
-    """Return the least number of queries with the same chapters for which `chapter_attention` gathers keys."""
-    return _FEWEST_TOGETHER
+def min_together() -> int:
+    """Return the minimum number of queries with the same chapters for which `chapter_attention` gathers keys."""
+    return _MIN_TOGETHER
 
 
 def _gathered(
@@ -79,7 +83,7 @@ def _gathered(
 ) -> torch.Tensor:
     """Compute `chapter_attention` of segments with torch's attention, some segments at a time."""
     per_segment = chapters.shape[1] * keys[0].numel()
-    together = max(1, _MOST_GATHERED // per_segment)
+    together = max(1, _MAX_GATHERED // per_segment)
     parts = list(zip(*(tensor.split(together) for tensor in (query, chapters, scales)), strict=True))
     outputs = []
     for part, chosen, scale in parts:
@@ -129,3 +133,146 @@ def _check_shapes(
         )
     if scales.shape != chapters.shape:
         raise ValueError(f"scales is {tuple(scales.shape)}; expected the shape of chapters, {tuple(chapters.shape)}.")
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter.
+
+    Args:
+        pair_of_row: Pair of each row, `[R]`, int64; 0 for padding.
+        chapter_of_block: Chapter of each block, `[R / BLOCK_ROWS]`, int64.
+        block_ends: Number of blocks up to and including each chapter, `[C]`, int64.
+        row_of_pair: Row of each pair, `[N * n]`, int64.
+    """
+
+    pair_of_row: torch.Tensor
+    chapter_of_block: torch.Tensor
+    block_ends: torch.Tensor
+    row_of_pair: torch.Tensor
+
+
+def segment_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """Attend from each token to the memory tokens of the token's chapters, in one softmax.
+
+    Every pair of a token and a chapter gives an output and the log-sum-exp of its scores. The outputs of a token's
+    pairs are then weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
+
+    Args:
+        query: `[N, H, d]`.
+        keys: `[C, M, H, d]`, in the dtype of `query`.
+        values: `[C, M, H, d]`, in the dtype of `query`.
+        chapters: Chapters that each token reads, `[N, n]`, int64.
+        scales: Factors of the keys and values of a chapter, `[N, n]`.
+        backend: `"torch"` or `"triton"`. Default: `"torch"`.
+
+    Returns:
+        `[N, H, d]`.
+    """
+    segments = sort_by_chapter(chapters, len(keys))
+    arguments = block_arguments(query, keys, values, chapters, scales, segments)
+    outputs, sums = chapter_blocks_op(*arguments) if backend == "triton" else block_attention(*arguments)
+    pair_outputs = outputs.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H, d]
+    log_sums = sums.index_select(0, segments.row_of_pair).unflatten(0, chapters.shape)  # [N, n, H]
+    weights = log_sums.softmax(dim=1)
+    weights = weights * scales.to(weights.dtype).unsqueeze(-1)
+    return torch.einsum("tnh,tnhd->thd", weights.to(query.dtype), pair_outputs)
+
+
+def block_arguments(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor,
+    segments: SortedPairs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
+    tokens = segments.pair_of_row // chapters.shape[1]
+    # The gradient of an embedding is summed in a fixed order.
+    rows = torch.nn.functional.embedding(tokens, query.flatten(1)).unflatten(1, query.shape[1:])  # [R, H, d]
+    wide = wide_dtype(query)
+    row_scales = rows.new_zeros(len(rows), dtype=wide).index_put((segments.row_of_pair,), scales.flatten().to(wide))
+    factors = row_scales * (1 / math.sqrt(query.shape[-1]))
+    return rows, factors, keys, values, segments.chapter_of_block, segments.block_ends
+
+
+def block_attention(
+    rows: torch.Tensor,
+    factors: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapter_of_block: torch.Tensor,
+    block_ends: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each row to the memory tokens of the chapter of the row's block.
+
+    Args:
+        rows: Queries, `[R, H, d]`, block after block.
+        factors: Factor of the scores of each row, `[R]`, float32 at least.
+        keys: `[C, M, H, d]`.
+        values: `[C, M, H, d]`.
+        chapter_of_block: Chapter of each block, `[R / BLOCK_ROWS]`, int64.
+        block_ends: Number of blocks up to and including each chapter, `[C]`, int64, for the gradients of kernels.
+
+    Returns:
+        The outputs `[R, H, d]`, and the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
+    """
+    blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2)  # [blocks, H, BLOCK_ROWS, d]
+    block_keys, block_values = (
+        torch.nn.functional.embedding(chapter_of_block, table.flatten(1)).unflatten(1, table.shape[1:]).transpose(1, 2)
+        for table in (keys, values)
+    )  # [blocks, H, M, d]
+    scores = blocks @ block_keys.transpose(-1, -2)  # [blocks, H, BLOCK_ROWS, M]
+    scores = scores.to(factors.dtype) * factors.view(-1, 1, BLOCK_ROWS, 1)
+    log_sums = scores.logsumexp(dim=-1, keepdim=True)
+    outputs = (scores - log_sums).exp().to(rows.dtype) @ block_values  # [blocks, H, BLOCK_ROWS, d]
+    return outputs.transpose(1, 2).flatten(0, 1), log_sums.squeeze(-1).transpose(1, 2).flatten(0, 1)
+
+
+def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> SortedPairs:
+    """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
+
+    The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
+    blocks, plus one block per chapter, or per pair if there are fewer pairs than chapters.
+
+    Args:
+        chapters: Chapters that each token reads, `[N, n]`, int64.
+        num_chapters: Number of chapters in the memory, C.
+    """
+    pairs = chapters.numel()
+    order = chapters.flatten().argsort(stable=True)  # [N * n]
+    sorted_chapters = chapters.flatten()[order]
+    counts = torch.zeros(num_chapters, dtype=torch.int64, device=chapters.device)
+    counts.scatter_add_(0, sorted_chapters, torch.ones_like(sorted_chapters))
+    blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    block_ends = blocks.cumsum(0)  # [C]
+    first_rows = (block_ends - blocks) * BLOCK_ROWS
+    first_pairs = counts.cumsum(0) - counts
+    rank = torch.arange(pairs, device=chapters.device) - first_pairs[sorted_chapters]
+    sorted_rows = first_rows[sorted_chapters] + rank  # [N * n]
+    num_blocks = -(-pairs // BLOCK_ROWS) + min(num_chapters, pairs)
+    pair_of_row = torch.zeros(num_blocks * BLOCK_ROWS, dtype=torch.int64, device=chapters.device)
+    pair_of_row[sorted_rows] = order
+    row_of_pair = order.new_empty(order.shape)
+    row_of_pair[order] = sorted_rows
+    block_numbers = torch.arange(num_blocks, device=chapters.device)
+    chapter_of_block = torch.searchsorted(block_ends, block_numbers, right=True).clamp(max=num_chapters - 1)
+    return SortedPairs(pair_of_row, chapter_of_block, block_ends, row_of_pair)
+
+
+chapter_blocks_op = differentiable_op(
+    "chapter_blocks",
+    triton_chapter_blocks,
+    triton_chapter_gradients,
+    lambda rows, *_: (rows.new_empty(rows.shape), rows.new_empty(rows.shape[:2], dtype=torch.float32)),
+    gradients=("rows", "factors", "keys", "values"),
+    outputs=("outputs", "sums"),
+)

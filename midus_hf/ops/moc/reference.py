@@ -1,26 +1,18 @@
-"""Cross-attention from tokens to the chapters that are chosen for them (Mixture of Chapters, equation 4)."""
+"""The contract of cross-attention from tokens to the chapters that are chosen for them."""
 
 import math
 
 import torch
 
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import without_autocast
 
 
 def chapter_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Attend to the memory tokens of chosen chapters, all in one softmax.
+    """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
-    Args:
-        query: `[S, Q, H, d]`, floating point, Q tokens of each of S segments.
-        keys: `[C, M, H, d]`, M memory tokens per chapter, cast to the dtype of `query`.
-        values: `[C, M, H, d]`, cast to the dtype of `query`.
-        chapters: Chapters that each segment reads, `[S, n]`, int64.
-        scales: Factors of the keys and values of a chapter, `[S, n]`.
-
-    Returns:
-        `[S, Q, H, d]`, in the dtype of `query`.
+    Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.
     """
     if query.numel() == 0:
         return query * 1

@@ -25,13 +25,13 @@ from midus_hf.ops.dispatch.triton import (
 BLOCK_ROWS = 32
 
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
-_MOST_WIDTH = 256
+_MAX_WIDTH = 256
 
-# Most pairs of a token and a chapter times query heads: they are numbered by 32-bit integers.
-_MOST_ROWS = 1 << 30
+# Maximum number of pairs of a token and a chapter times query heads: they are numbered by 32-bit integers.
+_MAX_ROWS = 1 << 30
 
-# Most memory tokens per tile, and most bytes of their keys.
-_MOST_TILE = 64
+# Maximum memory tokens per tile, and maximum bytes of their keys.
+_MAX_TILE = 64
 _TILE_BYTES = 16 << 10
 
 
@@ -173,25 +173,24 @@ def triton_chapter_gradients(
     block_ends: torch.Tensor,
     outputs: torch.Tensor,
     sums: torch.Tensor,
-    wants_rows: bool,
-    wants_tables: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of rows and factors, and of keys and values; gradients that are not needed are empty tensors."""
+    wants: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of rows, factors, keys and values; those that are not needed are None."""
     gradient, rows, keys, values = (tensor.contiguous() for tensor in (gradient, rows, keys, values))
     # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     means = (gradient.float() * outputs.float()).sum(-1) - sums_gradient  # [R, H]
     heads, tile = rows.shape[1], _tile(keys)
     inputs = (gradient, rows, factors.contiguous(), keys, values)
-    into_rows, into_factors, into_keys, into_values = (tensor.new_empty(0) for tensor in (rows, factors, keys, values))
+    into_rows = into_factors = into_keys = into_values = None
     with on_device_of(rows):
-        if wants_rows:
+        if any(wants[:2]):
             into_rows, by_head = torch.zeros_like(rows), torch.zeros_like(sums)
             if rows.numel():
                 chapter_row_gradient_kernel[(len(chapter_of_block) * heads,)](
                     *inputs, chapter_of_block, sums, means, into_rows, by_head, heads, **tile
                 )
             into_factors = by_head.sum(-1)
-        if wants_tables:
+        if any(wants[2:]):
             into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
             if rows.numel():
                 chapter_table_gradient_kernel[(len(keys) * heads, quotient_above(keys.shape[1], tile["BM"]))](
@@ -202,10 +201,10 @@ def triton_chapter_gradients(
 
 def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
     """Return why the kernels do not support these sizes, and which they expect; None if they do."""
-    if width > _MOST_WIDTH:
-        return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
-    if pairs * heads > _MOST_ROWS:
-        return f"there are {pairs} pairs of a token and a chapter, with {heads} heads each; expected {_MOST_ROWS} or less together"
+    if width > _MAX_WIDTH:
+        return f"heads are {width} wide; expected {_MAX_WIDTH} or less"
+    if pairs * heads > _MAX_ROWS:
+        return f"there are {pairs} pairs of a token and a chapter, with {heads} heads each; expected {_MAX_ROWS} or less together"
     return None
 
 
@@ -213,7 +212,7 @@ def _tile(keys: torch.Tensor) -> Tile:
     """Return the constants of all kernels: more warps for wide rows, since registers hold two sums of rows and their terms."""
     (_, memory_tokens, _, width), element = keys.shape, keys.element_size()
     dims = max(16, power_of_two(width))
-    tile = min(_MOST_TILE, power_of_two(memory_tokens), _TILE_BYTES // (dims * element))
+    tile = min(_MAX_TILE, power_of_two(memory_tokens), _TILE_BYTES // (dims * element))
     return {
         "MEMORY": memory_tokens,
         "WIDTH": width,

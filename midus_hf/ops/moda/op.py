@@ -1,16 +1,15 @@
 """Attention of each token to the keys and values of its position, and its union with attention to the sequence (MoDA)."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.ops.dispatch.calling import custom_op
-from midus_hf.ops.dispatch.choices import resolve
-from midus_hf.ops.dispatch.precision import shared_dtype
+from midus_hf.ops.dispatch.calling import differentiable_op, resolve
 from midus_hf.ops.moda import reference
-from midus_hf.ops.moda.reference import depth_scores, parts_of_both
+from midus_hf.ops.moda.reference import depth_scores, join_factors
 from midus_hf.ops.moda.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
 
 # Queries whose scores of the sequence are held at once.
@@ -115,7 +114,7 @@ def joint_shares(
     """
     with torch.no_grad():
         scores = depth_scores(query, keys, scaling, softcap)
-        sequence_factor, depth_factor = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
+        sequence_factor, depth_factor = join_factors(sequence_lse, scores.logsumexp(-1), gate, added)
         return scores.softmax(-1) * depth_factor.unsqueeze(-1), sequence_factor
 
 
@@ -132,45 +131,35 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
             )
 
 
-depth_attention_op = custom_op("depth_attention")(triton_depth_attention)
-depth_gradients_op = custom_op("depth_attention_backward")(triton_depth_gradients)
+def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which kernels read all of the tensors.
+
+    If their dtypes differ under autocast, the result is the dtype of autocast, as in PyTorch's attention; otherwise it
+    is the dtype to which all their dtypes promote.
+    """
+    dtypes = {tensor.dtype for tensor in tensors}
+    device = tensors[0].device.type
+    if len(dtypes) > 1 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, dtypes)
 
 
-def _by_token(heads: torch.Tensor) -> torch.Tensor:
+def _empty_by_token(heads: torch.Tensor) -> torch.Tensor:
     """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 
 
-@depth_attention_op.register_fake
-def _(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
-    output = _by_token(query)
+def _shapes(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
+    output = _empty_by_token(query)
     return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
 
 
-@depth_gradients_op.register_fake
-def _(  # type: ignore[no-untyped-def]
-    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
-):
-    into_query = _by_token(query) if wants_query else query.new_empty(0)
-    return [into_query, *(_by_token(slot) for slot in (*keys, *values) if wants_slots)]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, keys, values, ctx.scaling, ctx.softcap = inputs
-    ctx.count = len(keys)
-    ctx.save_for_backward(query, *output, *keys, *values)
-
-
-def _differentiate(ctx: Any, gradient: torch.Tensor, lse_gradient: torch.Tensor) -> tuple:
-    query, output, lse, *slots = ctx.saved_tensors
-    keys, values = slots[: ctx.count], slots[ctx.count :]
-    wants_query, wants_keys, wants_values, *_ = ctx.needs_input_grad
-    wants_slots = any(wants_keys) or any(wants_values)
-    tensors = (gradient, lse_gradient, query, keys, values, output, lse)
-    into_query, *into_slots = depth_gradients_op(*tensors, ctx.scaling, ctx.softcap, wants_query, wants_slots)
-    nothing = [None] * ctx.count
-    into_keys, into_values = (into_slots[: ctx.count], into_slots[ctx.count :]) if wants_slots else (nothing, nothing)
-    return into_query if wants_query else None, into_keys, into_values, None, None
-
-
-depth_attention_op.register_autograd(_differentiate, setup_context=_save)
+depth_attention_op = differentiable_op(
+    "depth_attention",
+    triton_depth_attention,
+    triton_depth_gradients,
+    _shapes,
+    gradients=("query", "keys", "values"),
+    outputs=("output", "lse"),
+    like=_empty_by_token,
+)

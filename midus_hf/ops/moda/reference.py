@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import without_autocast
 
 # Limit of exponents of e, so that powers stay within float32. At this limit, a row reads only the depth.
 _LARGEST_EXPONENT = 80.0
@@ -77,13 +77,13 @@ def joint_attention(
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
-    sequence_factor, depth_factor = parts_of_both(sequence_lse, depth_lse, gate, added)
+    sequence_factor, depth_factor = join_factors(sequence_lse, depth_lse, gate, added)
     wide = torch.promote_types(sequence.dtype, torch.float32)
     sequence_factor, depth_factor = (part.unsqueeze(-1).to(wide) for part in (sequence_factor, depth_factor))
     return (sequence_factor * sequence.to(wide) + depth_factor * depth.to(wide)).to(sequence.dtype)
 
 
-def parts_of_both(
+def join_factors(
     sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors of o_S and o_D in `joint_attention`, both `[B, H, T]`, with the arguments of `joint_attention`."""

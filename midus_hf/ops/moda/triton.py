@@ -18,20 +18,20 @@ import torch
 from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, product, product_precision, tl, triton
 
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
-_MOST_WIDTH = 256
+_MAX_WIDTH = 256
 
-# Most query heads per head of keys and values: a program holds the outputs of all of them.
-_MOST_GROUP = 64
+# Maximum query heads per head of keys and values: a program holds the outputs of all of them.
+_MAX_GROUP = 64
 
-# Most programs of one launch.
-_MOST_PROGRAMS = (1 << 31) - 1
+# Maximum programs of one launch.
+_MAX_PROGRAMS = (1 << 31) - 1
 
 # Numbers per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and
 # of values.
-_RUN_NUMBERS = 7
+_NUMBERS_PER_RUN = 7
 
-# Most slots that are read at once.
-_MOST_AT_ONCE = 64
+# Maximum slots that are read at once.
+_MAX_SLOTS_AT_ONCE = 64
 
 # Bytes of the widest load of one thread, whose address must be a multiple of this.
 _VECTOR_BYTES = 16
@@ -44,8 +44,7 @@ class SlotTable(NamedTuple):
         numbers: `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot: keys, values and
             others.
         runs: Number of runs, R.
-        unit: Bytes of which the address of every row is a multiple: 16, which one thread loads at once, or the size of
-            an element.
+        unit: Alignment of row addresses in bytes: 16, which one thread loads at once, or the size of an element.
         slots: The tensors of keys and values, which must outlive the launch.
     """
 
@@ -164,7 +163,7 @@ def triton_depth_attention(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
     scaling: float,
-    softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
+    softcap: Optional[float],  # noqa: UP045 - torch.library reads only this form
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32.
 
@@ -214,7 +213,7 @@ def slot_table(
     for end, slot in enumerate(order, start=1):
         if end == len(order) or strides[order[end]] != strides[slot]:
             numbers += (end, *strides[slot])
-    runs = len(numbers) // _RUN_NUMBERS
+    runs = len(numbers) // _NUMBERS_PER_RUN
     return SlotTable(device_numbers(numbers + addresses, keys[0]), runs, unit, (*keys, *values))
 
 
@@ -226,7 +225,7 @@ def last_dense(tensor: torch.Tensor) -> torch.Tensor:
 def depth_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
     """Return the numbers that tiles depend on: GP, DP, bytes per element, and the power of two at or above n, from 16 to 64."""
     group, width = query.shape[1] // kv_heads, query.shape[-1]
-    slots_at_once = max(16, min(_MOST_AT_ONCE, power_of_two(slots)))
+    slots_at_once = max(16, min(_MAX_SLOTS_AT_ONCE, power_of_two(slots)))
     return max(16, power_of_two(group)), max(16, power_of_two(width)), query.element_size(), slots_at_once
 
 
@@ -244,21 +243,21 @@ def depth_tile(group: int, dims: int, element: int, slots: int, tile_bytes: int 
 def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:
     """Return why the kernels do not support these tensors, and what they expect; None if they do."""
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
-    if width > _MOST_WIDTH:
-        return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
-    if heads // kv_heads > _MOST_GROUP:
-        return f"{heads // kv_heads} query heads read each head of keys and values; expected {_MOST_GROUP} or fewer"
-    if texts * tokens * kv_heads > _MOST_PROGRAMS:
-        return f"there are {texts} texts of {tokens} tokens and {kv_heads} heads of keys; expected {_MOST_PROGRAMS} or less in all"
+    if width > _MAX_WIDTH:
+        return f"heads are {width} wide; expected {_MAX_WIDTH} or less"
+    if heads // kv_heads > _MAX_GROUP:
+        return f"{heads // kv_heads} query heads read each head of keys and values; expected {_MAX_GROUP} or fewer"
+    if texts * tokens * kv_heads > _MAX_PROGRAMS:
+        return f"there are {texts} texts of {tokens} tokens and {kv_heads} heads of keys; expected {_MAX_PROGRAMS} or less in all"
     return None
 
 
-# Most numbers that one launch writes: they are 2 KB of the 4 KB of arguments that any GPU takes.
-_MOST_A_LAUNCH = 256
+# Maximum numbers that one launch writes: 2 KB of the 4 KB of arguments that any GPU takes.
+_MAX_NUMBERS_PER_LAUNCH = 256
 
-# Fewest numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the
+# Minimum numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the
 # most.
-_FEWEST_A_LAUNCH = 16
+_MIN_NUMBERS_PER_LAUNCH = 16
 
 # Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
 # 32 bits; odd 64-bit integers need no new compilation.
@@ -282,13 +281,15 @@ def device_numbers(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     Returns:
         The n numbers, `[n]`, int64.
     """
-    sizes = [min(_MOST_A_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MOST_A_LAUNCH)]
-    padded = (len(sizes) - 1) * _MOST_A_LAUNCH + max(_FEWEST_A_LAUNCH, power_of_two(sizes[-1]))
+    sizes = [
+        min(_MAX_NUMBERS_PER_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MAX_NUMBERS_PER_LAUNCH)
+    ]
+    padded = (len(sizes) - 1) * _MAX_NUMBERS_PER_LAUNCH + max(_MIN_NUMBERS_PER_LAUNCH, power_of_two(sizes[-1]))
     written = torch.empty(padded, dtype=torch.int64, device=like.device)
     passed = [2 * number + 1 + _ABOVE for number in numbers] + [1 + _ABOVE] * (padded - len(numbers))
     with on_device_of(like):
-        for start in range(0, padded, _MOST_A_LAUNCH):
-            part = tuple(passed[start : start + _MOST_A_LAUNCH])
+        for start in range(0, padded, _MAX_NUMBERS_PER_LAUNCH):
+            part = tuple(passed[start : start + _MAX_NUMBERS_PER_LAUNCH])
             write_numbers_kernel[(1,)](part, written[start:], COUNT=len(part), num_warps=1)
     return written[: len(numbers)]
 
@@ -369,13 +370,13 @@ def triton_depth_gradients(
     lse: torch.Tensor,
     scaling: float,
     softcap: Optional[float],  # noqa: UP045
-    wants_query: bool,
-    wants_slots: bool,
-) -> list[torch.Tensor]:
-    """Return the gradients of query, keys and values in a list, laid out in memory token by token.
+    wants: list[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradients of query, keys and values, laid out in memory token by token.
 
-    If the gradient of the query is not needed, it is an empty tensor; gradients of slots that are not needed are left out.
+    If the gradient of the query is not needed, it is None; if neither keys nor values need gradients, the lists are empty.
     """
+    wants_query, wants_slots = wants[0], any(wants[1:])
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     parts = (gradient.to(query.dtype), lse_gradient.float(), output, lse)
@@ -396,5 +397,5 @@ def triton_depth_gradients(
                 PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
                 **depth_tile(*depth_shape(query, kv_heads, len(keys)), _TILE_BYTES),
             )  # fmt: skip
-    into_slots = [into.transpose(1, 2) for into in (*into_keys, *into_values)]
-    return [query.new_empty(0) if into_query is None else into_query.transpose(1, 2), *into_slots]
+    keys_by_head, values_by_head = ([into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values))
+    return None if into_query is None else into_query.transpose(1, 2), keys_by_head, values_by_head

@@ -1,13 +1,17 @@
-"""The compiled code of product-key retrieval, and of gradients of scores, for float32 and bfloat16 on a CPU.
+"""Product-key retrieval, head-wise lookup and their gradients in compiled C, for float32 and bfloat16 on a CPU.
 
-Shapes are as in `product_key_scores` and `headwise_lookup`. Each result is written by one thread, in the order of tokens, so it
-does not depend on the number of threads or the other tokens of a call, bit for bit.
+Each result is written by one thread, in the order of tokens: neither the number of threads nor the other tokens of a call change
+a bit. All functions raise a `ValueError` if a tensor is not on the CPU.
 """
+
+from typing import NamedTuple
 
 import torch
 
-from midus_hf.ops.dispatch.native.library import (
+from midus_hf.ops.dispatch.calling import narrowest_integer
+from midus_hf.ops.dispatch.library import (
     LOOKUP_CALL,
+    NATIVE_DTYPES,
     SCORE_GRADIENTS_CALL,
     address,
     gradient_rows,
@@ -17,28 +21,122 @@ from midus_hf.ops.dispatch.native.library import (
     with_rows,
 )
 
-_MOST_SUB_KEYS = 1 << 15
+_MAX_SUB_KEYS = 1 << 15
 # Largest number of slots per head that C retrieves: C's cost per slot grows with k, and for larger k torch is faster.
-_MOST_RETRIEVED = 64
+_MAX_RETRIEVED = 64
 
-# Least number of tokens per stretch. Gradients of tables are summed for each stretch first.
+# Least number of tokens per stretch, and largest number of stretches: gradients of tables are summed per stretch first.
 _STRETCH = 256
+_MAX_STRETCHES = 16
 
-# Largest number of stretches of tokens.
-_MOST_PARTS = 16
+# C pads rows to a multiple of the lanes, at most this.
+_MAX_LANES = 16
 
-# Largest number to a multiple of which C pads the width of a row.
-_MOST_LANES = 16
 
-# Largest number of gradients that C writes: of query, row keys, column keys, transform and gathered values.
-_RESULTS = 5
+class LookupInputs(NamedTuple):
+    """Arguments of a lookup. Query and tables share a dtype; a residual may have another, which is then the dtype of the output.
+
+    Args:
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+        bank: `[N, v]`, or `[H, N, v]` with a bank per head.
+        transform: Matrix per head, `[H, v, v]`, for a bank that heads share, which multiplies the gathered sum; or None.
+        residual: Summand of the output, `[S, H, v]`, or None.
+        k: Slots retrieved per head.
+    """
+
+    query: torch.Tensor
+    row_keys: torch.Tensor
+    column_keys: torch.Tensor
+    bank: torch.Tensor
+    transform: torch.Tensor | None
+    residual: torch.Tensor | None
+    k: int
+
+
+def room_for_gradient(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised slots `[S, H, k]`, in the narrowest integers that hold n * n, and weights `[S, H, k]`, float32."""
+    query, n = inputs.query, inputs.row_keys.shape[1]
+    shape = (*query.shape[:2], inputs.k)
+    return query.new_empty(shape, dtype=narrowest_integer(n * n)), query.new_empty(shape, dtype=torch.float32)
 
 
 def native_refusal(n: int, k: int) -> str | None:
     """Return why the compiled code does not support these sizes, and which it expects; None if it does."""
-    if n > _MOST_SUB_KEYS:
-        return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
-    return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None
+    if n > _MAX_SUB_KEYS:
+        return f"n is {n}; expected {_MAX_SUB_KEYS} or less"
+    return f"k is {k}; expected {_MAX_RETRIEVED} or less" if k > _MAX_RETRIEVED else None
+
+
+def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]` for a gradient.
+
+    Transforms multiply gathered sums in float32, before rounding.
+    """
+    query, row_keys, column_keys, bank, transform, residual, _ = inputs
+    if residual is not None and residual.dtype not in NATIVE_DTYPES:
+        output, kept = native_lookup(inputs._replace(residual=None), keeps)
+        return (residual + output).to(residual.dtype), kept
+    if not (
+        query.is_cpu
+        and row_keys.is_cpu
+        and column_keys.is_cpu
+        and bank.is_cpu
+        and (transform is None or transform.is_cpu)
+        and (residual is None or residual.is_cpu)
+    ):
+        names = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")
+        refuse_places(dict(zip(names, inputs[:-1], strict=True)))
+    width = bank.shape[-1]
+    if residual is None:
+        output = bank.new_empty((*query.shape[:2], width))
+    else:
+        output, residual = torch.empty_like(residual, memory_format=torch.contiguous_format), with_rows(residual)
+    kept = room_for_gradient(inputs) if keeps else None
+    bank, transform = bank.contiguous(), None if transform is None else transform.contiguous()
+    _look_up(inputs, (bank, transform, residual, output, *(kept or (None, None))), width)
+    return output, kept
+
+
+def native_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores, float32, descending, and the numbers, int64, of the k best slots: `[S, H, k]` each."""
+    if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
+        refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
+    slots = query.new_empty(*query.shape[:2], k, dtype=torch.int64)
+    scores = query.new_empty(*query.shape[:2], k, dtype=torch.float32)
+    inputs = LookupInputs(query, row_keys, column_keys, query, None, None, k)
+    _look_up(inputs, (None, None, None, None, slots, scores), 0)
+    return scores, slots
+
+
+def _look_up(inputs: LookupInputs, tensors: tuple[torch.Tensor | None, ...], width: int) -> None:
+    """Call C with bank, transform, residual, output, slots and weights; without a bank, weights are scores."""
+    query, row_keys, column_keys = (
+        with_rows(inputs.query),
+        inputs.row_keys.contiguous(),
+        inputs.column_keys.contiguous(),
+    )
+    bank, _, residual, _, slots, _ = tensors
+    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
+    call = LOOKUP_CALL.pack(
+        query.data_ptr(),
+        row_keys.data_ptr(),
+        column_keys.data_ptr(),
+        *map(address, tensors),
+        *(tokens, heads, n, half, width, inputs.k),
+        *query.stride()[:2],
+        *((0, 0) if residual is None else residual.stride()[:2]),
+        n * n * width if bank is not None and bank.dim() == 3 else 0,
+        query.dtype == torch.bfloat16,
+        residual is not None and residual.dtype == torch.bfloat16,
+        0 if slots is None else slots.itemsize,
+        bank is None,
+        threads_for(tokens * heads),
+    )
+    run("midus_lookup", call)
 
 
 def native_score_gradients(
@@ -46,8 +144,8 @@ def native_score_gradients(
     query: torch.Tensor,
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
-    bank: torch.Tensor,
-    kept: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    looked_up: tuple[torch.Tensor, torch.Tensor],
     transform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return gradients of query, row keys and column keys, in their dtype.
@@ -55,41 +153,33 @@ def native_score_gradients(
     With a transform, also return the gradients of the transform and of the gathered values, `[S, H, v]`, float32.
 
     Args:
-        gradient: Gradient of the output of the lookup, `[S, H, v]`; None if `kept` has the gradients of scores.
+        gradient: Gradient of the output of a lookup, `[S, H, v]`; None if `looked_up` has gradients of scores.
         query: `[S, H, d]`.
         row_keys: `[H, n, d / 2]`.
         column_keys: `[H, n, d / 2]`.
-        bank: `[N, v]` or `[H, N, v]`.
-        kept: Slots `[S, H, k]` and their weights `[S, H, k]`; without `gradient`, the gradients of their scores instead
-            of weights.
+        slots: `[S, H, k]`.
+        looked_up: Bank `[N, v]` or `[H, N, v]`, and weights `[S, H, k]`; without `gradient`, a tensor that is not read, and
+            the gradients of scores, float32.
         transform: Matrix per head, `[H, v, v]`. Default: None, no transform.
     """
-    slots, weights = kept
+    bank, weights = looked_up
     tokens, heads, k = slots.shape
-    (n, half), width = row_keys.shape[1:], bank.shape[-1]
+    (n, half), width = row_keys.shape[1:], bank.shape[-1] if gradient is not None else 0
     gradient, query = None if gradient is None else gradient_rows(gradient), with_rows(query)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     slots, weights = slots.contiguous(), weights.contiguous()
     results = [tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys)]
-    stretch = max(_STRETCH, -(-tokens // _MOST_PARTS))
+    stretch = max(_STRETCH, -(-tokens // _MAX_STRETCHES))
     units = heads * -(-tokens // stretch)
     parts, transform_parts = weights.new_empty(units, 2 * n * half), None
     if transform is not None:
         transform = transform.contiguous()
         results += [transform.new_empty(transform.shape), weights.new_empty(tokens, heads, width)]
-        transform_parts = weights.new_empty(units, width, -(-width // _MOST_LANES) * _MOST_LANES)
+        transform_parts = weights.new_empty(units, width, -(-width // _MAX_LANES) * _MAX_LANES)
     tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
     call = SCORE_GRADIENTS_CALL.pack(
-        *(address(tensor) for tensor in tensors),
-        *(address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
-        parts.data_ptr(),
-        address(transform_parts),
-        tokens,
-        heads,
-        n,
-        half,
-        width,
-        k,
+        *map(address, (*tensors, *results, *(None,) * (5 - len(results)), parts, transform_parts)),
+        *(tokens, heads, n, half, width, k),
         *((0, 0) if gradient is None else gradient.stride()[:2]),
         *query.stride()[:2],
         n * n * width if bank.dim() == 3 else 0,
@@ -102,37 +192,3 @@ def native_score_gradients(
     )
     run("midus_score_gradients", call)
     return tuple(results)
-
-
-def native_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores, float32, descending, and the numbers, int64, of the k best slots: `[S, H, k]` each.
-
-    Raises:
-        ValueError: If a tensor is not on the CPU.
-    """
-    if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
-        refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
-    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
-    query, row_keys, column_keys = with_rows(query), row_keys.contiguous(), column_keys.contiguous()
-    slots = query.new_empty(tokens, heads, k, dtype=torch.int64)
-    scores = query.new_empty(tokens, heads, k, dtype=torch.float32)
-    tensors = (query, row_keys, column_keys, None, None, None, None, slots, scores)
-    sizes = (tokens, heads, n, half, 0, k, *query.stride()[:2], 0, 0, 0)
-    narrow, raw = query.dtype == torch.bfloat16, True
-    kinds = (narrow, False, slots.itemsize, raw, threads_for(tokens * heads))
-    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds))
-    return scores, slots
-
-
-def native_gradients_of_scores(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    slots: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Return gradients of query, row keys and column keys, in their dtype, for a gradient of scores, `[S, H, k]`."""
-    weights, no_bank = gradient.float(), query.new_empty(0, 0)
-    return native_score_gradients(None, query, row_keys, column_keys, no_bank, (slots, weights))

@@ -1,19 +1,19 @@
 """Product-key retrieval: the k best of n * n keys at the cost of scoring 2 * n sub-keys."""
 
-from typing import Any
+import functools
 
 import torch
 
-from midus_hf.ops.dispatch.calling import custom_op
-from midus_hf.ops.dispatch.choices import resolve
-from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.dispatch.calling import differentiable_op, resolve, without_autocast
+from midus_hf.ops.dispatch.library import native_library
 from midus_hf.ops.dispatch.private_torch import can_skip_dispatcher
-from midus_hf.ops.product_key.native import native_gradients_of_scores, native_refusal, native_scores
-from midus_hf.ops.product_key.reference import product_key_topk as reference
+from midus_hf.ops.product_key import reference
+from midus_hf.ops.product_key.native import native_refusal, native_score_gradients, native_scores
 from midus_hf.ops.product_key.reference import sub_key_scores
-from midus_hf.ops.product_key.selection import query_and_key_gradients, select
-from midus_hf.ops.product_key.triton.forward import scores_refusal, triton_scores
-from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores
+from midus_hf.ops.product_key.triton import scores_refusal, triton_score_gradients, triton_scores
+
+_FEW_ELEMENTS = 1 << 15
+_FEW_COLUMNS = 24
 
 
 def product_key_topk(
@@ -55,16 +55,11 @@ def product_key_topk(
     heads, n, half = row_keys.shape
     body = resolve(backend, query, scores_refusal(query.dtype, n, k, half), native_refusal(n, k))
     if body == "reference":
-        return reference(query, row_keys, column_keys, k)
+        return reference.product_key_topk(query, row_keys, column_keys, k)
     if body in ("native", "triton"):
         flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
-        if not can_skip_dispatcher(*flat):
-            results = product_key_scores_op(*flat, k, body)
-        elif body == "triton":
-            results = triton_scores(*flat, k)
-        else:
-            results = native_scores(*flat, k)
-        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in results)
+        find = _best_scores if can_skip_dispatcher(*flat) else product_key_scores_op
+        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in find(*flat, k, body))
         return scores, slots
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)  # 2 x [..., H, n]
     with torch.no_grad():
@@ -74,10 +69,7 @@ def product_key_topk(
 
 def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int) -> None:
     """Raise a `ValueError` if shapes disagree or `k` is out of range."""
-    shape, query_shape = (
-        row_keys.shape,
-        query.shape,
-    )  # read once: reading a tensor's shape takes longer than comparing two
+    shape, query_shape = row_keys.shape, query.shape  # reading a tensor's shape takes longer than comparing two
     if len(shape) != 3:
         raise ValueError(f"row_keys is {tuple(shape)}; expected [heads, n, sub-key width].")
     heads, n, half = shape
@@ -91,8 +83,7 @@ def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")
 
 
-@custom_op("product_key_scores")
-def product_key_scores_op(
+def _best_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
@@ -103,48 +94,123 @@ def product_key_scores_op(
         return triton_scores(query, row_keys, column_keys, k)
     if native_library() is not None:
         return native_scores(query, row_keys, column_keys, k)
-    return reference(query, row_keys, column_keys, k)
+    return reference.product_key_topk(query, row_keys, column_keys, k)
 
 
-@product_key_scores_op.register_fake
-def _(query, row_keys, column_keys, k, backend):  # type: ignore[no-untyped-def]
-    kept = (*query.shape[:2], k)
-    return query.new_empty(kept, dtype=torch.float32), query.new_empty(kept, dtype=torch.int64)
-
-
-@custom_op("product_key_scores_backward")
-def product_key_scores_backward_op(
+def _score_gradients(
     gradient: torch.Tensor,
     query: torch.Tensor,
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     slots: torch.Tensor,
+    wants: list[bool],
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return gradients of query, row keys and column keys for a gradient `[S, H, k]` of scores."""
+    tensors = (query, row_keys, column_keys)
     if backend == "triton":
-        return triton_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
-    if native_library() is None:
-        by_head = (gradient.float().transpose(0, 1).contiguous(), slots.transpose(0, 1))
-        return query_and_key_gradients(*by_head, query, row_keys, column_keys)
-    gradients = native_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
-    return gradients[0], gradients[1], gradients[2]
+        return triton_score_gradients(gradient, *tensors, slots)
+    if native_library() is not None:
+        return native_score_gradients(None, *tensors, slots, (query, gradient.float()))
+    return query_and_key_gradients(gradient.float().transpose(0, 1).contiguous(), slots.transpose(0, 1), *tensors)
 
 
-@product_key_scores_backward_op.register_fake
-def _(gradient, query, row_keys, column_keys, slots, backend):  # type: ignore[no-untyped-def]
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys))
+product_key_scores_op = differentiable_op(
+    "product_key_scores",
+    _best_scores,
+    _score_gradients,
+    lambda query, row_keys, column_keys, k, backend: tuple(
+        query.new_empty(*query.shape[:2], k, dtype=dtype) for dtype in (torch.float32, torch.int64)
+    ),
+    gradients=("query", "row_keys", "column_keys"),
+    outputs=("scores", "slots"),
+)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, _, ctx.body = inputs
-    _, slots = output
-    ctx.save_for_backward(query, row_keys, column_keys, slots)
-    ctx.mark_non_differentiable(slots)
+def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `scores.topk(k, dim=-1)`, computed by groups on a CPU, where `topk` takes three times as long for 64 columns as for 16.
+
+    The k largest scores of a row lie in the k groups with the largest maxima, so two selections among few scores give
+    exactly the result of one selection among all. Among equal scores, any may be chosen.
+
+    Args:
+        scores: `[..., n]`, without NaN.
+        k: Number of scores to select, `1 <= k <= n`.
+
+    Returns:
+        Values, descending, and indices, int64, both `[..., k]`.
+    """
+    n = scores.shape[-1]
+    size = _group_size(n, k)
+    if scores.device.type != "cpu" or size == 1 or scores.numel() < _FEW_ELEMENTS:
+        return scores.topk(k, dim=-1)
+    groups = -(-n // size)
+    if size * groups > n:
+        scores = torch.nn.functional.pad(scores, (0, size * groups - n), value=-torch.inf)
+    maxima = functools.reduce(torch.maximum, scores.split(groups, dim=-1))  # group g holds g, g + groups, ...
+    best = maxima.topk(k, dim=-1).indices  # [..., k]
+    members = scores.unflatten(-1, (size, groups)).gather(-1, best.unsqueeze(-2).expand(*best.shape[:-1], size, k))
+    values, places = members.flatten(-2).topk(k, dim=-1)
+    return values, (places // k) * groups + best.gather(-1, places % k)
 
 
-def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
-    return *product_key_scores_backward_op(gradient, *ctx.saved_tensors, ctx.body), None, None
+def _group_size(n: int, k: int) -> int:
+    """Return the group size, a power of two, that leaves the fewest columns to select among; 1 if grouping saves little."""
+    best, fewest = 1, n
+    size = 2
+    while n > _FEW_COLUMNS and size < n and -(-n // size) >= k:
+        left = -(-n // size) + size * k
+        if left < fewest:
+            best, fewest = size, left
+        size *= 2
+    return best if fewest <= 0.75 * n else 1
 
 
-product_key_scores_op.register_autograd(_differentiate, setup_context=_save)
+def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns of the k best slots, best first, `[..., k]` each, int64, for scores `[..., n]` of rows and columns."""
+    row_best, rows = largest(row_scores, k)
+    column_best, columns = largest(column_scores, k)
+    # A sum of ranks i and j can be among the k best only if (i + 1)(j + 1) <= k: that many sums are at least as large.
+    steps = [(slice(i, i + 1), slice(0, k // (i + 1))) for i in range(k)]
+    sums = torch.cat([row_best[..., i] + column_best[..., j] for i, j in steps], dim=-1)
+    best = sums.topk(k, dim=-1).indices
+    rows_of_sums = torch.cat([rows[..., i].expand(*rows.shape[:-1], j.stop) for i, j in steps], dim=-1)
+    columns_of_sums = torch.cat([columns[..., j] for _, j in steps], dim=-1)
+    return rows_of_sums.gather(-1, best), columns_of_sums.gather(-1, best)
+
+
+def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
+
+    Each half is copied: the rounding of a matrix product of strided rows depends on their layout in memory.
+    """
+    rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
+    return rows, columns
+
+
+def query_and_key_gradients(
+    into_scores: torch.Tensor,
+    slots: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
+
+    Args:
+        into_scores: Gradient of the scores of the chosen slots, `[H, S, k]`, float32 at least.
+        slots: Chosen slots, `[H, S, k]`, int64.
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+    """
+    n, wide = row_keys.shape[1], into_scores.dtype
+    into_query, into_keys = [], []
+    for keys, chosen, queries in zip(
+        (row_keys, column_keys), (slots // n, slots % n), halves(query, wide), strict=True
+    ):
+        spread = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)  # [H, S, n]
+        with without_autocast(query.device.type):
+            into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
+            into_keys.append(torch.bmm(spread.transpose(1, 2), queries).to(keys.dtype))  # [H, n, d / 2]
+    return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]

@@ -2,13 +2,13 @@
 
 import torch
 
-from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.calling import without_autocast
 
 # Largest number of scores that are held at a time: 256 MB in float32.
-_MOST_SCORES = 1 << 26
+_MAX_SCORES = 1 << 26
 
 # Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB.
-_MOST_WIDENED = 1 << 20
+_MAX_WIDENED = 1 << 20
 
 
 def product_key_topk(
@@ -16,14 +16,7 @@ def product_key_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query (MIDUS, equations 11 to 13).
 
-    Args:
-        query: `[..., H, d]`, floating point, `d` even.
-        row_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
-        column_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
-        k: Slots retrieved per head, `1 <= k <= n`.
-
-    Returns:
-        Scores `[..., H, k]`, descending, float32 at least, and slots `[..., H, k]`, int64.
+    Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]` per side. Returns scores `[..., H, k]`, descending, and slots, int64.
     """
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
     row_best, rows = row_scores.topk(k, dim=-1)  # [..., H, k]
@@ -100,8 +93,8 @@ def _best_keys(query: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
     Keys are widened to the dtype of the queries some heads at a time, so that on a CPU they stay in the cache.
     """
     heads, slots, width = keys.shape
-    together = max(1, _MOST_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
-    stretch = max(1, _MOST_SCORES // (min(together, heads) * slots))
+    together = max(1, _MAX_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
+    stretch = max(1, _MAX_SCORES // (min(together, heads) * slots))
     best = []
     for keys_of_heads, queries in zip(keys.split(together), query.split(together), strict=True):
         columns = keys_of_heads.to(query.dtype).transpose(1, 2)  # [H', d, N]

@@ -2,10 +2,10 @@
 
 import torch
 
-from midus_hf.ops.product_key.selection import largest
+from midus_hf.ops.product_key.op import largest
 
 # Largest number of scores of pairs that are held at a time: 64 MB in float32.
-_MOST_SCORES = 1 << 24
+_MAX_SCORES = 1 << 24
 
 
 def tucker_topk(
@@ -61,7 +61,7 @@ def select(
     side: int,
 ) -> torch.Tensor:
     """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
-    stretch = max(1, _MOST_SCORES // (rows.shape[1] * side**2))
+    stretch = max(1, _MAX_SCORES // (rows.shape[1] * side**2))
     if rows.shape[0] <= stretch:  # `len` would fix the sizes of a traced graph
         return _select(rows, columns, core, row_vector, column_vector, k, side)
     parts = zip(rows.split(stretch), columns.split(stretch), strict=True)

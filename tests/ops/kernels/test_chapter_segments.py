@@ -59,6 +59,6 @@ def test_what_is_launched_depends_on_shapes_alone(monkeypatch):
         monkeypatch.setattr(kernels_of_chapters, name, kernels[-1])
     arguments = [tensor.to("meta") for tensor in blocks_of(opened(2000))]
     outputs, sums = kernels_of_chapters.triton_chapter_blocks(*arguments)
-    gradients = kernels_of_chapters.triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, True, True)
+    gradients = kernels_of_chapters.triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, [True] * 4)
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in arguments[:4]]
     assert [kernel.launches for kernel in kernels] == [1] * 3

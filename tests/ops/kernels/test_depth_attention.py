@@ -142,6 +142,6 @@ def test_tensors_of_several_dtypes_are_read_in_one(autocast, launches):
 def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch):
     arguments = stacked(tokens=3, slots=2, **sizes)
     if change == "few":
-        monkeypatch.setattr(kernels_of_depth, "_MOST_PROGRAMS", 11)
+        monkeypatch.setattr(kernels_of_depth, "_MAX_PROGRAMS", 11)
     with pytest.raises(ValueError, match=f"backend is 'triton', but {message}"):
         OP.call(arguments, "triton")

@@ -9,7 +9,7 @@ from ops.table import DEVICE, OPS, drawn, looked_up, memory
 from pairs import by_default
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.product_key.triton import gradients
+from midus_hf.ops.product_key import triton as gradients
 
 OP = OPS["head-wise memory, shared bank"]
 
@@ -17,7 +17,7 @@ OP = OPS["head-wise memory, shared bank"]
 def expands(monkeypatch, whether):
     """Let values be transformed before they are gathered, or behind."""
     name, value = (
-        ("_TIMES_EXPANDED", dict.fromkeys(("native", "torch", "triton"), 0)) if whether else ("MOST_EXPANDED", 0)
+        ("_TIMES_EXPANDED", dict.fromkeys(("native", "torch", "triton"), 0)) if whether else ("MAX_EXPANDED", 0)
     )
     monkeypatch.setitem(headwise_memory.__globals__, name, value)
 
@@ -87,5 +87,5 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
 
 @pytest.mark.parametrize("n", [6, 70], ids=["sums-in-registers", "sums-in-memory"])
 def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
-    monkeypatch.setattr(gradients, "_PROGRAMS", 4)  # two per head, of two blocks of tokens, the last one empty
+    monkeypatch.setattr(gradients, "_MAX_PROGRAMS", 4)  # two per head, of two blocks of tokens, the last one empty
     assert_equals_reference(OP, looked_up(140, 2, 4, n, 4), "triton")

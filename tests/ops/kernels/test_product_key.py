@@ -5,7 +5,7 @@ import torch
 from ops.table import DEVICE, keyed
 
 from midus_hf.ops import product_key_topk
-from midus_hf.ops.product_key.selection import select
+from midus_hf.ops.product_key.op import select
 
 
 def chosen_sums(row_scores, column_scores, rows, columns):

@@ -6,7 +6,7 @@ from ops.laws import assert_equals_reference
 from ops.table import OPS, keyed
 
 from midus_hf.ops import product_key_topk
-from midus_hf.ops.product_key.triton import gradients
+from midus_hf.ops.product_key import triton as gradients
 
 OP = OPS["product keys"]
 
@@ -45,7 +45,7 @@ def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
 
     monkeypatch.setattr(gradients, "score_gradient_kernel", Noting())
     result = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
-    monkeypatch.setattr(gradients, "_MOST_SUMS", 1)
+    monkeypatch.setattr(gradients, "_MAX_SUMS", 1)
     for one, other in zip(result, torch.autograd.grad(scores.sum(), leaves), strict=True):
         torch.testing.assert_close(one, other)
     assert grids == [

@@ -11,7 +11,7 @@ from ops.table import DEVICE, OPS, slots_of, stacked
 from pairs import by_default, in_turn
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.midus_hml.lookup import headwise_lookup_op
+from midus_hf.ops.midus_hml.op import headwise_lookup_op
 from midus_hf.ops.moda.op import depth_attention_op
 
 KERNELS = [name for name, op in OPS.items() if "triton" in op.bodies]
@@ -61,6 +61,6 @@ def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="tensors are on cpu; expected cuda, or choose 'torch'"):
             headwise_memory(*arguments, None, 2, backend="triton")
-    monkeypatch.setattr("midus_hf.ops.dispatch.choices.HAS_TRITON", False)
+    monkeypatch.setattr("midus_hf.ops.dispatch.calling.HAS_TRITON", False)
     with pytest.raises(ValueError, match="triton is not installed; install it, or choose 'torch'"):
         headwise_memory(*arguments, None, 2, backend="triton")

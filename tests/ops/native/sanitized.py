@@ -10,15 +10,19 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.ops.dispatch.native import library
+from midus_hf.ops.dispatch import library
 from midus_hf.ops.gather.native import (
     native_bank_gradient,
     native_gathered_products,
     native_row_sums,
     native_weighted_rows,
 )
-from midus_hf.ops.midus_hml.native import LookupInputs, native_lookup
-from midus_hf.ops.product_key.native import native_gradients_of_scores, native_score_gradients, native_scores
+from midus_hf.ops.product_key.native import (
+    LookupInputs,
+    native_lookup,
+    native_score_gradients,
+    native_scores,
+)
 
 HEADWISE = (
     # tokens, heads, n, half, width, k
@@ -61,10 +65,10 @@ def call_headwise(tokens, heads, n, half, width, k, dtype):
         inputs = LookupInputs(query, *keys, bank, matrices, None, k)
         _, (slots, weights) = native_lookup(inputs, keeps=True)
         for gradient in (drawn(tokens, heads, width), drawn(tokens, heads, width, dtype=dtype)):
-            native_score_gradients(gradient, query, *keys, bank, (slots, weights), matrices)
+            native_score_gradients(gradient, query, *keys, slots, (bank, weights), matrices)
             native_bank_gradient(gradient, slots, weights, bank.shape)
     scores, slots = native_scores(query, *keys, k)
-    native_gradients_of_scores(scores, query, *keys, slots)
+    native_score_gradients(None, query, *keys, slots, (query, scores))
 
 
 def call_sums(tokens, m, rows, width, dtype):

@@ -13,9 +13,9 @@ import torch
 from processes.warm import run_warm
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.dispatch.native import build, library
-from midus_hf.ops.dispatch.native.build import CACHE_VARIABLE, VARIANTS, NotBuilt, built_library
-from midus_hf.ops.dispatch.native.library import variant, why_missing
+from midus_hf.ops.dispatch import build, library
+from midus_hf.ops.dispatch.build import CACHE_VARIABLE, VARIANTS, NotBuilt, built_library
+from midus_hf.ops.dispatch.library import variant, why_missing
 
 SOURCES = build._SOURCES
 
@@ -78,7 +78,7 @@ def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch
     with monkeypatch.context() as changed:
         changed.setattr(build, "_SOURCES", sources)
         assert built_library("baseline") == paths[-1]  # wherever they lie
-        for name in ("gather/native.c", "dispatch/native/vectors.h"):
+        for name in ("gather/native.c", "dispatch/vectors.h"):
             with (sources / name).open("a") as file:
                 file.write("\n")
             paths.append(built_library("baseline"))
@@ -281,7 +281,7 @@ def test_a_library_in_the_package_comes_first(monkeypatch, tmp_path):
 def test_importing_the_package_builds_nothing(tmp_path):
     code = (
         "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
-        "import midus_hf.models.families, midus_hf.ops.dispatch.native.library as n\n"
+        "import midus_hf.models.families, midus_hf.ops.dispatch.library as n\n"
         "assert n._library is n._missing is None"
     )
     done = run_warm(code, **{CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"})

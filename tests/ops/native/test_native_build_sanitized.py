@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.ops.dispatch.native import build
-from midus_hf.ops.dispatch.native.library import variant
+from midus_hf.ops.dispatch import build
+from midus_hf.ops.dispatch.library import variant
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
@@ -48,7 +48,7 @@ def test_nothing_is_read_or_written_outside_of_what_was_given(gcc, monkeypatch, 
     watched = {
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until the end
-        "PYTHONPATH": str(Path(build.__file__).parents[4]),
+        "PYTHONPATH": str(Path(build.__file__).parents[3]),
     }
     script = Path(__file__).with_name("sanitized.py")
     words = [sys.executable, str(script), str(tmp_path / "sanitized.so")]

@@ -9,10 +9,10 @@ import torch
 from ops.table import looked_up
 
 from midus_hf.ops import headwise_memory, product_key_topk
-from midus_hf.ops.dispatch.native.library import ROW_SUMS_CALL, native_library
+from midus_hf.ops.dispatch.library import ROW_SUMS_CALL, native_library
 from midus_hf.ops.gather.native import native_bank_gradient
-from midus_hf.ops.midus_hml.lookup import headwise_lookup_op
-from midus_hf.ops.midus_hml.native import LookupInputs, native_lookup
+from midus_hf.ops.midus_hml.op import headwise_lookup_op
+from midus_hf.ops.product_key.native import LookupInputs, native_lookup
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from midus_hf.ops.dispatch.native.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
+from midus_hf.ops.dispatch.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
 
 # Dtypes that compiled C computes with.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

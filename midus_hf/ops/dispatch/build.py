@@ -1,7 +1,4 @@
-"""Build the library of compiled ops from the C files of all ops, for wheels or, on first use, into a folder of the user.
-
-`setup.py` runs this file without PyTorch, so it imports only Python's standard library.
-"""
+"""Builds the library of compiled ops; `setup.py` runs this file without PyTorch, so it imports only Python's standard library."""
 
 import hashlib
 import os
@@ -36,7 +33,7 @@ X86 = ("x86_64", "amd64")
 # Environment variable with the folder of built libraries, or `off`.
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
 
-_SOURCES = Path(__file__).parents[2]
+_SOURCES = Path(__file__).parents[1]
 # Compilers that are tried in this order if `CC` is not set.
 _COMPILERS = ("cc", "gcc", "clang")
 
@@ -104,7 +101,7 @@ def compile_library(library: Path, variant: str) -> None:
             *_compiler(),
             *FLAGS,
             *VARIANTS[variant],
-            f"-I{_SOURCES / 'dispatch' / 'native'}",
+            f"-I{_SOURCES / 'dispatch'}",
             *files,
             "-o",
             str(library),

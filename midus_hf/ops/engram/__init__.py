@@ -1,1 +1,0 @@
-"""Addresses of n-grams in tables of rows."""

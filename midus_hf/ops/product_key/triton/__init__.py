@@ -1,1 +1,0 @@
-"""Kernels that select product keys, and kernels of the gradients."""
