@@ -162,7 +162,7 @@ endef
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses
 
-C_FILES = $(wildcard midus_hf/ops/*/*.[ch] midus_hf/ops/*/*/*.[ch])
+C_FILES = $(wildcard midus_hf/ops/*/*.[ch])
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .

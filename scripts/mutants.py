@@ -1,7 +1,7 @@
 """Change one operator, number or keyword at a time, and list the changes that no test notices.
 
     make mutants                                              a sample of every file of the core
-    make mutants MUTANTS="midus_hf/ops/product_key/selection.py --sample 50"
+    make mutants MUTANTS="midus_hf/ops/product_key/op.py --sample 50"
 
 The mutations are cosmic-ray's. They are made in a copy of the repository, and judged by the tests nearest to the file. A
 surviving mutant is worth a look: a test may be missing, or the change may have no effect.
@@ -53,7 +53,7 @@ NEAREST = {
     "midus_hf/ops/moda/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/gather/triton.py": f"{OPS} -k triton",
     "midus_hf/ops/midus_hml/triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key/triton": f"{OPS} -k triton",
+    "midus_hf/ops/product_key/triton.py": f"{OPS} -k triton",
     "midus_hf/memories": "tests/memory tests/models/test_training.py tests/models/test_chapters.py",
     "midus_hf/memories/bank.py": "tests/banks tests/upscalers/test_own_bank.py tests/upscalers/test_packs.py "
     "tests/upscalers/test_every_method.py",

@@ -9,14 +9,9 @@ NO_TOKEN = 0
 
 
 def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the number of each token, from 1, which is the same for equivalent tokens.
+    """Return the number of each token, from 1, the same for equivalent tokens, in the shape of `ids`, int64.
 
-    Args:
-        ids: int64, of any shape.
-        known: `[V]`, int64, number of each id less 1; ids that were added later keep their id. Default: all do.
-
-    Returns:
-        int64, in the shape of `ids`.
+    `known` `[V]` has the number of each id less 1; ids that were added later keep their id. Default: all do.
     """
     if known is not None:
         ids = torch.where(ids < len(known), known[ids.clamp(max=len(known) - 1)], ids)
@@ -24,16 +19,12 @@ def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tens
 
 
 def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = None) -> torch.Tensor:
-    """Return each token with the tokens before it, the token itself first.
+    """Return each token with the tokens before it, the token itself first: `[B, T, size]`, int64.
 
     Args:
         tokens: `[B, T]`, int64, numbers of tokens from 1; `NO_TOKEN` for padding.
-        size: n, number of tokens per window.
-        document: `[B, T]`, number of the document of each token; windows do not reach into another document. Default: a row
-            is one document.
-
-    Returns:
-        `[B, T, n]`, int64; `NO_TOKEN` for places before the row or in another document.
+        size: Number of tokens per window; `NO_TOKEN` fills places before the row or in another document.
+        document: `[B, T]`, number of the document of each token. Default: a row is one document.
     """
     length = tokens.shape[1]
     places = []
@@ -53,10 +44,7 @@ def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], mo
         around: `[B, T, n]`, as `windows` returns them.
         order: Number of tokens per n-gram, at most n.
         multipliers: An odd number per place of the window, whose products with all tokens are below 2^63.
-        moduli: Number of rows of each hash head.
-
-    Returns:
-        `[B, T, heads]`, int64, a row below each head's modulus.
+        moduli: Number of rows of each hash head; the result is `[B, T, heads]`, int64.
     """
     mixed = around[..., 0] * multipliers[0]
     for back in range(1, order):
@@ -65,15 +53,10 @@ def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], mo
 
 
 def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
-    """Return one integer per n-gram, unique across n-grams of all orders.
+    """Return one integer per n-gram of the windows `around`, unique across n-grams of all orders: `[B, T]`, int64.
 
-    Args:
-        around: `[B, T, n]`, as `windows` returns them.
-        order: Number of tokens per n-gram, at most n.
-        base: A number above all numbers of tokens, with `base ** n` at most 2^63.
-
-    Returns:
-        `[B, T]`, int64; 0 where the document has fewer than `order` tokens up to this one.
+    It is 0 where the document has fewer than `order` tokens up to this one. `base` is above all numbers of tokens, and
+    `base ** n` at most 2^63.
     """
     key = torch.zeros_like(around[..., 0])
     for back in reversed(range(order)):
@@ -82,14 +65,9 @@ def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
 
 
 def known_rows(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the row of each n-gram in a table of known n-grams, and row 0 for all others.
+    """Return the row, int64, of each of the keys of `ngram_keys` in a table, and row 0 for all others.
 
-    Args:
-        keys: `[...]`, int64, as `ngram_keys` returns them.
-        table: `[N]`, int64, ascending keys of the known n-grams, which have the rows 1 to N.
-
-    Returns:
-        `[...]`, int64, from 0 to N.
+    The table `[N]`, int64, has the ascending keys of the known n-grams, in rows 1 to N.
     """
     if not len(table):
         return torch.zeros_like(keys)

@@ -10,11 +10,7 @@ CHAPTERS, MEMORY_TOKENS, WIDTH = 5, 3, 4
 
 
 def made(
-    segments: int = 6,
-    length: int = 2,
-    chosen: int = 2,
-    heads: int = 4,
-    dtype: torch.dtype = torch.float64,
+    segments: int = 6, length: int = 2, chosen: int = 2, heads: int = 4, dtype: torch.dtype = torch.float64
 ) -> dict[str, torch.Tensor]:
     """Arguments of the op, each of which wants a gradient where it has one."""
     generator = torch.Generator().manual_seed(10 * length + 100 * segments)

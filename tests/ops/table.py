@@ -116,15 +116,7 @@ def memory(arguments: Arguments, backend: str, k: int = 4, **options: Any) -> to
     )
 
 
-def opened(
-    tokens=37,
-    chosen=2,
-    heads=4,
-    width=16,
-    chapters=3,
-    memory=8,
-    dtype=torch.float32,
-):
+def opened(tokens=37, chosen=2, heads=4, width=16, chapters=3, memory=8, dtype=torch.float32):
     """Make tokens that each read chapters of their own."""
     order = torch.rand(tokens, chapters, generator=torch.Generator().manual_seed(0)).argsort(-1)
     table = (chapters, memory, heads, width)

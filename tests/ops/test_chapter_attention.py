@@ -93,11 +93,7 @@ def test_long_segments_are_gathered_and_short_ones_sorted(monkeypatch):
         monkeypatch.setattr(
             op, name, lambda *args, name=name, whole=whole, **rest: called.append(name) or whole(*args, **rest)
         )
-    for shape in (
-        {"segments": 4, "length": 16},
-        {"segments": 4, "length": 15},
-        {"segments": 1, "length": 1},
-    ):
+    for shape in ({"segments": 4, "length": 16}, {"segments": 4, "length": 15}, {"segments": 1, "length": 1}):
         chapter_attention(**made(**shape), backend="torch")
     assert called == ["_gathered", "segment_attention", "_gathered"]
 

@@ -27,19 +27,6 @@ def block_linear(
     Raises:
         ValueError: If shapes disagree.
     """
-    _check_blocks(inputs, weights, blocks)
-    if resolve(backend, inputs) == "reference":
-        return reference.block_linear(inputs, weights, blocks)
-    weights = weights.to(inputs.dtype)
-    if len(weights) == 1:
-        return F.linear(inputs, weights[0])
-    on_cpu = inputs.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_cpu and len(weights) < len(inputs):
-        return block_by_block(inputs, weights, blocks)
-    return torch.bmm(inputs, weights[blocks].transpose(1, 2))
-
-
-def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> None:
     if inputs.dim() != 3 or weights.dim() != 3 or inputs.shape[-1] != weights.shape[-1]:
         raise ValueError(
             f"inputs is {tuple(inputs.shape)} and weights {tuple(weights.shape)}; expected [batch, tokens, width] and "
@@ -47,6 +34,14 @@ def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Ten
         )
     if blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
+    if resolve(backend, inputs) == "reference":
+        return reference.block_linear(inputs, weights, blocks)
+    weights = weights.to(inputs.dtype)
+    if len(weights) == 1:
+        return F.linear(inputs, weights[0])
+    if inputs.device.type == "cpu" and not torch.compiler.is_compiling() and len(weights) < len(inputs):
+        return block_by_block(inputs, weights, blocks)
+    return torch.bmm(inputs, weights[blocks].transpose(1, 2))
 
 
 def block_by_block(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-strict-aliasing",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-pthread",
+FLAGS = tuple(
+    "-std=gnu11 -O3 -ffp-contract=fast -fno-strict-aliasing -fPIC -shared -fvisibility=hidden -pthread".split()
 )
 
 # Further compiler flags per instruction set. Processors other than x86-64 have only the baseline.
@@ -38,7 +31,6 @@ _SOURCES = Path(__file__).parents[1]
 _COMPILERS = ("cc", "gcc", "clang")
 
 _SECONDS = 120
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NotBuilt(Exception):
@@ -53,9 +45,7 @@ def is_off() -> bool:
 def built_library(variant: str) -> Path:
     """Return the path of the library for this machine, and build the library first if it is missing.
 
-    The file's name is a digest of everything that the library depends on: sources, compiler, flags and machine. The file ends
-    with a digest of its code: a truncated file, on which the operating system's loader may crash, is detected and
-    rebuilt.
+    The file's name is a digest of everything that the library depends on: sources, compiler, flags and machine.
 
     Args:
         variant: Instruction set, a key of `VARIANTS`.
@@ -74,10 +64,15 @@ def built_library(variant: str) -> Path:
         digest.update(f"\0{path.relative_to(_SOURCES).as_posix()}\0".encode() + path.read_bytes())
     folder = _folder()
     library = folder / f"native-{digest.hexdigest()[:32]}.so"
-    if not _is_whole(library):
+    if not library.exists():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _build_whole(library, variant)
+            # In a temporary folder next to the library, so that several processes can build at once.
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
+                compile_library(Path(building, "native.so"), variant)
+                with Path(building, "native.so").open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(Path(building, "native.so"), library)
         except OSError as error:
             raise NotBuilt(
                 f"{folder} cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a folder that can"
@@ -96,18 +91,7 @@ def compile_library(library: Path, variant: str) -> None:
         NotBuilt: If there is no compiler, or the compiler fails.
     """
     files = map(str, sorted(_SOURCES.rglob("*.c")))
-    _run(
-        [
-            *_compiler(),
-            *FLAGS,
-            *VARIANTS[variant],
-            f"-I{_SOURCES / 'dispatch'}",
-            *files,
-            "-o",
-            str(library),
-            "-lm",
-        ]
-    )
+    _run([*_compiler(), *FLAGS, *VARIANTS[variant], f"-I{_SOURCES / 'dispatch'}", *files, "-o", str(library), "-lm"])
 
 
 def _folder() -> Path:
@@ -134,25 +118,8 @@ def _compiler() -> list[str]:
     return command
 
 
-def _build_whole(library: Path, variant: str) -> None:
-    """Compile in a temporary folder next to the library and move the file into place, so that several processes can build at once."""
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
-        made = Path(folder) / "native.so"
-        compile_library(made, variant)
-        code = made.read_bytes()
-        with made.open("ab") as file:
-            file.write(hashlib.sha256(code).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, library)
-
-
 def _run(command: list[str]) -> str:
-    """Run a compiler and return its standard output.
-
-    Raises:
-        NotBuilt: If the compiler fails.
-    """
+    """Run a compiler and return its standard output; raise `NotBuilt` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -163,11 +130,3 @@ def _run(command: list[str]) -> str:
         cause = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
         raise NotBuilt(f"{command[0]} failed ({cause.strip()}); install gcc or clang, or set CC")
     return done.stdout
-
-
-def _is_whole(library: Path) -> bool:
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

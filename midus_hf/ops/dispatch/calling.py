@@ -59,10 +59,8 @@ def op_choices(**changes: Any) -> Iterator[None]:
     """
     global _standing
     before = _standing
-    fields = [field.name for field in dataclasses.fields(OpChoices)]
-    for name in changes:
-        if name not in fields:
-            raise RequestError(f"op_choices has no option {name!r}. {one_of(fields)}")
+    for name in changes.keys() - {"backend"}:
+        raise RequestError(f"op_choices has no option {name!r}. {one_of(['backend'])}")
     _standing = dataclasses.replace(before, **changes)
     RESOLVED.clear()
     try:
@@ -84,8 +82,7 @@ def resolve(
         backend: The choice of the op's caller, one of `BACKENDS`.
         tensor: An argument of the op, whose device and dtype decide. Kernels do not compute in float64.
         refusal: Why kernels do not support the sizes of this call, and which they expect. Default: None, they do.
-        native_refusal: Why compiled C does not support the sizes; None if it does. Default: the op has no body in C, and
-            `"torch"` runs instead of `"native"`.
+        native_refusal: The same of compiled C. Default: the op has no body in C, and `"torch"` runs instead of `"native"`.
 
     Raises:
         RequestError: If `backend` is not one of `BACKENDS`, or names kernels or C for a call that they cannot run.

@@ -19,12 +19,8 @@ from midus_hf.ops.dispatch.build import CACHE_VARIABLE, X86, NotBuilt, built_lib
 # Dtypes that compiled C computes with.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-_FUNCTIONS = (
-    "midus_lookup",
-    "midus_score_gradients",
-    "midus_weighted_rows",
-    "midus_gathered_products",
-    "midus_row_sums",
+_FUNCTIONS = tuple(
+    f"midus_{name}" for name in ("lookup", "score_gradients", "weighted_rows", "gathered_products", "row_sums")
 )
 
 _loading = threading.Lock()
@@ -65,7 +61,8 @@ def _load() -> None:
         _missing = f"{CACHE_VARIABLE} is off; unset it"
         return
     try:
-        _library = _open(_packaged() or built_library(variant()))
+        packaged = Path(__file__).with_name(f"native_{variant()}.so")  # in a wheel
+        _library = _open(packaged if packaged.is_file() else built_library(variant()))
     except NotBuilt as reason:
         _missing = str(reason)
     except (OSError, AttributeError) as error:
@@ -87,18 +84,12 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _packaged() -> Path | None:
-    """Return the path of the library for this processor that the wheel contains, or None."""
-    path = Path(__file__).with_name(f"native_{variant()}.so")
-    return path if path.is_file() else None
-
-
 def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
     """Return a structure of named pointers (0 for none), then named 64-bit integers; `more` are format codes of further fields."""
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
-# Format code of the fields that C fills in a copy: `struct tables` and the number of groups of heads.
+# Fields that C fills in a copy: `struct tables` and the number of groups of heads.
 _OWN = "32x"
 
 # `struct lookup` in `product_key/lookup.c`.
@@ -131,21 +122,15 @@ GATHERS_CALL = _structure(
     "8x",  # passes
 )
 
-# Least product of tokens and heads for which threads are started: starting them takes as long as computing some
-# hundreds of rows.
-_FEWEST_SHARED = 512
+# Least product of tokens and heads for which threads are started: this takes as long as some hundreds of rows.
+_MIN_SHARED = 512
 
 # Status that C returns if a slot is outside its table.
 _OUTSIDE = 2
 
 
 def run(name: str, call: bytes) -> None:
-    """Call a function of the library, which `native_library` has loaded, with a packed structure.
-
-    Raises:
-        MemoryError: If C cannot allocate its scratch memory.
-        IndexError: If a slot is outside its table.
-    """
+    """Call a function of the library, which `native_library` has loaded, with a packed structure."""
     library: Any = _library
     status = getattr(library, name)(call)
     if status == _OUTSIDE:
@@ -181,4 +166,4 @@ def gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
 
 def threads_for(rows: int) -> int:
     """Return how many threads work on `rows` rows, the product of tokens and heads."""
-    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()
+    return 1 if rows < _MIN_SHARED else torch.get_num_threads()

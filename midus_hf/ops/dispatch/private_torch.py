@@ -26,11 +26,8 @@ def can_skip_dispatcher(*tensors: torch.Tensor | None) -> bool:
     """Return whether a call may bypass its registered op, whose overhead takes longer than the work of a decoding step.
 
     It may if no gradient is recorded, no graph is traced, nothing intercepts calls (dispatch modes, transforms of
-    `torch.func`, tracers), and C and kernels can read the memory of all tensors: a subclass of `Tensor` may not have any.
+    `torch.func`, tracers), and C and kernels can read the memory of all tensors, which a subclass of `Tensor` may not have.
     Fallback: false.
-
-    Args:
-        tensors: Arguments of the call; None for an argument that is left out.
     """
     return not (
         torch.is_grad_enabled()

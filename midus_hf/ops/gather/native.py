@@ -5,14 +5,7 @@ One thread writes each result, in the order of entries: the number of threads ch
 
 import torch
 
-from midus_hf.ops.dispatch.library import (
-    GATHERS_CALL,
-    ROW_SUMS_CALL,
-    gradient_rows,
-    refuse_places,
-    run,
-    threads_for,
-)
+from midus_hf.ops.dispatch.library import GATHERS_CALL, ROW_SUMS_CALL, gradient_rows, refuse_places, run, threads_for
 
 
 def native_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

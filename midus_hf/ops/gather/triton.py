@@ -10,13 +10,10 @@ Sizes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` c
 if each head has separate rows, a bucket of one head.
 """
 
-import functools
-
 import torch
 
 from midus_hf.ops.dispatch.calling import narrowest_integer
 from midus_hf.ops.dispatch.triton import (
-    Tile,
     interprets_kernels,
     on_device_of,
     power_of_two,
@@ -173,7 +170,8 @@ def bucket_sums(
     buckets, count = quotient_above(rows, _ROWS), slots.numel()
     groups = buckets * heads if by_head else buckets
     entries = slots.transpose(0, 1) if by_head else slots
-    keys, order = (entries // _ROWS).to(_integer(buckets)).flatten().sort(stable=True)
+    integer = torch.uint8 if buckets <= 256 else narrowest_integer(buckets)  # the fewer bytes, the faster to sort
+    keys, order = (entries // _ROWS).to(integer).flatten().sort(stable=True)
     starts = torch.empty(groups + 1, dtype=torch.int64, device=slots.device)
     group_starts_kernel[(quotient_above(groups + 1, 128),)](
         keys, order, starts, count, tokens * m, groups, STEPS=count.bit_length(), HEADS=heads if by_head else 1, BG=128
@@ -185,39 +183,25 @@ def bucket_sums(
         count, sum((size - 1) * abs(stride) for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     )
     is_wide = gradient.dtype == torch.float32
-    is_tripled = is_wide and not interprets_kernels()
+    # A product of float32 takes 32 entries: with more, the three products that it consists of spill on compute capability 8.0.
+    at_once = 32 if is_wide and not interprets_kernels() else 128 if count >= 128 * groups else 64
     for start in range(0, width, _STRETCH):
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
         columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # as many as registers hold
-        tile = _tile(columns, count >= 128 * groups, is_tripled)
         scratch = torch.empty(2 * (count // _PIECE) * _ROWS, target.shape[1], dtype=torch.float32, device=slots.device)
         parts = quotient_above(target.shape[1], columns)
         bucket_sums_kernel[(programs, parts)](
             order, slots, source, weights, starts, ends, owners, target, scratch,
             tokens * m, groups, *source.stride()[:2], target.stride(0), target.shape[1],
             BY_HEAD=by_head, IS_EVEN=target.shape[1] % columns == 0, IS_LARGE=reach > _REACH_OF_32_BITS,
-            PRECISION=product_precision(gradient), ROWS=rows, HEADS=heads, M=m, PIECE=_PIECE, BR=_ROWS, BV=columns, **tile,
+            PRECISION=product_precision(gradient), ROWS=rows, HEADS=heads, M=m, PIECE=_PIECE, BR=_ROWS, BV=columns,
+            BE=at_once, num_warps=4,
         )  # fmt: skip
         if count > _PIECE:
             piece_sums_kernel[(groups, parts)](
                 starts, target, scratch, target.shape[1], target.stride(0),
                 ROWS=rows, HEADS=heads if by_head else 1, PIECE=_PIECE, BR=_ROWS, BV=columns,
             )  # fmt: skip
-
-
-@functools.cache
-def _tile(columns: int, is_full: bool, is_tripled: bool) -> Tile:
-    """Return the tile with the number of entries that a program adds at a time: 128 if many buckets have as many, else 64.
-
-    A product of float32 takes 32 entries: with more, the three products that it consists of spill on compute capability
-    8.0.
-    """
-    return {"BE": 32 if is_tripled else 128 if is_full else 64, "num_warps": 4}
-
-
-def _integer(bound: int) -> torch.dtype:
-    """Return the integer dtype that holds `bound` different numbers and sorts fastest."""
-    return torch.uint8 if bound <= 256 else narrowest_integer(bound)
 
 
 @triton.jit
@@ -281,16 +265,7 @@ def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: t
 
 
 def triton_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32.
-
-    Entries are sorted by bucket of rows, and each row is summed in the order of the tokens (`bucket_sums`).
-
-    Args:
-        gradient: Gradient of the sum of each token, `[S, v]`.
-        slots: Rows that each token reads, `[S, m]`.
-        weights: Weights of these rows, `[S, m]`.
-        num_rows: Rows of the table, R.
-    """
+    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
     shape = torch.Size((num_rows, gradient.shape[1]))
     return triton_bank_gradient(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), shape, torch.float32)
 

@@ -57,9 +57,7 @@ def headwise_memory(
     16). The outputs of heads are concatenated, as in attention.
 
     Because the transform is linear, rows can be transformed first, `E_h = V W_h^T`, and gathered afterwards. This is
-    done if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together have at most 2^28
-    elements. The gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`, from the sums `G_h` of gradients per
-    slot.
+    done if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together have at most 2^28 elements.
 
     Tables are cast to the dtype of the query, also under `torch.autocast`: with float32 master weights and a bfloat16
     query, the result is that of a bfloat16 model. Sums are accumulated in float32 at least.
@@ -122,7 +120,16 @@ def _body(
     row_keys, column_keys, value_bank = tables
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
-    _check_values(value_bank, value_transform, heads, n)
+    shape = value_bank.shape
+    if len(shape) not in (2, 3) or shape[-2] != n * n or (len(shape) == 3 and shape[0] != heads):
+        raise ValueError(
+            f"value_bank is {tuple(shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and H = {heads}."
+        )
+    expected = (heads, shape[-1], shape[-1])
+    if value_transform is not None and len(shape) == 3:
+        raise ValueError("value_transform is given with a bank per head; expected None, or a bank that heads share.")
+    if value_transform is not None and value_transform.shape != expected:
+        raise ValueError(f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {expected}.")
     body = resolve(backend, query, native_refusal=native_refusal(n, k))
     # The environment decides whether kernels run on a CPU.
     if call is not None and (body in ("torch", "native") or query.is_cuda):
@@ -131,34 +138,9 @@ def _body(
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
-    """Return the transformed bank of every head, `E_h = V W_h^T` (MIDUS, equation 24).
-
-    Args:
-        value_bank: Shared values V, `[N, v]`.
-        value_transform: Transforms W_h, `[H, v, v]`.
-
-    Returns:
-        `[H, N, v]`.
-    """
+    """Return the bank `[N, v]` transformed per head, `[H, N, v]`: `E_h = V W_h^T` (MIDUS, equation 24)."""
     with without_autocast(value_bank.device.type):
         return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
-
-
-def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None, heads: int, n: int) -> None:
-    shape = value_bank.shape
-    if len(shape) not in (2, 3) or shape[-2] != n * n or (len(shape) == 3 and shape[0] != heads):
-        raise ValueError(
-            f"value_bank is {tuple(shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and H = {heads}."
-        )
-    if value_transform is None:
-        return
-    width = shape[-1]
-    if len(shape) == 3:
-        raise ValueError("value_transform is given with a bank per head; expected None, or a bank that heads share.")
-    if value_transform.shape != (heads, width, width):
-        raise ValueError(
-            f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {(heads, width, width)}."
-        )
 
 
 # What a lookup keeps for the gradient: slots and their weights, best first, `[S, H, k]` each.

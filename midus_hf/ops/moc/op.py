@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.dispatch.calling import differentiable_op, resolve, wide_dtype, without_autocast
@@ -74,7 +75,7 @@ def chapter_attention(
 
 
 def min_together() -> int:
-    """Return the minimum number of queries with the same chapters for which `chapter_attention` gathers keys."""
+    """Return the minimum number of queries with the same chapters for which keys are gathered."""
     return _MIN_TOGETHER
 
 
@@ -100,19 +101,12 @@ def _attend_at_once(
 ) -> torch.Tensor:
     num_segments, num_chosen = chapters.shape
     scale = scales.to(query.dtype).unsqueeze(-1)
-    chosen_keys, chosen_values = _rows(keys, chapters) * scale, _rows(values, chapters) * scale  # [S, n, M * H * d]
     shape = (num_segments, num_chosen * keys.shape[1], *keys.shape[2:])
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        chosen_keys.view(shape).transpose(1, 2),
-        chosen_values.view(shape).transpose(1, 2),
-    )
+    chosen_keys, chosen_values = (
+        (F.embedding(chapters, table.flatten(1)) * scale).view(shape).transpose(1, 2) for table in (keys, values)
+    )  # [S, H, n * M, d]
+    output = F.scaled_dot_product_attention(query.transpose(1, 2), chosen_keys, chosen_values)
     return output.transpose(1, 2)  # [S, Q, H, d]
-
-
-def _rows(table: torch.Tensor, chapters: torch.Tensor) -> torch.Tensor:
-    """Return whole chapters `[S, n, M * H * d]` of a table `[C, M, H, d]`."""
-    return torch.nn.functional.embedding(chapters, table.flatten(1))
 
 
 def _check_shapes(
@@ -136,19 +130,12 @@ def _check_shapes(
 
 
 class SortedPairs(NamedTuple):
-    """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter.
+    """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter; all int64."""
 
-    Args:
-        pair_of_row: Pair of each row, `[R]`, int64; 0 for padding.
-        chapter_of_block: Chapter of each block, `[R / BLOCK_ROWS]`, int64.
-        block_ends: Number of blocks up to and including each chapter, `[C]`, int64.
-        row_of_pair: Row of each pair, `[N * n]`, int64.
-    """
-
-    pair_of_row: torch.Tensor
-    chapter_of_block: torch.Tensor
-    block_ends: torch.Tensor
-    row_of_pair: torch.Tensor
+    pair_of_row: torch.Tensor  # [R], 0 for padding
+    chapter_of_block: torch.Tensor  # [R / BLOCK_ROWS]
+    block_ends: torch.Tensor  # [C], the number of blocks up to and including each chapter
+    row_of_pair: torch.Tensor  # [N * n]
 
 
 def segment_attention(
@@ -158,23 +145,12 @@ def segment_attention(
     chapters: torch.Tensor,
     scales: torch.Tensor,
     *,
-    backend: str = "torch",
+    backend: str,
 ) -> torch.Tensor:
-    """Attend from each token to the memory tokens of the token's chapters, in one softmax.
+    """Attend from each token, query `[N, H, d]`, to the memory tokens of the token's chapters `[N, n]`, in one softmax.
 
     Every pair of a token and a chapter gives an output and the log-sum-exp of its scores. The outputs of a token's
     pairs are then weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
-
-    Args:
-        query: `[N, H, d]`.
-        keys: `[C, M, H, d]`, in the dtype of `query`.
-        values: `[C, M, H, d]`, in the dtype of `query`.
-        chapters: Chapters that each token reads, `[N, n]`, int64.
-        scales: Factors of the keys and values of a chapter, `[N, n]`.
-        backend: `"torch"` or `"triton"`. Default: `"torch"`.
-
-    Returns:
-        `[N, H, d]`.
     """
     segments = sort_by_chapter(chapters, len(keys))
     arguments = block_arguments(query, keys, values, chapters, scales, segments)
@@ -197,7 +173,7 @@ def block_arguments(
     """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
     tokens = segments.pair_of_row // chapters.shape[1]
     # The gradient of an embedding is summed in a fixed order.
-    rows = torch.nn.functional.embedding(tokens, query.flatten(1)).unflatten(1, query.shape[1:])  # [R, H, d]
+    rows = F.embedding(tokens, query.flatten(1)).unflatten(1, query.shape[1:])  # [R, H, d]
     wide = wide_dtype(query)
     row_scales = rows.new_zeros(len(rows), dtype=wide).index_put((segments.row_of_pair,), scales.flatten().to(wide))
     factors = row_scales * (1 / math.sqrt(query.shape[-1]))
@@ -212,22 +188,14 @@ def block_attention(
     chapter_of_block: torch.Tensor,
     block_ends: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from each row to the memory tokens of the chapter of the row's block.
+    """Attend from each row `[R, H, d]` to the memory tokens of the chapter of the row's block.
 
-    Args:
-        rows: Queries, `[R, H, d]`, block after block.
-        factors: Factor of the scores of each row, `[R]`, float32 at least.
-        keys: `[C, M, H, d]`.
-        values: `[C, M, H, d]`.
-        chapter_of_block: Chapter of each block, `[R / BLOCK_ROWS]`, int64.
-        block_ends: Number of blocks up to and including each chapter, `[C]`, int64, for the gradients of kernels.
-
-    Returns:
-        The outputs `[R, H, d]`, and the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
+    `factors` `[R]` multiply the scores of each row; the gradients of kernels need `block_ends`. Returns the outputs
+    `[R, H, d]`, and the logarithm of the sum of the exponentials of scores `[R, H]`, float32 at least.
     """
     blocks = rows.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2)  # [blocks, H, BLOCK_ROWS, d]
     block_keys, block_values = (
-        torch.nn.functional.embedding(chapter_of_block, table.flatten(1)).unflatten(1, table.shape[1:]).transpose(1, 2)
+        F.embedding(chapter_of_block, table.flatten(1)).unflatten(1, table.shape[1:]).transpose(1, 2)
         for table in (keys, values)
     )  # [blocks, H, M, d]
     scores = blocks @ block_keys.transpose(-1, -2)  # [blocks, H, BLOCK_ROWS, M]
@@ -242,10 +210,6 @@ def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> SortedPairs:
 
     The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
     blocks, plus one block per chapter, or per pair if there are fewer pairs than chapters.
-
-    Args:
-        chapters: Chapters that each token reads, `[N, n]`, int64.
-        num_chapters: Number of chapters in the memory, C.
     """
     pairs = chapters.numel()
     order = chapters.flatten().argsort(stable=True)  # [N * n]

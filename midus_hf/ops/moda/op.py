@@ -46,7 +46,16 @@ def depth_attention(
     Raises:
         ValueError: If there are no slots, shapes disagree, or `backend` names kernels for a call that they cannot run.
     """
-    _check(query, keys, values)
+    if not keys or len(keys) != len(values):
+        raise ValueError(f"there are {len(keys)} keys and {len(values)} values; expected as many, and one or more.")
+    for slot in (*keys, *values):
+        batch, heads, tokens, width = query.shape
+        fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
+        if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
+            raise ValueError(
+                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
+                "as many heads or a divisor of them."
+            )
     dtype = shared_dtype(query, *keys, *values)
     body = resolve(backend, query.to(dtype), depth_refusal(query, keys))
     if body == "triton":
@@ -66,9 +75,9 @@ def sequence_lse(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient.
+    """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient: no tensor holds all scores.
 
-    No tensor holds all scores. With inputs of half precision, products are summed, capped and masked in float32 and
+    With inputs of half precision, products are summed, capped and masked in float32 and
     never rounded to half precision, as in the attention kernels whose output is combined with this sum.
     """
     key = key.to(torch.promote_types(query.dtype, torch.float32))
@@ -99,36 +108,13 @@ def joint_shares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors with which `joint_attention` weights the value of each slot, and the heads' output for the sequence.
 
-    Args:
-        query: `[B, H, T, d]`.
-        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
-        sequence_lse: Logarithm of the sum of exponentials of the sequence, `[B, H, T]`.
-        scaling: Factor of scores.
-        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        gate: c of `joint_attention`, `[B, H, T]` or broadcastable to it. Default: 1.
-        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
-
-    Returns:
-        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1,
-        or to 2 - c if `added`. No gradient flows through them.
+    Arguments are those of `depth_attention` and `joint_attention`. The shares of slots `[B, H, T, n]` and of the sequence
+    `[B, H, T]`, float32 at least, add up to 1, or to 2 - c if `added`. No gradient flows through them.
     """
     with torch.no_grad():
         scores = depth_scores(query, keys, scaling, softcap)
         sequence_factor, depth_factor = join_factors(sequence_lse, scores.logsumexp(-1), gate, added)
         return scores.softmax(-1) * depth_factor.unsqueeze(-1), sequence_factor
-
-
-def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    if not keys or len(keys) != len(values):
-        raise ValueError(f"there are {len(keys)} keys and {len(values)} values; expected as many, and one or more.")
-    for slot in (*keys, *values):
-        batch, heads, tokens, width = query.shape
-        fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
-        if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
-            raise ValueError(
-                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
-                "as many heads or a divisor of them."
-            )
 
 
 def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:

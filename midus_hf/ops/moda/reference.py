@@ -19,16 +19,9 @@ def depth_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
-    Args:
-        query: `[B, H, T, d]`, floating point.
-        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
-        values: Value of each slot, `[B, K, T, d]`.
-        scaling: Factor of scores.
-        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-
-    Returns:
-        What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of
-        scores, `[B, H, T]`, float32 at least.
+    Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`,
+    and bounded by c in `c * tanh(score / c)` if there is a `softcap` c. Returns what heads read, `[B, H, T, d]`, in the
+    query's dtype, and the logarithm of the sum of the exponentials of scores, `[B, H, T]`, float32 at least.
     """
     scores = depth_scores(query, keys, scaling, softcap)
     shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
@@ -62,20 +55,12 @@ def joint_attention(
     """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
 
     With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A
-    gate c leads from the sequence alone to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`,
+    gate c leads from only the sequence to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`,
     `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0, the first formula gives o_S, bit for bit, and the second `o_S + o_D`.
-    At c = 1, both formulas give the softmax over sequence and depth, as in the paper.
+    At c = 1, the default, both formulas give the softmax over sequence and depth, as in the paper.
 
-    Args:
-        sequence: o_S, `[B, H, T, d]`.
-        sequence_lse: Logarithm of S, `[B, H, T]`.
-        depth: o_D, `[B, H, T, d]`.
-        depth_lse: Logarithm of D, `[B, H, T]`.
-        gate: c, from 0 to 1, `[B, H, T]` or broadcastable to it. Default: 1, as in the paper.
-        added: Whether (1 - c) o_D is added. Default: false.
-
-    Returns:
-        `[B, H, T, d]`, in the dtype of `sequence`.
+    Shapes: o_S, o_D and the result, in the dtype of o_S, `[B, H, T, d]`; logarithms of S and D `[B, H, T]`, and the gate c, from
+    0 to 1, broadcastable to it.
     """
     sequence_factor, depth_factor = join_factors(sequence_lse, depth_lse, gate, added)
     wide = torch.promote_types(sequence.dtype, torch.float32)
@@ -98,9 +83,7 @@ def join_factors(
 def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
 
-    Args:
-        sequence_lse: `[B, H, T]`, minus infinity for rows that read no key of the sequence.
-        depth_lse: `[B, H, T]`, minus infinity for rows that read no slot of the depth, and then have a share of 0.
+    The logarithms `[B, H, T]` are minus infinity for rows that read nothing; w is 0 for rows that read no slot of the depth.
     """
     # If both parts are empty, the difference, and all gradients through it, would be NaN.
     sequence_lse = sequence_lse.masked_fill(depth_lse == float("-inf"), 0)
@@ -117,20 +100,18 @@ def sequence_lse(
     softcap: float | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Return the logarithm of the sum of the exponentials of each query's scores of the sequence.
+    """Return the logarithm of the sum of the exponentials of each query's scores of the sequence, `[B, H, T]`.
+
+    It is float32 at least, and minus infinity for queries that read nothing.
 
     Args:
         query: `[B, H, T, d]`, floating point.
         key: `[B, K, S, d]`; K divides H.
-        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; None to
-            read every key.
+        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; or None.
         is_causal: Whether query t reads only keys up to `first + t`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
         first: Position of the first query. Default: 0.
-
-    Returns:
-        `[B, H, T]`, float32 at least; minus infinity for queries that read nothing.
     """
     scores = sequence_scores(query, key, mask, is_causal, scaling, softcap, first)
     is_empty = (scores == float("-inf")).all(-1)
@@ -146,10 +127,9 @@ def sequence_weights(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention weights of the softmax over only the sequence, with the arguments of `sequence_lse`.
+    """Return the attention weights `[B, H, T, S]` of the softmax over only the sequence, with the arguments of `sequence_lse`.
 
-    Returns:
-        `[B, H, T, S]`, float32 at least; zero for queries that read nothing. No gradient flows through the weights.
+    They are float32 at least, zero for queries that read nothing, and without gradient.
     """
     with torch.no_grad():
         return sequence_scores(query, key, mask, is_causal, scaling, softcap).softmax(-1).nan_to_num()

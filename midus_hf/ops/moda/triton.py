@@ -38,20 +38,12 @@ _VECTOR_BYTES = 16
 
 
 class SlotTable(NamedTuple):
-    """Addresses and strides of slots, for kernels.
+    """Addresses and strides of slots, for kernels."""
 
-    Args:
-        numbers: `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot: keys, values and
-            others.
-        runs: Number of runs, R.
-        unit: Alignment of row addresses in bytes: 16, which one thread loads at once, or the size of an element.
-        slots: The tensors of keys and values, which must outlive the launch.
-    """
-
-    numbers: torch.Tensor
-    runs: int
-    unit: int
-    slots: tuple[torch.Tensor, ...]
+    numbers: torch.Tensor  # `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot
+    runs: int  # R
+    unit: int  # alignment of row addresses in bytes: 16, which one thread loads at once, or the size of an element
+    slots: tuple[torch.Tensor, ...]  # keys and values, which must outlive the launch
 
 
 @triton.jit
@@ -165,10 +157,7 @@ def triton_depth_attention(
     scaling: float,
     softcap: Optional[float],  # noqa: UP045 - torch.library reads only this form
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32.
-
-    Both are laid out in memory token by token.
-    """
+    """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32, laid out token by token."""
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     output = query.new_empty(texts, tokens, heads, width)
@@ -188,13 +177,7 @@ def triton_depth_attention(
 def slot_table(
     keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *others: Sequence[torch.Tensor]
 ) -> SlotTable:
-    """Build the table of slot addresses on the device of the slots.
-
-    Args:
-        keys: Key of each of n slots, `[B, K, T, d]`.
-        values: Value of each slot, `[B, K, T, d]`.
-        others: Further sequences of one tensor per slot, all of which have the same memory layout.
-    """
+    """Build the table of slot addresses on the device of the slots; `others` are more tensors per slot, of one layout in memory."""
     keys, values = ([last_dense(slot) for slot in slots] for slots in (keys, values))
     size = keys[0].element_size()
     strides = [
@@ -203,11 +186,7 @@ def slot_table(
     ]
     order = sorted(range(len(keys)), key=strides.__getitem__)
     addresses = [slots[slot].data_ptr() for slots in (keys, values, *others) for slot in order]
-    in_bytes = (
-        keys[0].shape[-1] * size,
-        *addresses,
-        *(stride for slot_strides in set(strides) for stride in slot_strides),
-    )
+    in_bytes = (keys[0].shape[-1] * size, *addresses, *(stride for each in set(strides) for stride in each))
     unit = _VECTOR_BYTES if all(number % _VECTOR_BYTES == 0 for number in in_bytes) else size
     numbers: list[int] = []
     for end, slot in enumerate(order, start=1):
@@ -272,15 +251,7 @@ def write_numbers_kernel(numbers, into, COUNT: tl.constexpr):
 
 
 def device_numbers(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Write numbers to the device of a tensor, without waiting for the device.
-
-    Args:
-        numbers: One or more integers between -2^60 and 2^60.
-        like: A tensor on the device.
-
-    Returns:
-        The n numbers, `[n]`, int64.
-    """
+    """Return one or more integers between -2^60 and 2^60 on the device of a tensor, int64, without waiting for the device."""
     sizes = [
         min(_MAX_NUMBERS_PER_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MAX_NUMBERS_PER_LAUNCH)
     ]
@@ -372,10 +343,7 @@ def triton_depth_gradients(
     softcap: Optional[float],  # noqa: UP045
     wants: list[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of query, keys and values, laid out in memory token by token.
-
-    If the gradient of the query is not needed, it is None; if neither keys nor values need gradients, the lists are empty.
-    """
+    """Return the gradients of query, keys and values, laid out in memory token by token; None or empty if not needed."""
     wants_query, wants_slots = wants[0], any(wants[1:])
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]

@@ -17,12 +17,7 @@ _FEW_COLUMNS = 24
 
 
 def product_key_topk(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    k: int,
-    *,
-    backend: str = "auto",
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query.
 

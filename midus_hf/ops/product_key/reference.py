@@ -47,9 +47,8 @@ def sub_key_scores(
 def flat_key_topk(query: torch.Tensor, keys: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
 
-    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token
-    exist only while the best are picked, for a stretch of tokens at a time. Gradients flow through the scores of the
-    picked keys.
+    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token exist
+    only while the best are picked. Gradients flow through the scores of the picked keys.
 
     Args:
         query: `[..., H, d]`, floating point.

@@ -3,6 +3,7 @@
 import torch
 
 from midus_hf.ops.product_key.op import largest
+from midus_hf.ops.ultramem_v2.reference import scores_of_keys
 
 # Largest number of scores of pairs that are held at a time: 64 MB in float32.
 _MAX_SCORES = 1 << 24
@@ -41,7 +42,23 @@ def tucker_topk(
     Raises:
         ValueError: If shapes disagree, or `k` or `side` lie outside their range.
     """
-    _check(row_scores, column_scores, core, row_vector, column_vector, k, side)
+    if row_scores.dim() < 4 or row_scores.shape != column_scores.shape:
+        raise ValueError(
+            f"row_scores is {tuple(row_scores.shape)} and column_scores {tuple(column_scores.shape)}; expected equal shapes "
+            "[..., heads, keys, rank]."
+        )
+    heads, n, rank = row_scores.shape[-3:]
+    for name, tensor, shape in (
+        ("core", core, (heads, rank, rank)),
+        ("row_vector", row_vector, (heads, rank)),
+        ("column_vector", column_vector, (heads, rank)),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, as the scores have heads and rank.")
+    if not 1 <= side <= n:
+        raise ValueError(f"side is {side}; expected 1 <= side <= n = {n}.")
+    if not 1 <= k <= side**2:
+        raise ValueError(f"k is {k}; expected 1 <= k <= {side**2}, the pairs that the first stage keeps.")
     leading = row_scores.shape[:-3]
     rows, columns = row_scores.flatten(0, -4), column_scores.flatten(0, -4)  # [S, H, n, r]
     core = core.to(rows.dtype)
@@ -62,64 +79,18 @@ def select(
 ) -> torch.Tensor:
     """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
     stretch = max(1, _MAX_SCORES // (rows.shape[1] * side**2))
-    if rows.shape[0] <= stretch:  # `len` would fix the sizes of a traced graph
-        return _select(rows, columns, core, row_vector, column_vector, k, side)
-    parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
-    return torch.cat([_select(*part, core, row_vector, column_vector, k, side) for part in parts])
-
-
-def _select(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    core: torch.Tensor,
-    row_vector: torch.Tensor,
-    column_vector: torch.Tensor,
-    k: int,
-    side: int,
-) -> torch.Tensor:
-    n = rows.shape[-2]
+    if rows.shape[0] > stretch:  # `len` would fix the sizes of a traced graph
+        parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
+        return torch.cat([select(*part, core, row_vector, column_vector, k, side) for part in parts])
     row_leading = torch.einsum("shnr,hr->shn", rows, row_vector)
     column_leading = torch.einsum("shnr,hr->shn", columns, column_vector)
     best_rows, best_columns = largest(row_leading, side)[1], largest(column_leading, side)[1]  # [S, H, side]
-    grid = (_at(rows, best_rows) @ core) @ _at(columns, best_columns).transpose(-1, -2)  # [S, H, side, side]
-    pairs = grid.flatten(2).topk(k, dim=-1).indices  # [S, H, k]
-    return best_rows.gather(-1, pairs // side) * n + best_columns.gather(-1, pairs % side)
-
-
-def _at(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Gather the scores `[S, H, n, r]` of keys `[S, H, m]`, to `[S, H, m, r]`."""
-    return scores.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
+    grid = (scores_of_keys(rows, best_rows) @ core) @ scores_of_keys(columns, best_columns).transpose(-1, -2)
+    pairs = grid.flatten(2).topk(k, dim=-1).indices  # [S, H, k] out of [S, H, side * side]
+    return best_rows.gather(-1, pairs // side) * rows.shape[-2] + best_columns.gather(-1, pairs % side)
 
 
 def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return the exact scores of slots `[S, H, k]`, in the dtype of `rows`; they are differentiable in rows, columns and core."""
     n = rows.shape[-2]
-    return ((_at(rows, slots // n) @ core) * _at(columns, slots % n)).sum(-1)
-
-
-def _check(
-    row_scores: torch.Tensor,
-    column_scores: torch.Tensor,
-    core: torch.Tensor,
-    row_vector: torch.Tensor,
-    column_vector: torch.Tensor,
-    k: int,
-    side: int,
-) -> None:
-    if row_scores.dim() < 4 or row_scores.shape != column_scores.shape:
-        raise ValueError(
-            f"row_scores is {tuple(row_scores.shape)} and column_scores {tuple(column_scores.shape)}; expected equal shapes "
-            "[..., heads, keys, rank]."
-        )
-    heads, n, rank = row_scores.shape[-3:]
-    for name, tensor, shape in (
-        ("core", core, (heads, rank, rank)),
-        ("row_vector", row_vector, (heads, rank)),
-        ("column_vector", column_vector, (heads, rank)),
-    ):
-        if tensor.shape != shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, as the scores have heads and rank.")
-    if not 1 <= side <= n:
-        raise ValueError(f"side is {side}; expected 1 <= side <= n = {n}.")
-    if not 1 <= k <= side**2:
-        raise ValueError(f"k is {k}; expected 1 <= k <= {side**2}, the pairs that the first stage keeps.")
+    return ((scores_of_keys(rows, slots // n) @ core) * scores_of_keys(columns, slots % n)).sum(-1)

@@ -17,30 +17,24 @@ def tucker_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the best pairs of the `side` rows and columns whose leading scores are largest.
 
-    Args:
-        row_scores: Scores of the row keys of each rank, `[..., H, n, r]`, floating point.
-        column_scores: Scores of the column keys of each rank, `[..., H, n, r]`.
-        core: Core of each head, `[H, r, r]`.
-        row_vector: Leading left singular vector of each core, `[H, r]`.
-        column_vector: Leading right singular vector of each core, `[H, r]`.
-        k: Slots retrieved per head, `1 <= k <= side * side`.
-        side: Rows, and columns, that are kept, `1 <= side <= n`.
-
-    Returns:
-        Scores `[..., H, k]`, descending, and slots `[..., H, k]`, int64: slot `i * n + j` is row i with column j.
+    Shapes: scores of keys `[..., H, n, r]`, core `[H, r, r]`, vectors `[H, r]`. Returns scores `[..., H, k]`, descending, and
+    slots, int64: slot `i * n + j` is row i with column j.
     """
     n, dtype = row_scores.shape[-2], row_scores.dtype
     row_leading = torch.einsum("...hnr,hr->...hn", row_scores, row_vector.to(dtype))
     column_leading = torch.einsum("...hnr,hr->...hn", column_scores, column_vector.to(dtype))
     rows, columns = (leading.topk(side, dim=-1).indices for leading in (row_leading, column_leading))
-    kept_rows, kept_columns = _at(row_scores, rows), _at(column_scores, columns)  # [..., H, side, r] each
+    kept_rows, kept_columns = (
+        scores_of_keys(row_scores, rows),
+        scores_of_keys(column_scores, columns),
+    )  # [..., H, side, r] each
     scores = (kept_rows @ core.to(dtype)) @ kept_columns.transpose(-1, -2)  # [..., H, side, side]
     slots = rows.unsqueeze(-1) * n + columns.unsqueeze(-2)
     best, places = scores.flatten(-2).topk(k, dim=-1)  # [..., H, k]
     return best, slots.flatten(-2).gather(-1, places)
 
 
-def _at(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def scores_of_keys(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Gather the scores `[..., H, n, r]` of keys `[..., H, side]`, to `[..., H, side, r]`."""
     return scores.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
 

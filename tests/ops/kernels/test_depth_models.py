@@ -24,10 +24,7 @@ def logits_and_gradients(model, tokens, backend):
 
 @pytest.mark.parametrize(
     "kind, checkpointed",
-    by_default(
-        [("reused", True)],
-        itertools.product(["default", "reused", "joint"], [False, True]),
-    ),
+    by_default([("reused", True)], itertools.product(["default", "reused", "joint"], [False, True])),
 )
 def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed, monkeypatch):
     model = depth_model(kind=kind, dtype=torch.float32).to(DEVICE)

@@ -31,12 +31,7 @@ KERNELS = {
 
 
 TARGETS = ("sm_90", "gfx942")
-CASES = (
-    "llama-3.2-1b",
-    "32 heads of 4 over width 2048 in bfloat16",
-    "chapters of llama-3.2-1b",
-    "depth of moda-700m",
-)
+CASES = ("llama-3.2-1b", "32 heads of 4 over width 2048 in bfloat16", "chapters of llama-3.2-1b", "depth of moda-700m")
 
 
 def test_every_kernel_compiles():

@@ -17,12 +17,7 @@ from midus_hf.ops.gather.native import (
     native_row_sums,
     native_weighted_rows,
 )
-from midus_hf.ops.product_key.native import (
-    LookupInputs,
-    native_lookup,
-    native_score_gradients,
-    native_scores,
-)
+from midus_hf.ops.product_key.native import LookupInputs, native_lookup, native_score_gradients, native_scores
 
 HEADWISE = (
     # tokens, heads, n, half, width, k
