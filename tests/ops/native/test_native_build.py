@@ -94,18 +94,6 @@ def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch
     assert len(set(paths)) == len(paths) == 8
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda path: path.write_bytes(path.read_bytes()[:-40]), lambda path: path.write_bytes(b"")]
-)
-def test_a_library_that_was_cut_short_is_built_again(damage, cache, compiler):
-    runs = compiler('head -c 1000 /dev/zero > "$out"')
-    path = built_library("baseline")
-    whole = path.read_bytes()
-    damage(path)
-    assert built_library("baseline") == path and path.read_bytes() == whole
-    assert len(runs.read_text().splitlines()) == 2
-
-
 def test_processes_that_build_at_once_all_get_a_whole_one(cache, compiler):
     runs = compiler('echo half > "$out"; sleep 0.3; echo rest >> "$out"')
     fork = multiprocessing.get_context("fork")
@@ -271,11 +259,15 @@ def test_nothing_is_built_while_a_graph_is_traced(cache, compiler):
     assert torch.equal(output, headwise_memory(*arguments, None, 3, backend="torch"))
 
 
-def test_a_library_in_the_package_comes_first(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("unloaded")
+def test_packaged_library_comes_first(cache, compiler, monkeypatch, tmp_path):
+    runs = compiler('echo code > "$out"')
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    assert library._packaged() is None
+    monkeypatch.setattr(library, "_open", lambda path: path)
+    assert library.native_library().parent == cache and runs.exists()
+    monkeypatch.setattr(library, "_library", None)
     (tmp_path / f"native_{variant()}.so").write_text("")
-    assert library._packaged() == tmp_path / f"native_{variant()}.so"
+    assert library.native_library() == tmp_path / f"native_{variant()}.so"
 
 
 def test_importing_the_package_builds_nothing(tmp_path):
