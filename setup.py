@@ -42,8 +42,6 @@ class BuildLibraries(build_ext):
 
 variants = NATIVE["VARIANTS"] if platform.machine().lower() in NATIVE["X86"] else ["baseline"]
 setup(
-    ext_modules=[
-        Extension(f"midus_hf.ops.dispatch.native_{name}", sources=[], optional=True) for name in variants
-    ],
+    ext_modules=[Extension(f"midus_hf.ops.dispatch.native_{name}", sources=[], optional=True) for name in variants],
     cmdclass={"bdist_wheel": WheelOfEveryPython, "build_ext": BuildLibraries},
 )
