@@ -16,9 +16,8 @@ from experiments.facts.questions import WORDINGS, Question
 from material.articles import articles
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.answers import read_numbers
-from midus_hf.memories.packs.glossary import found_in
-from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in
-from midus_hf.memories.packs.rows import entry_of, joined
+from midus_hf.memories.packs.glossary import entry_of, joined
+from midus_hf.memories.packs.names import NameIndex, TokenSpelling, find_names, name_of, names_in
 
 ROWS_AT_ONCE = 30
 ARTICLE_TOKENS = 256
@@ -52,12 +51,12 @@ class InFront:
         return "".join(self.words(self.entries[each]) for each in found)
 
     def _named(self, text: str) -> dict[int, None]:
-        return dict.fromkeys(each.entry for each in found_in(self.table, text))
+        return dict.fromkeys(each.entry for each in find_names(self.table, text))
 
 
-def table_of(entries: Sequence[dict[str, Any]]) -> NameTable:
+def table_of(entries: Sequence[dict[str, Any]]) -> NameIndex:
     """Return the names of entries, under their numbers from 0."""
-    return NameTable(name_of(number, name) for number, each in enumerate(entries) for name in names_of(each))
+    return NameIndex(name_of(number, name) for number, each in enumerate(entries) for name in names_of(each))
 
 
 def the_text(entry: dict[str, Any]) -> str:
@@ -101,7 +100,7 @@ class Asked:
         except (AttributeError, ValueError):
             return
         rows = ((f"entry {number}", each) for number, each in enumerate(entries, 1))
-        wanted = joined((where, entry_of(each, where)) for where, each in rows).entries.values()
+        wanted = joined((where, entry_of(each, where)) for where, each in rows)[0].values()
         for entry in {*glossary} - {*wanted}:
             glossary.remove(entry.names[0])
         present = {*glossary}
@@ -200,7 +199,7 @@ class Asked:
 
 def article_ids(tokenizer: Any, entries: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the beginnings of articles that hold a name, and the first of those that hold none."""
-    table, piece = table_of(entries), Spelling(tokenizer).piece
+    table, piece = table_of(entries), TokenSpelling(tokenizer).piece
     ids = tokenizer(read_corpus(str(articles()))["text"][:], verbose=False)["input_ids"]
     beginnings = [each[:ARTICLE_TOKENS] for each in ids]
     held = [any(token.opens for token in names_in(table, map(piece, each))) for each in beginnings]

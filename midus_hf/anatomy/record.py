@@ -103,7 +103,7 @@ def record_of(config: Any) -> UpscaleRecord | None:
     Raises:
         RequestError: If a value is not what `upscale` writes.
     """
-    entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else _entry(config)
+    entry = language_entry(config).get(RECORD_KEY) if isinstance(config, Mapping) else record_entry(config)
     if not isinstance(entry, Mapping) or not entry:
         return None
     names = {each.name for each in fields(UpscaleRecord)} - {"others"}
@@ -129,20 +129,21 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 # What follows is also in the code that checkpoints carry.
 
 
-def _entry(config: Any) -> Any:
+def record_entry(config: Any) -> Any:
+    """Return the record as a config of transformers holds it; empty without one."""
     entry = getattr(config.get_text_config(), RECORD_KEY, None)
     return entry if isinstance(entry, Mapping) else {}
 
 
 def recorded_base_sha256(config: Any) -> str | None:
     """Return the digest of the base's weights that a config of transformers has; None if there is none."""
-    digest = _entry(config).get("base_sha256")
+    digest = record_entry(config).get("base_sha256")
     return digest if isinstance(digest, str) else None
 
 
 def base_layers(config: Any) -> dict[int, int]:
     """Return `UpscaleRecord.base_layers` of a config of transformers; empty without a record."""
-    plan = _entry(config).get("plan") or ()
+    plan = record_entry(config).get("plan") or ()
     return {index: layer["base"] for index, layer in enumerate(plan) if "base" in layer}
 
 

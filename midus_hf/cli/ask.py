@@ -11,7 +11,7 @@ from midus_hf.cli.options import Device, argument, cli_option, flag
 from midus_hf.config.errors import RequestError
 from midus_hf.config.wording import first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
-from midus_hf.memories.packs.rows import is_text
+from midus_hf.memories.packs.names import is_text
 from midus_hf.sources.names import check_dtype, check_model_name
 
 if TYPE_CHECKING:
@@ -136,29 +136,27 @@ def _ask(
     message = in_front + question
     inputs = question_inputs(loaded, tokenizer, message, name=name, chat=chat, plain=plain)
     if glossary is not None:
-        _print_open_entries(loaded, glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
+        _print_open_entries(glossary, question, inputs["input_ids"][0].tolist(), in_front.split("\n")[:-1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     written = greedy_answer(loaded, inputs, max_new_tokens, **fetched(question), streamer=streamer)
     answer = tokenizer.decode(written, skip_special_tokens=True)
     chat += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
-def _print_open_entries(
-    loaded: "PreTrainedModel", glossary: "Glossary", question: str, ids: list[int], in_front: list[str]
-) -> None:
+def _print_open_entries(glossary: "Glossary", question: str, ids: list[int], in_front: list[str]) -> None:
     """Print which entries are read after the tokens of a question, which others they name, or which names are similar."""
-    stack: Any = loaded.stack
-    entries, others = stack.services["packs"].open_at_end(ids)
+    entries = glossary.open_at_end(ids)
+    others = [glossary[number] for number in glossary.named(ids) if glossary[number] not in entries]
     if entries:
-        said = f"entries read: {', '.join(glossary[entry].names[0] for entry in entries)}"
+        said = f"entries read: {', '.join(entry.names[0] for entry in entries)}"
         said += f"; names put before the question: {', '.join(in_front)}" if in_front else ""
     elif others:
         said = "no entry is read"
     else:
         said = "no entry is read: the question contains no name of an entry"
-        near = glossary.near(question)
-        said += f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-    said += f"; named, but not read: {', '.join(glossary[entry].names[0] for entry in others)}" if others else ""
+        similar = glossary.suggest_names(question)
+        said += f"; did you mean {', '.join(map(repr, similar))}?" if similar else ""
+    said += f"; named, but not read: {', '.join(entry.names[0] for entry in others)}" if others else ""
     print(said, file=sys.stderr)
 
 

@@ -10,9 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from midus_hf.config.errors import RequestError
 from midus_hf.look.page import Row, TextTable, table_of
-from midus_hf.memories.engram.certificate import sorted_tensors, texts_digest
-from midus_hf.memories.engram.known import NgramTable
-from midus_hf.memories.engram.tables import exact_tables
+from midus_hf.memories.engram.known_ngrams import KnownNgrams, exact_tables, sorted_tensors, texts_digest
 from midus_hf.memories.entries import TABLES, Memories
 from midus_hf.memories.packs.glossary import Glossary, read_glossary
 from midus_hf.memories.packs.options import PacksOptions
@@ -51,10 +49,10 @@ class Names(NamedTuple):
     glossary: Glossary
 
 
-def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[NgramTable | Names]:
+def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[KnownNgrams | Names]:
     """Return the tables of known n-grams and of names of a saved model, read from its files, and its tokenizer."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
-    tables: list[NgramTable | Names] = []
+    tables: list[KnownNgrams | Names] = []
     if memories is not None:
         tables += exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
         for name, entry in memories.attached.items():
@@ -72,7 +70,7 @@ def _is_table(name: str) -> bool:
     return f"{TABLES}." in name
 
 
-def touched(table: NgramTable | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
+def touched(table: KnownNgrams | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
     """Return which rows a memory reads for documents."""
     if isinstance(table, Names):
         return _behind_names(table.glossary, documents, tokenizer)

@@ -98,8 +98,8 @@ layer_of = register_layer  # the name until 1.0
 def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer], Layer]:
     """Return a decorator that makes a subclass of a memory's layer the one that serves the memory in vLLM.
 
-    vLLM lays tokens of several requests in one row and keeps keys and values in pages. A memory that reads the tokens before has a
-    module `paged` beside its options, which does not travel with checkpoints.
+    vLLM lays tokens of several requests in one row and keeps keys and values in pages. Such a subclass is in the module `layer` or
+    `paged` next to the options, and does not travel with checkpoints.
     """
 
     def decorate(cls: Layer) -> Layer:
@@ -122,6 +122,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     """
     options_class = type(options)
     if attention == "vllm":
+        import_beside(options_class, "layer")
         import_beside(options_class, "paged")
         if options_class in _PAGED:
             return _PAGED[options_class]

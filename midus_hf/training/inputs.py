@@ -30,12 +30,12 @@ from midus_hf.files.checkpoint_files import (
     STREAM_FILE,
     refuse_lfs_pointers,
 )
-from midus_hf.memories.engram.certificate import OF_SAVING
+from midus_hf.memories.engram.known_ngrams import SAVING_KEYS
 from midus_hf.memories.hierarchical.fetching import check_tree
 from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.hierarchical.training import growth_of, model_banks
 from midus_hf.memories.hosting.service import BankService
-from midus_hf.memories.packs.bank_files import has_glossary
+from midus_hf.memories.packs.options import has_glossary
 from midus_hf.models.host import MemoryConfig
 from midus_hf.models.saved_models import check_no_missing_tensors, load_model
 from midus_hf.sources.tokenizers import load_tokenizer
@@ -276,7 +276,7 @@ def model_hashes(model: PreTrainedModel, arguments: Any) -> Digests:
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
             digests["weights"] = hashlib.sha256("\n".join(pool.map(hash_tensor, sorted(tensors))).encode()).hexdigest()
     settings = json.loads(model.config.to_json_string())
-    kept = json.dumps({key: value for key, value in settings.items() if key not in OF_SAVING}, sort_keys=True)
+    kept = json.dumps({key: value for key, value in settings.items() if key not in SAVING_KEYS}, sort_keys=True)
     digests["settings"] = hashlib.sha256(kept.encode()).hexdigest()
     services: Any = getattr(getattr(model, "stack", None), "services", {})
     for name, service in services.items():

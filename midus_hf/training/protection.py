@@ -19,10 +19,16 @@ from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
-from midus_hf.memories.engram.certificate import digests_of, texts_digest
-from midus_hf.memories.engram.known import TAKEN_OUT, known_ngrams
-from midus_hf.memories.engram.options import MOST_TOKENS
-from midus_hf.memories.engram.tables import named_tables, take_out, trained_tables
+from midus_hf.memories.engram.known_ngrams import (
+    REMOVED_NGRAM,
+    digests_of,
+    known_ngrams,
+    named_tables,
+    remove_ngrams,
+    texts_digest,
+    trained_tables,
+)
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.sources.progress import show_progress
@@ -46,8 +52,8 @@ class Protection:
         every = [text for documents in read for text in documents]
         for table in trained_tables(model):
             known, ngrams = table.num_known, known_ngrams(table.keys_of(every, tokenizer)).to(table.ngrams.device)
-            taken = table.ngrams[(table.ngrams < TAKEN_OUT) & torch.isin(table.ngrams, ngrams)]
-            left = take_out(model, table, ngrams)
+            taken = table.ngrams[(table.ngrams < REMOVED_NGRAM) & torch.isin(table.ngrams, ngrams)]
+            left = remove_ngrams(model, table, ngrams)
             if not left:
                 raise RequestError(
                     f"none of the {known:,} n-grams of memory {table.memory!r} is left, since protected texts contain all of them; "
@@ -129,7 +135,7 @@ def _text_of(key: int, tokenizer: Any) -> str:
     """Return the text of an n-gram of a table, with the first of the tokens that count as the same."""
     ids: list[int] = []
     while key:
-        key, number = divmod(key, MOST_TOKENS)
+        key, number = divmod(key, TOKEN_NUMBER_LIMIT)
         ids.insert(0, number - 1)
     return tokenizer.decode(ids).strip()
 

@@ -38,7 +38,7 @@ NEEDED_BY = {
     "MemoryBank": ("hier-",),
     "BankLayout": ("hier-",),
     "TrainedBank": (),
-    "Tokens": ("engram", "moc", "packs"),
+    **dict.fromkeys(("States", "Tokens"), ("engram", "moc", "packs")),
     "RouterReports": ("moc",),
 }
 LAYERS = {name: layer_class(options()) for name, options in MEMORY_TYPES.items()}

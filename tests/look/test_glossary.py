@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
 from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
-from midus_hf.memories.packs.rows import Entry
+from midus_hf.memories.packs.glossary import Entry
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_entries
 from upscalers.runs.upscale import upscale

@@ -22,8 +22,7 @@ from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import mixed, stages
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
-from midus_hf.memories.packs.glossary import found_in
-from midus_hf.memories.packs.names import NameTable, name_of
+from midus_hf.memories.packs.names import NameIndex, find_names, name_of
 from midus_hf.topics.memory_retriever import TextEmbedder
 
 pytestmark = pytest.mark.material
@@ -143,12 +142,12 @@ def test_mixed_corpus_has_both_domains_and_no_text_that_is_held_out():
 def test_names_of_elements_are_found_in_articles_as_whole_words_are():
     rows = rows_of(elements() / "atomic_numbers.jsonl")
     numbers = {name: number for number, row in enumerate(rows) for name in row["names"]}
-    table = NameTable(name_of(number, name) for name, number in numbers.items())
+    table = NameIndex(name_of(number, name) for name, number in numbers.items())
     # Names of at most three characters keep their case.
     words = [name if len(name) <= 3 else f"(?i:{name})" for name in sorted(numbers, key=len, reverse=True)]
     whole = re.compile(rf"\b(?:{'|'.join(words)})\b")
     articles_ = ((text, text.lower()) for text in read_corpus(str(articles()))["text"])
     texts = [text for text, lower in articles_ if any(name in lower for name in numbers if name != "tin")]
-    found = [[each.entry for each in found_in(table, text)] for text in texts]
+    found = [[each.entry for each in find_names(table, text)] for text in texts]
     assert found == [[numbers[each.lower()] for each in whole.findall(text)] for text in texts]
     assert sum(map(len, found)) > 150 and any(numbers["gold"] in each for each in found)

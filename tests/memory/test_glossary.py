@@ -10,10 +10,11 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.glossary import Glossary, found_in, read_glossary, write_glossary
-from midus_hf.memories.packs.opening import OpenNames, readings_of
+from midus_hf.anatomy.record import recorded_options
+from midus_hf.memories.packs.glossary import Entry, Glossary, entry_of, joined, read_glossary, write_glossary
+from midus_hf.memories.packs.names import find_names
+from midus_hf.memories.packs.opening import OpeningTracker, readings_of
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.rows import Entry, entry_of, joined
 
 IRON = Entry(("Iron ore", "Fe"), "A metal.")
 WRONG_ROWS = [
@@ -26,7 +27,7 @@ WRONG_ROWS = [
     ({"name": "a", "text": "x", "exact": 2}, "row 1 has exact = 2; expected true or false."),
     (
         {"name": "a", "text": "x", "exact": "true"},
-        "row 1 has the text 'true' under exact; expected true or false, without quotes. Write JSON, since columns of CSV are text.",
+        "row 1 has exact = 'true'; expected true or false, without quotes. Write JSON, since columns of CSV are text.",
     ),
     ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),
     ({"name": "a|b", "text": "x"}, "the name 'a|b'; did you mean several names?"),
@@ -97,17 +98,17 @@ def test_a_name_that_would_find_two_entries_is_refused(first, second, name):
 
 def test_names_that_differ_in_case_are_of_two_entries_if_both_keep_it():
     cased = [Entry(("Mercury",), "A planet.", True), Entry(("mercury",), "A metal.", True), Entry(("He",), "A gas.")]
-    assert [*joined(rows_of(*cased, Entry(("HE",), "Explosive."))).entries.values()][:3] == cased
+    assert [*joined(rows_of(*cased, Entry(("HE",), "Explosive.")))[0].values()][:3] == cased
     separated = [Entry(("a_b",), "A table.", True), Entry(("a-b",), "A queue.", True)]
-    assert [*joined(rows_of(*separated)).entries.values()] == separated
+    assert [*joined(rows_of(*separated))[0].values()] == separated
 
 
 @pytest.mark.parametrize("names", [("Iron ore", "iron ore"), ("Iron ore", "iron ore", "IRON ORE")], ids=len)
 def test_two_names_of_one_entry_may_be_the_same_as_they_are_compared(names):
-    glossary = Glossary(tiny_tokenizer(), joined(rows_of(Entry(names, "A metal."))).entries.values())
-    assert {found.entry for found in found_in(glossary.table, "In IRON ORE.")} == {1}
+    glossary = Glossary(tiny_tokenizer(), joined(rows_of(Entry(names, "A metal.")))[0].values())
+    assert {found.entry for found in find_names(glossary.index, "In IRON ORE.")} == {1}
     glossary.remove("iron ore")
-    assert not glossary.table.by_folded
+    assert not glossary.index.by_folded
 
 
 def test_a_file_is_read_as_it_was_written_and_can_be_read_by_people(tmp_path):
@@ -152,7 +153,7 @@ def test_entries_are_added_removed_and_replaced_by_any_form_of_a_name():
     glossary.replace("New\u00a0 York", "A large city.")
     assert [*glossary] == [IRON, Entry(("New York", "Big Apple"), "A large city.")]
     assert glossary.remove("iron  ore", "Fe") == [IRON] and len(glossary) == 1
-    assert [found.entry for found in found_in(glossary.table, "Fe, Iron ore and the Big Apple")] == [3]
+    assert [found.entry for found in find_names(glossary.index, "Fe, Iron ore and the Big Apple")] == [3]
 
 
 def test_a_name_removes_all_entries_that_it_finds():
@@ -217,7 +218,7 @@ def test_rows_for_one_entry_are_joined_and_a_wrong_row_changes_nothing():
 
 @pytest.mark.parametrize("change", [lambda each: each.add("a b", "x" * 9), lambda each: each.replace("Fe", "x" * 9)])
 def test_a_text_that_is_longer_than_what_is_read_is_told(change):
-    glossary = Glossary(tiny_tokenizer(), [IRON], max_tokens=8)
+    glossary = Glossary(tiny_tokenizer(), [IRON], options=PacksOptions(max_tokens=8))
     with pytest.warns(UserWarning, match="^entries longer than 8 tokens, whose rest is not read: 1$"):
         change(glossary)
 
@@ -225,7 +226,8 @@ def test_a_text_that_is_longer_than_what_is_read_is_told(change):
 def test_new_names_end_what_is_recorded_about_protected_texts():
     glossary = Glossary(tiny_tokenizer(), [IRON])
     within = {"method": "packs", "options": {"protect": "texts.jsonl"}}
-    glossary.recorded = {"method": "moc", "options": {}, "base_config": {"upscale": within}}
+    recorded = {"method": "moc", "options": {}, "base_config": {"upscale": within}}
+    glossary.recorded = [*recorded_options(recorded, "packs")]
     with warnings.catch_warnings(action="error"):
         glossary.replace(["Fe", "iron ore"], "x", exact=True)
         glossary.remove("Iron ore")
@@ -265,7 +267,7 @@ def test_new_names_end_what_is_recorded_about_protected_texts():
         ),
         (
             lambda entries: entries.add("a <S> b", "x"),
-            "the name 'a <S> b', in which the tokenizer finds the special token '<s>', which is no text to the model; expected",
+            "the name 'a <S> b', in which the tokenizer finds the special token '<s>', which is not text to the model; expected",
         ),
         (
             lambda entries: entries.add("a b", "of <s>"),
@@ -290,7 +292,7 @@ def test_changes_that_are_refused_change_nothing(change, message):
     with pytest.raises(ValueError) as refused:
         change(glossary)
     assert message in str(refused.value) and [*glossary] == [IRON]
-    assert [found.entry for found in found_in(glossary.table, "Fe")] == [1]
+    assert [found.entry for found in find_names(glossary.index, "Fe")] == [1]
 
 
 def test_names_in_a_text_in_its_order_and_links_to_other_entries():
@@ -336,7 +338,7 @@ def test_what_is_open_is_told_by_the_glossary_of_a_model_alone():
 
 def test_near_names():
     glossary = Glossary(tiny_tokenizer(), [IRON, Entry(("New York",), "A city.")])
-    assert glossary.near("Where is Nev York?") == ["New York"] and glossary.near("What is it?") == []
+    assert glossary.suggest_names("Where is Nev York?") == ["New York"] and glossary.suggest_names("What is it?") == []
 
 
 NAMES = ["Ann", "19", "lead", "New York", "York", "C++", "gate-way", "京"]
@@ -392,7 +394,7 @@ def test_what_a_text_opens_is_what_a_pass_reads(kind, parts):
     tokenizer = TOKENIZERS[kind]
     glossary = Glossary(tokenizer, [Entry((name,), "x") for name in NAMES])
     ids = tokenizer("".join(parts))["input_ids"]
-    readings, _ = readings_of(OpenNames(glossary, PacksOptions()), ids, range(len(ids)), None)
+    readings, _ = readings_of(OpeningTracker(glossary, PacksOptions()), ids, range(len(ids)), None)
     opened = glossary.opened(ids)
     assert [at for at, _ in opened][:1] == [each.start for each in readings][:1]
     assert {entry for _, entry in opened} >= {*glossary.named(ids)}
@@ -401,4 +403,4 @@ def test_what_a_text_opens_is_what_a_pass_reads(kind, parts):
 def test_a_name_opens_its_entry_where_later_tokens_go_on_with_the_word():
     glossary = Glossary(tiny_tokenizer(), [Entry(("Ann",), "x"), Entry(("York",), "x")])
     assert glossary.opened(glossary.spelling.ids("Annapolis, of York")) == [(2, 1), (16, 2)]
-    assert not found_in(glossary.table, "Annapolis") and not glossary.opened(glossary.spelling.ids("An napolis"))
+    assert not find_names(glossary.index, "Annapolis") and not glossary.opened(glossary.spelling.ids("An napolis"))

@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.names import NameTable, Spelling, name_of, names_in, spelled
-from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of, state_of, states_tensor
+from midus_hf.memories.packs.names import NameIndex, TokenSpelling, name_of, names_in, spelled
+from midus_hf.memories.packs.opening import OpeningTracker, RowState, readings_of, state_of, states_tensor
 from midus_hf.memories.packs.options import PacksOptions
 
 
 def table_of(names):
     """Names by their entries: a name, or a name that is exact in a list."""
     given_names = ((name, False) if isinstance(name, str) else (*name, True) for name in names)
-    return NameTable((name_of(number, *name) for number, name in enumerate(given_names, 1)), {"leads"})
+    return NameIndex((name_of(number, *name) for number, name in enumerate(given_names, 1)), {"leads"})
 
 
 def bytes_of(pieces):
@@ -31,8 +31,8 @@ class Pieces:
     """A glossary of names, of which tokens are numbers of pieces."""
 
     def __init__(self, names, pieces=(), links=None):
-        self.table, self.pieces, self.links = table_of(names), bytes_of(pieces), links or {}
-        self.spelling, self.chat_marks, self.reach = self, None, self.table.reach
+        self.index, self.pieces, self.links = table_of(names), bytes_of(pieces), links or {}
+        self.spelling, self.chat_marks, self.lookback_tokens = self, None, self.index.lookback_tokens
 
     def piece(self, token):
         return None if token < 0 else self.pieces[token]
@@ -47,7 +47,7 @@ class Pieces:
 def open_at_end(names, pieces, **options):
     """The entries of names that the last token reads, the latest named first."""
     glossary = Pieces(names, pieces)
-    row = OpenNames(glossary, PacksOptions(**{"open": 9, **options}))
+    row = OpeningTracker(glossary, PacksOptions(**{"open": 9, **options}))
     for token in range(len(pieces)):
         row.read(token, token)
     pack = row.pack()
@@ -194,14 +194,13 @@ def test_what_is_open_depends_on_characters_alone(pieces, most):
 def chunks_of(glossary, options, tokens, chunks):
     """Readings and openings of tokens that pass in chunks, of which each knows what the service keeps."""
     readings, behind, done = [], [], 0
-    kept = OpenNames(glossary, options).num_kept
     for size in [*chunks, *[1] * len(tokens)]:
         part = tokens[done : done + size]
         if not part:
             break
-        before = state_of(states_tensor([[behind[-1]]], kept)[0, -1]) if behind else RowState()
-        row = OpenNames(glossary, options, before)
-        row.read_before(tokens[max(0, done - glossary.reach) : done], done)
+        before = state_of(states_tensor([[behind[-1]]], options)[0, -1]) if behind else RowState()
+        row = OpeningTracker(glossary, options, before)
+        row.read_before(tokens[max(0, done - glossary.lookback_tokens) : done], done)
         read, opened = readings_of(row, part, range(done, done + len(part)), None)
         readings += [(token + done, each.pack, each.place) for each in read for token in range(each.start, each.stop)]
         behind += opened
@@ -233,7 +232,7 @@ def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
 def test_open_entries_are_one_text_in_the_order_they_were_named(linked, options, expected):
     """Linked ones stand after the entry that links to them, and are left out before those that are named."""
     pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
-    row = OpenNames(Pieces(["gold", "tin", "zinc", "lead", "iron"], pieces, linked), PacksOptions(**options))
+    row = OpeningTracker(Pieces(["gold", "tin", "zinc", "lead", "iron"], pieces, linked), PacksOptions(**options))
     for token in range(len(pieces)):
         row.read(token, token)
     key, place = row.pack()
@@ -247,8 +246,8 @@ WRITTEN = st.text(LETTERS, min_size=1, max_size=6).filter(lambda text: spelled(t
 def test_what_two_names_find_shows_whether_they_may_be_of_two_entries(one, other, exact):
     names = [name_of(0, one, exact[0]), name_of(1, other, exact[1])]
     for text in (one, other):
-        tables = [NameTable([name]) for name in names]
-        found = [bool(table.found(text)) for table in tables]
+        tables = [NameIndex([name]) for name in names]
+        found = [bool(table.entries_of(text)) for table in tables]
         for table, is_found in zip(tables, found, strict=True):
             (token,) = names_in(table, [text.encode()])
             assert is_found == any(each.written == spelled(text)[1] for each in token.opens)
@@ -266,7 +265,7 @@ def test_separators_within_names_are_equal(words, data):
 
 def test_a_pack_stays_at_a_name_that_soon_stands_again():
     pieces = ["gold ", *["and "] * 30, "gold ", *["and "] * 40, "gold "]
-    row = OpenNames(Pieces(["gold"], pieces), PacksOptions())
+    row = OpeningTracker(Pieces(["gold"], pieces), PacksOptions())
     places = []
     for token in range(len(pieces)):
         row.read(token, token)
@@ -276,15 +275,17 @@ def test_a_pack_stays_at_a_name_that_soon_stands_again():
 
 def test_names_are_added_and_removed_as_if_they_had_been_there_or_not():
     names = [name_of(number, name) for number, name in enumerate(NAMES)]
-    table = NameTable(names[:5], ()).changed(names[5:]).changed(removed=names[:3])
+    table = NameIndex(names[:5], ()).changed(names[5:]).changed(removed=names[:3])
     text = ["ab é a b", " -aab A 京 b ab-és aab és"]
-    assert [*names_in(table, bytes_of(text))] == [*names_in(NameTable(names[3:], ()), bytes_of(text))]
+    assert [*names_in(table, bytes_of(text))] == [*names_in(NameIndex(names[3:], ()), bytes_of(text))]
     for order in itertools.permutations(["Harrow", "Harrows", "harrow-s"]):
         names = [name_of(at, name) for at, name in enumerate(order)]
-        assert NameTable(names, ()).found("harrows") == [order.index("Harrows")]
-        table = NameTable(names, ()).changed(removed=[names[order.index("Harrows")]])
-        assert table.found("HARROWS") == [order.index("Harrow")] and not NameTable(names[:0]).found("harrows")
-        assert not table.changed(removed=[name_of(order.index("Harrow"), "Harrow")]).found("harrows")
+        assert NameIndex(names, ()).entries_of("harrows") == [order.index("Harrows")]
+        table = NameIndex(names, ()).changed(removed=[names[order.index("Harrows")]])
+        assert table.entries_of("HARROWS") == [order.index("Harrow")] and not NameIndex(names[:0]).entries_of(
+            "harrows"
+        )
+        assert not table.changed(removed=[name_of(order.index("Harrow"), "Harrow")]).entries_of("harrows")
 
 
 def test_a_name_as_it_is_compared():
@@ -316,14 +317,14 @@ SPELT = {
 @pytest.mark.parametrize("kind", SPELT)
 def test_what_tokens_spell(kind):
     tokenizer, expected = SPELT[kind]
-    spelling = Spelling(tokenizer)
+    spelling = TokenSpelling(tokenizer)
     if expected is not None:
         assert [spelling.piece(token) for token in range(len(tokenizer))] == [None, *expected]
     else:
         assert b"".join(map(spelling.piece, spelling.ids("Aé ü b\n"))).decode() == "Aé ü b\n"
     assert spelling.piece(len(tokenizer)) is None and spelling.piece(-1) is None
     tokenizer.add_tokens(["<extra> é"])
-    assert Spelling(tokenizer).piece(len(tokenizer) - 1) == "<extra> é".encode()
+    assert TokenSpelling(tokenizer).piece(len(tokenizer) - 1) == "<extra> é".encode()
 
 
 def test_names_that_tokens_do_not_spell():
@@ -335,7 +336,7 @@ def test_names_that_tokens_do_not_spell():
     )
 
     def spells(tokenizer, text):
-        spelling = Spelling(tokenizer)
+        spelling = TokenSpelling(tokenizer)
         return spelling.spells(spelling.ids_of([text], special_tokens=False)[0], text)
 
     assert spells(lower, "New  York") and not spells(lower, "Newark") and not spells(lower, "New'York")
@@ -347,16 +348,16 @@ def test_a_tokenizer_that_does_not_tell_what_its_tokens_spell_is_refused():
         is_fast = False
 
     with pytest.raises(ValueError, match=r"the tokenizer is a Slow, .*; expected one with tokenizer.json. Convert it"):
-        Spelling(Slow())
+        TokenSpelling(Slow())
 
 
 def test_texts_end_where_something_may_follow():
     tokenizer = tiny_tokenizer()
-    assert Spelling(tokenizer).ids("a") == tokenizer("a")["input_ids"]
+    assert TokenSpelling(tokenizer).ids("a") == tokenizer("a")["input_ids"]
     from tokenizers import processors
 
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    assert Spelling(tokenizer).ids("a")[0] == 1 and Spelling(tokenizer).ids("a")[-1] != 2
-    assert torch.tensor(Spelling(tokenizer).ids("a")).shape == (2,)
+    assert TokenSpelling(tokenizer).ids("a")[0] == 1 and TokenSpelling(tokenizer).ids("a")[-1] != 2
+    assert torch.tensor(TokenSpelling(tokenizer).ids("a")).shape == (2,)

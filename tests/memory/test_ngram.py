@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.state import MemoryState
 from midus_hf.memories.module import build_memory
@@ -25,7 +25,7 @@ def memory(request):
 
 def filled(options):
     torch.manual_seed(0)
-    memory = build_memory(NgramOptions(**options), SIZES).double()
+    memory = build_memory(EngramOptions(**options), SIZES).double()
     for parameter in memory.parameters():
         torch.nn.init.normal_(parameter)
     return memory
@@ -36,9 +36,11 @@ def tables_of(memory, step=2):
     if memory.options.table == "hashed":
         return {}
     around = windows(IDS + 1, 3)
-    keys = torch.cat([ngram_keys(around, order, MOST_TOKENS).flatten() for order in memory.options.orders]).unique()
+    keys = torch.cat(
+        [ngram_keys(around, order, TOKEN_NUMBER_LIMIT).flatten() for order in memory.options.orders]
+    ).unique()
     known = keys[keys > 0][::step]
-    return {"ngrams": torch.cat([known, torch.full((40 - len(known),), MOST_TOKENS**3 - 1)])}
+    return {"ngrams": torch.cat([known, torch.full((40 - len(known),), TOKEN_NUMBER_LIMIT**3 - 1)])}
 
 
 def rows_of(memory, ids, tables=None):
@@ -60,7 +62,7 @@ def assert_same(output, expected):
 
 
 def test_a_new_memory_adds_zero_and_its_rows_get_gradients_at_once():
-    memory = build_memory(NgramOptions(**HASHED), SIZES)
+    memory = build_memory(EngramOptions(**HASHED), SIZES)
     output = memory(states().float(), input_ids=IDS)
     assert torch.equal(output, torch.zeros(2, 12, 16))
     output.sum().backward()
@@ -169,7 +171,7 @@ def test_sparse_gradients_are_the_dense_ones(memory):
 
 
 def test_layers_hash_differently_and_random_rows_do_not_depend_on_the_text():
-    options = NgramOptions(**HASHED)
+    options = EngramOptions(**HASHED)
     assert options.multipliers(0) != options.multipliers(1)
     memory = filled({**HASHED, "addressing": "random"})
     assert not torch.equal(run(memory), run(memory))
@@ -220,4 +222,4 @@ def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        NgramOptions(**options)
+        EngramOptions(**options)

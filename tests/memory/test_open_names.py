@@ -3,10 +3,9 @@
 import pytest
 from evaluation.byte_models import byte_tokenizer
 
-from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.opening import OpenNames, RowState, readings_of
+from midus_hf.memories.packs.glossary import Entry, Glossary
+from midus_hf.memories.packs.opening import OpeningTracker, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.rows import Entry
 
 
 @pytest.mark.parametrize(
@@ -25,12 +24,12 @@ def test_a_pack_is_open_to_the_end_of_the_line_in_which_something_follows_its_na
     tokenizer = byte_tokenizer()
     glossary, options = Glossary(tokenizer, [Entry(("iron",), "a metal")]), PacksOptions()
     ids = tokenizer(text)["input_ids"]
-    readings, _ = readings_of(OpenNames(glossary, options), ids, range(len(ids)), None)
+    readings, _ = readings_of(OpeningTracker(glossary, options), ids, range(len(ids)), None)
     whole = [at for each in readings for at in range(each.start, each.stop)]
     steps, before = [], RowState()
     for at, token in enumerate(ids):
-        row = OpenNames(glossary, options, before)
-        row.read_before(ids[max(0, at - glossary.reach) : at], at)
+        row = OpeningTracker(glossary, options, before)
+        row.read_before(ids[max(0, at - glossary.lookback_tokens) : at], at)
         row.read(token, at)
         steps += [at] if row.pack() else []
         before = row.state

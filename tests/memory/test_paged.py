@@ -8,8 +8,8 @@ import torch
 from memory.test_ngram import EXACT, HASHED, IDS, SIZES, assert_same, filled, run, states, tables_of
 from paged_engine import Attention, Engine
 
-from midus_hf.memories.engram.options import NgramOptions
-from midus_hf.memories.engram.paged import PagedNgrams
+from midus_hf.memories.engram.layer import PagedEngramMemory
+from midus_hf.memories.engram.options import EngramOptions
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import SlotState, SlotStates, first_attention
 from midus_hf.memories.module import build_memory
@@ -24,7 +24,7 @@ def engine(monkeypatch):
 
 def filled_in_vllm(options):
     """Return the memory of `filled` as it is in vLLM."""
-    memory = build_memory(NgramOptions(**options), SIZES, attention="vllm").double()
+    memory = build_memory(EngramOptions(**options), SIZES, attention="vllm").double()
     memory.load_state_dict(filled(options).state_dict())
     return memory
 
@@ -45,7 +45,7 @@ def test_tokens_read_those_before_in_parts_of_prompts_and_behind_a_prefix_of_ano
     memory = filled(options)
     expected = run(memory)
     served = filled_in_vllm(options)
-    assert type(served) is PagedNgrams
+    assert type(served) is PagedEngramMemory
     outputs = [[], []]
     passes = [
         [(0, FIRST, 0, 5)],

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.opening import OpenNames, PackKey, RowState, readings_of
+from midus_hf.memories.packs.glossary import Entry, Glossary
+from midus_hf.memories.packs.opening import OpeningTracker, PackKey, RowState, readings_of
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.rows import Entry
 
 SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
 SYSTEM += "{% set messages = messages[1:] %}{% endif %}"
@@ -145,11 +144,14 @@ def open_behind(tokenizer, ids, sizes=None):
     )
     state, done = RowState(), 0
     for size in [*(sizes or []), len(ids)]:
-        row, part = OpenNames(glossary, options, state, lambda first, end: ids[first:end]), ids[done : done + size]
-        row.read_before(ids[max(0, done - glossary.reach) : done], done)
+        row, part = (
+            OpeningTracker(glossary, options, state, lambda first, end: ids[first:end]),
+            ids[done : done + size],
+        )
+        row.read_before(ids[max(0, done - glossary.lookback_tokens) : done], done)
         _, states = readings_of(row, part, range(done, done + len(part)), None)
         state, done = states[-1] if states else state, done + len(part)
-    pack = OpenNames(glossary, options, state, lambda first, end: ids[first:end]).pack()
+    pack = OpeningTracker(glossary, options, state, lambda first, end: ids[first:end]).pack()
     return None if pack is None else pack[0]
 
 
@@ -204,7 +206,7 @@ def test_an_open_entry_does_not_move_when_an_answer_names_it():
     )
     ids = ids_of(tokenizer, chat_of("What is Kestrel?"))
     for said in (" The Kestrel", " Merlin is", " Merlin", " Mer", " Kestrel Merlins"):
-        row = OpenNames(glossary, PacksOptions())
+        row = OpeningTracker(glossary, PacksOptions())
         readings_of(row, ids, range(len(ids)), None)
         before = row.pack()
         assert before[0].entries == (1, 2)
@@ -257,11 +259,11 @@ def test_passes_of_any_size_open_what_one_pass_opens(name, kind, parts, sizes):
 def test_an_entry_is_read_behind_what_the_template_writes_before_a_user():
     tokenizer = tokenizer_of("ChatML, a default prompt", "special tokens")
     glossary = Glossary(tokenizer)
-    assert tokenizer.decode(glossary.in_front(True)) == "<|im_start|>user\n"
-    assert glossary.in_front(False) == glossary.spelling.in_front
+    assert tokenizer.decode(glossary.token_prefix(True)) == "<|im_start|>user\n"
+    assert glossary.token_prefix(False) == glossary.spelling.in_front
     tokenizer = byte_tokenizer(writes_bos=True)
     tokenizer.chat_template = TEMPLATES["Vicuna"]
-    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "<bos>USER: "
+    assert tokenizer.decode(Glossary(tokenizer).token_prefix(True)) == "<bos>USER: "
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_without_a_template_that_tells_roles_apart_chats_are_texts(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     glossary = Glossary(tokenizer)
-    assert glossary.chat_marks is None and glossary.in_front(True) == glossary.spelling.in_front
+    assert glossary.chat_marks is None and glossary.token_prefix(True) == glossary.spelling.in_front
 
 
 def test_marks_are_learnt_where_turns_differ():
@@ -286,7 +288,7 @@ def test_marks_are_learnt_where_turns_differ():
         (b"\0<|im_start|>\0user", b"\0<|im_end|>\0\n\0<|im_start|>\0assistant"),
     ]
     tokenizer = tokenizer_of("Llama 2, a default prompt", "special tokens")
-    assert tokenizer.decode(Glossary(tokenizer).in_front(True)) == "[INST] "
+    assert tokenizer.decode(Glossary(tokenizer).token_prefix(True)) == "[INST] "
 
 
 def test_marks_are_learnt_from_contents_in_parts():

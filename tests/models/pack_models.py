@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.rows import Entry
+from midus_hf.memories.packs.glossary import Entry, Glossary
 
 # Byte-level: printable characters, a space, a line break, the bytes of é and ü, and letters behind a space.
 _BYTES = [*map(chr, range(33, 127)), *"ĠĊÃ©¼"]
@@ -55,5 +54,6 @@ def pack_model(
     native = tiny_model(family, dtype, **sizes)
     layers = list(range(native.config.num_hidden_layers)) if layers is None else layers
     model = host_of(native, {"type": "packs", "layers": layers, **(options or {})})
-    model.model.services["packs"].glossary = Glossary(tokenizer or tiny_tokenizer(), entries)
+    service = model.model.services["packs"]
+    service.glossary = Glossary(tokenizer or tiny_tokenizer(), entries, options=service.options)
     return model

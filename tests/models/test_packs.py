@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import CACHE
-from midus_hf.memories.packs.rows import Entry
+from midus_hf.memories.packs.glossary import Entry
 from midus_hf.models import FAMILIES
 
 TOKENIZER = tiny_tokenizer()
@@ -353,7 +353,7 @@ def test_a_sequence_keeps_its_open_pack_until_another_name_comes():
 
 def test_a_pass_whose_entry_is_removed_after_its_name_was_found_computes_as_the_base(monkeypatch):
     base, model = both("llama")
-    monkeypatch.setattr(model.glossary, "entry", lambda _: None)
+    monkeypatch.setattr(model.glossary, "tokens_of", lambda *_: {})
     assert torch.equal(logits(model, ids("So gold is")), logits(base, ids("So gold is")))
 
 
@@ -447,7 +447,7 @@ def test_model_made_without_a_folder_warns_once(tmp_path, recwarn):
 def test_parameters_that_processes_share_are_refused():
     model = pack_model("llama", torch.float32, ENTRIES)
     next(model.parameters()).ds_id = 1
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is shared by several processes, .* expected whole"):
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is sharded, .* expected unsharded"):
         logits(model, ASKED)
 
 

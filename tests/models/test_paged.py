@@ -15,6 +15,7 @@ from transformers import AutoModel
 from midus_hf.memories.hosting import vllm
 from midus_hf.memories.hosting.vllm import CachedHeads
 from midus_hf.memories.packs.glossary import Glossary
+from midus_hf.memories.packs.reading import KeptPacks
 
 ENGRAM = {"type": "engram", "layers": [0, 1], "rows": 97, "width": 8, "hash_heads": 2}
 FAMILIES = ["llama", "gemma3", "qwen2"]
@@ -101,7 +102,7 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
         for row, each in enumerate(output.split(end - first)):
             outputs[row].append(each)
     torch.testing.assert_close(torch.stack([torch.cat(each) for each in outputs]), expected, rtol=1e-4, atol=1e-5)
-    stack.services["packs"]._kept.clear()
+    stack.services["packs"].kept = KeptPacks()
     again = run_pass(
         engine, stack, tokens, [(0, blocks[0], count - 2, count)]
     )  # packs are made anew from ids in slots

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.ops.engram import NO_TOKEN, hashed_rows, known_rows, ngram_keys, windows
 
 
@@ -15,7 +15,7 @@ def window_loop(tokens, documents, row, at, size):
 
 
 @given(
-    st.lists(st.lists(st.integers(1, MOST_TOKENS - 1), min_size=6, max_size=6), min_size=1, max_size=3),
+    st.lists(st.lists(st.integers(1, TOKEN_NUMBER_LIMIT - 1), min_size=6, max_size=6), min_size=1, max_size=3),
     st.lists(st.booleans(), min_size=6, max_size=6),
 )
 def test_windows_stop_at_the_beginning_of_a_document(tokens, begins):
@@ -26,9 +26,9 @@ def test_windows_stop_at_the_beginning_of_a_document(tokens, begins):
             assert found[row, at].tolist() == window_loop(tokens, document.tolist(), row, at, 3)
 
 
-@given(st.lists(st.integers(1, MOST_TOKENS - 1), min_size=3, max_size=3), st.integers(0, 40))
+@given(st.lists(st.integers(1, TOKEN_NUMBER_LIMIT - 1), min_size=3, max_size=3), st.integers(0, 40))
 def test_a_hash_is_the_xor_of_odd_multiples_modulo_primes(tokens, index):
-    options = NgramOptions(rows=1000, hash_heads=4)
+    options = EngramOptions(rows=1000, hash_heads=4)
     multipliers, around = options.multipliers(index), torch.tensor(tokens).view(1, 1, 3)
     for number, order in enumerate(options.orders):
         moduli = options.moduli[4 * number : 4 * number + 4]
@@ -40,15 +40,15 @@ def test_a_hash_is_the_xor_of_odd_multiples_modulo_primes(tokens, index):
 
 
 def test_moduli_are_the_largest_distinct_primes():
-    assert NgramOptions(rows=100, hash_heads=2, width=8).moduli == (97, 89, 83, 79)
-    assert NgramOptions(rows=1).moduli == (1,) * 16
+    assert EngramOptions(rows=100, hash_heads=2, width=8).moduli == (97, 89, 83, 79)
+    assert EngramOptions(rows=1).moduli == (1,) * 16
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=9, unique=True))
 def test_known_ngrams_have_rows_of_their_own_and_others_row_zero(ngrams):
     def key(ngram):
         around = torch.tensor([*ngram, *(NO_TOKEN,) * (3 - len(ngram))]).view(1, 1, 3)
-        return ngram_keys(around, len(ngram), MOST_TOKENS)[0, 0]
+        return ngram_keys(around, len(ngram), TOKEN_NUMBER_LIMIT)[0, 0]
 
     keys = torch.stack([key(ngram) for ngram in ngrams])
     table = keys.sort().values
@@ -60,6 +60,6 @@ def test_known_ngrams_have_rows_of_their_own_and_others_row_zero(ngrams):
 
 
 def test_keys_of_the_largest_tokens_are_positive_and_of_cut_ngrams_zero():
-    around = torch.tensor([[[MOST_TOKENS - 1] * 3, [7, 8, NO_TOKEN]]])
-    assert ngram_keys(around, 3, MOST_TOKENS).tolist() == [[MOST_TOKENS**3 - 1, 0]]
-    assert ngram_keys(around, 2, MOST_TOKENS)[0, 1] == 8 * MOST_TOKENS + 7
+    around = torch.tensor([[[TOKEN_NUMBER_LIMIT - 1] * 3, [7, 8, NO_TOKEN]]])
+    assert ngram_keys(around, 3, TOKEN_NUMBER_LIMIT).tolist() == [[TOKEN_NUMBER_LIMIT**3 - 1, 0]]
+    assert ngram_keys(around, 2, TOKEN_NUMBER_LIMIT)[0, 1] == 8 * TOKEN_NUMBER_LIMIT + 7

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
 from midus_hf.files.checkpoint_files import CERTIFICATE
-from midus_hf.memories.engram.certificate import read_certificate
-from midus_hf.memories.engram.known import TAKEN_OUT
-from midus_hf.memories.engram.options import MOST_TOKENS
+from midus_hf.memories.engram.known_ngrams import REMOVED_NGRAM, read_certificate
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT
 from midus_hf.training.protection import compare_texts
 from midus_hf.training.run import run_training
 from tests.tiny import FAMILIES, save_tiny_model
@@ -86,7 +85,7 @@ def test_the_whole_of_a_long_text_is_compared(trained):
     learned = model.get_buffer(TABLE)[row - 1].item()
     words = []
     while learned:
-        learned, number = divmod(learned, MOST_TOKENS)
+        learned, number = divmod(learned, TOKEN_NUMBER_LIMIT)
         words.insert(0, f"w{number - 1}")
     documents = ["w9 " * 140, "w9 " * 140 + " ".join(words) + " w9" * 4, ""]
     compared = compare_texts(model, tiny_tokenizer(), documents, ["ngram"])
@@ -94,7 +93,7 @@ def test_the_whole_of_a_long_text_is_compared(trained):
 
 
 def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("midus_hf.training.protection.take_out", lambda model, table, taken: 1)
+    monkeypatch.setattr("midus_hf.training.protection.remove_ngrams", lambda model, table, taken: 1)
     with pytest.raises(
         RuntimeError, match="2 of the texts of protected, the first of them text 0, have different logits"
     ):
@@ -137,7 +136,7 @@ def test_the_certificate_and_the_card_name_texts_and_digests(trained, texts):
     assert (text["name"], text["documents"], text["tokens"]) == ("protected", 2, 60)
     counts = certificate["memories"]["ngram"]
     ngrams = AutoModelForCausalLM.from_pretrained(trained).get_buffer(TABLE)
-    assert counts["known"] == len(ngrams) and counts["left"] == int((ngrams < TAKEN_OUT).sum()) < counts["known"]
+    assert counts["known"] == len(ngrams) and counts["left"] == int((ngrams < REMOVED_NGRAM).sum()) < counts["known"]
     card = (trained / "README.md").read_text()
     assert "| protected | 2 | 60 |" in card and "look touched MODEL --text PROTECTED --prove" in card
 
@@ -150,7 +149,7 @@ def test_rows_stay_with_their_ngrams_when_others_are_taken_out(texts, tmp_path):
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (first, tmp_path / "second"))
     rows = {int(key): row for key, row in zip(before.get_buffer(TABLE), before.get_parameter(MEMORY)[1:], strict=True)}
     keys = after.get_buffer(TABLE)
-    left = int((keys < TAKEN_OUT).sum())
+    left = int((keys < REMOVED_NGRAM).sum())
     values = after.get_parameter(MEMORY)
     assert torch.equal(values[1 : 1 + left], torch.stack([rows[int(key)] for key in keys[:left]]))
     assert not values[1 + left :].any() and values[1 : 1 + left].any()

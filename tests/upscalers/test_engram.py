@@ -8,8 +8,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from midus_hf.memories.engram.known import NgramTable
-from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.engram.known_ngrams import KnownNgrams
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT as LIMIT
+from midus_hf.memories.engram.options import EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from tests.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, read_tensors, same_tensors
@@ -75,7 +76,11 @@ def test_tokens_of_like_text_have_one_number_whatever_the_dtype(spoken_base, tmp
 def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, learned):
     tensors, model = read_tensors(learned), AutoModelForCausalLM.from_pretrained(learned)
     # As numbers from 1: the, cat, sat are 2, 5, 7.
-    expected = [5 * MOST_TOKENS**0 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
+    expected = [
+        5 * LIMIT**0 + 2 * LIMIT,
+        7 + 5 * LIMIT,
+        7 + 5 * LIMIT + 2 * LIMIT**2,
+    ]
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == expected
     assert tensors["model.layers.1.memories.ngram.value_table"].shape == (4, 8)
     memory, tables = model.model.layers[1].memories["ngram"], model.model.memory_tables["ngram"]["0"]()
@@ -92,7 +97,7 @@ def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_man
 ):
     corpus = write_corpus(tmp_path / "texts")
     tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
-    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * MOST_TOKENS]
+    assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * LIMIT]
     words = ["--set", "table=exact", "--set", f"corpus={corpus}", "--set", "width=8", "--dry-run"]
     assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
@@ -115,7 +120,7 @@ def test_each_name_of_a_corpus_has_one_row_and_special_tokens_are_no_part_of_it(
     tokenizer.backend_tokenizer.post_processor = framed
     tokenizer.save_pretrained(base)
     # As numbers from 1: the, cat, sat are 2, 5, 7.
-    expected = [5, 5 + 2 * MOST_TOKENS, 7 + 5 * MOST_TOKENS + 2 * MOST_TOKENS**2]
+    expected = [5, 5 + 2 * LIMIT, 7 + 5 * LIMIT + 2 * LIMIT**2]
     for name, each in (("plain", spoken_base), ("framed", base)):
         upscale(base=each, method="engram", output=tmp_path / name, options=options, verify=False)
         assert read_tensors(tmp_path / name)["model.memory_tables.ngram.0.ngrams"].tolist() == expected
@@ -203,7 +208,7 @@ def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_wor
     base, tokenizer = split_base
     tensors = made(base, tmp_path, **{**NAMES, "corpus": write_names(tmp_path / "names.jsonl", [*_NAMED, "gold"])})
     ngrams, numbers = (tensors[f"model.memory_tables.ngram.0.{name}"] for name in ("ngrams", "token_numbers"))
-    table = NgramTable("ngram", NgramOptions(table="exact", min_order=1), ngrams, numbers)
+    table = KnownNgrams("ngram", EngramOptions(table="exact", min_order=1), ngrams, numbers)
     for name, fronts in _NAMED.items():
         for front in fronts:
             for behind in (" is", *(".", ",", ")", "'") * (name == "C++")):

@@ -13,8 +13,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CONFIG, GLOSSARY_FILE, RECORD, TRAVELLING, is_of
 from midus_hf.files.outputs import exclusive, write_text
 from midus_hf.memories.bank import banks_of
-from midus_hf.memories.packs.bank_files import has_glossary
-from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read_config, write_config
 from upscalers.checkpoint.source import copy_banks, fetch_files, resolve_source
 from upscalers.edits.banks import datasets_cache
@@ -45,14 +44,14 @@ def list_entries(model: str | Path) -> dict[str, Any]:
         RequestError: If the glossary or the tokenizer cannot be read.
     """
     from midus_hf.memories.packs.glossary import read_glossary
-    from midus_hf.memories.packs.names import Spelling
+    from midus_hf.memories.packs.names import TokenSpelling
 
     with resolve_source(str(model), config_only=True) as source:
         fetch_files(source, (GLOSSARY_FILE,), TRAVELLING)
         opened = open_base(source.folder, needs_weights=False)
-        most = _max_tokens(opened)
+        most = _packs_options(opened).max_tokens
         entries = read_glossary(source.folder)
-        ids = Spelling(tokenizer_of(opened)).ids_of([entry.text for entry in entries], False) if entries else []
+        ids = TokenSpelling(tokenizer_of(opened)).ids_of([entry.text for entry in entries], False) if entries else []
     return {
         "model": str(model),
         "max_tokens": most,
@@ -63,10 +62,9 @@ def list_entries(model: str | Path) -> dict[str, Any]:
     }
 
 
-def _max_tokens(model: BaseCheckpoint) -> int:
-    """Return the number of tokens of an entry's text that the model reads at most."""
+def _packs_options(model: BaseCheckpoint) -> PacksOptions:
     options = (entry.options for entry in model.layout.memories.attached.values())
-    return next(each.max_tokens for each in options if isinstance(each, PacksOptions))
+    return next(each for each in options if isinstance(each, PacksOptions))
 
 
 def add_entries(
@@ -153,7 +151,8 @@ def _edit(
             raise RequestError(f"{source} has no packs; expected a checkpoint that was upscaled with --method packs.")
         from midus_hf.memories.packs.glossary import UNPROTECTED, Glossary, read_glossary, write_glossary
 
-        glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), _max_tokens(opened))
+        options = _packs_options(opened)
+        glossary = Glossary(tokenizer_of(opened), read_glossary(source), vocabulary_of(opened), options)
         changed = change(glossary)
         remarks = [*changed.remarks]
         recorded = [each.get("protect") for each in iter_recorded_options(opened.config.get(RECORD_KEY), "packs")]
@@ -245,16 +244,15 @@ def _record_protected(folder: Path, protect: str | None) -> None:
 
 def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dict[str, Any]:
     """Return where names of deleted entries still occur, as they would be found in texts."""
-    from midus_hf.memories.packs.glossary import found_in
-    from midus_hf.memories.packs.names import NameTable, name_of
+    from midus_hf.memories.packs.names import NameIndex, find_names, name_of
 
-    table = NameTable((name_of(0, name) for entry in deleted for name in entry.names), not_forms=())
+    table = NameIndex((name_of(0, name) for entry in deleted for name in entry.names), not_forms=())
     files = [path for path in sorted(output.iterdir()) if is_of(path.name, CONFIG, RECORD, CARD)]
     return {
         "remains": {
-            "texts": [entry.names[0] for entry in glossary if found_in(table, entry.text)],
-            "names": [name for entry in glossary for name in entry.names if found_in(table, name)],
-            "files": [path.name for path in files if found_in(table, _unescaped(path.read_bytes().decode()))],
+            "texts": [entry.names[0] for entry in glossary if find_names(table, entry.text)],
+            "names": [name for entry in glossary for name in entry.names if find_names(table, name)],
+            "files": [path.name for path in files if find_names(table, _unescaped(path.read_bytes().decode()))],
         }
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.errors import RequestError, as_request_error
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few
-from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.entries import TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
@@ -22,7 +22,7 @@ from upscalers.tensors.recipes import Integers, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from midus_hf.memories.packs.names import Spelling
+    from midus_hf.memories.packs.names import TokenSpelling
 
 _PUBLISHED = "published"
 # Text of a token that is part of a character.
@@ -50,7 +50,7 @@ class Engram(AttachedMemoryMethod):
         reference="arXiv:2601.07372",
     )
     identity = True
-    memory_options = NgramOptions
+    memory_options = EngramOptions
     default_layers = _PUBLISHED
     own_options = [
         (
@@ -109,8 +109,10 @@ class Engram(AttachedMemoryMethod):
                 "expected a corpus of names, one a text, of one token or more. Pass --corpus FILE and --set min_order=1, and "
                 "leave min_documents out."
             )
-        if vocabulary_of(base) >= MOST_TOKENS:
-            raise RequestError(f"the base has {vocabulary_of(base):,} tokens; expected fewer than {MOST_TOKENS:,}.")
+        if vocabulary_of(base) >= TOKEN_NUMBER_LIMIT:
+            raise RequestError(
+                f"the base has {vocabulary_of(base):,} tokens; expected fewer than {TOKEN_NUMBER_LIMIT:,}."
+            )
         if self.options.table == "exact" and not has_tokenizer(base.folder):
             raise RequestError(
                 f"{base.folder} has no tokenizer, to tokenize the corpus; expected one in the folder of the weights. Copy it "
@@ -154,7 +156,7 @@ class Engram(AttachedMemoryMethod):
 
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         entry = super().entry(base, plan)
-        assert isinstance(entry.options, NgramOptions)
+        assert isinstance(entry.options, EngramOptions)
         options = replace(
             entry.options,
             known_tokens=vocabulary_of(base) if self._compresses(base) else 0,
@@ -181,14 +183,14 @@ class Engram(AttachedMemoryMethod):
 
         numbers = torch.arange(vocabulary_of(base))
         if self._compresses(base):
-            known = like_tokens(tokenizer_of(base))[: len(numbers)]
+            known = equivalent_ids(tokenizer_of(base))[: len(numbers)]
             numbers[: len(known)] = torch.tensor(known, dtype=torch.int64)
         return numbers
 
     def _ngrams(self, base: BaseCheckpoint) -> "torch.Tensor":
         """Return the keys of the n-grams of the corpus, `[N]`, int64, ascending. The corpus is read once."""
         from midus_hf.data.corpus import read_corpus
-        from midus_hf.memories.engram.known import keys_of_texts, known_ngrams
+        from midus_hf.memories.engram.known_ngrams import keys_of_texts, known_ngrams
 
         if self._keys is None:
             texts = read_corpus(self.options.corpus)["text"]
@@ -216,11 +218,11 @@ class Engram(AttachedMemoryMethod):
         """Return the keys of the n-grams with which names end, `[N]`, int64, ascending, and record the name of each."""
         import torch
 
-        from midus_hf.memories.packs.names import Spelling
+        from midus_hf.memories.packs.names import TokenSpelling
         from midus_hf.ops.engram import NO_TOKEN, ngram_keys, numbered
         from midus_hf.sources.progress import show_progress
 
-        spelling = Spelling(tokenizer)
+        spelling = TokenSpelling(tokenizer)
         most, fronts = self.options.max_order, merged_fronts(spelling)
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name in show_progress(dict.fromkeys(names), desc="reading names", unit="names", leave=False):
@@ -233,13 +235,13 @@ class Engram(AttachedMemoryMethod):
                 names_of.setdefault(end, []).append(name)
         ids = torch.tensor([(*[-1] * (most - len(end)), *end) for end in names_of], dtype=torch.int64).view(-1, most)
         around = torch.where(ids < 0, NO_TOKEN, numbered(ids.clamp(min=0), numbers)).flip(-1)
-        keys = torch.stack([ngram_keys(around, order, MOST_TOKENS) for order in range(1, most + 1)]).amax(0)
+        keys = torch.stack([ngram_keys(around, order, TOKEN_NUMBER_LIMIT) for order in range(1, most + 1)]).amax(0)
         for key, of in zip(keys.tolist(), names_of.values(), strict=True):
             self._names.setdefault(key, {}).update(dict.fromkeys(of))
         return torch.tensor(sorted(self._names), dtype=torch.int64)
 
 
-def merged_fronts(spelling: "Spelling") -> dict[str, dict[str, None]]:
+def merged_fronts(spelling: "TokenSpelling") -> dict[str, dict[str, None]]:
     """Return the texts that tokens have before the beginning of a word: punctuation, spaces, words of scripts without spaces."""
     from midus_hf.memories.packs.names import characters_of
 
@@ -254,12 +256,12 @@ def merged_fronts(spelling: "Spelling") -> dict[str, dict[str, None]]:
 
 
 def ends_of_name(
-    name: str, spelling: "Spelling", fronts: Mapping[str, Iterable[str]]
+    name: str, spelling: "TokenSpelling", fronts: Mapping[str, Iterable[str]]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], None]]:
     """Return the tokens of a name alone, and those that it reaches into after each prefix: none if they do not spell it."""
-    from midus_hf.memories.packs.names import NameTable, name_of, names_in
+    from midus_hf.memories.packs.names import NameIndex, name_of, names_in
 
-    name, table = name.strip(), NameTable([name_of(0, name)])
+    name, table = name.strip(), NameIndex([name_of(0, name)])
     merged = [front for at in range(1, len(name) + 1) for front in fronts.get(name[:at], ())]
     behind = ("",) if name[-1:].isalnum() else _BEHIND_SIGNS
     texts = [front + name + each for front in dict.fromkeys([*_FRONTS, *merged]) for each in behind]
@@ -296,7 +298,7 @@ def tokenizer_of(base: BaseCheckpoint) -> Any:
         return load_tokenizer(str(base.folder))
 
 
-def like_tokens(tokenizer: Any) -> list[int]:
+def equivalent_ids(tokenizer: Any) -> list[int]:
     """Return for each id of a tokenizer the smallest id whose token has a similar text (Engram, arXiv 2601.07372, section 2.2)."""
     from tokenizers import Regex, normalizers
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.config.wording import first_few, format_count
-from midus_hf.memories.packs.bank_files import has_glossary
-from midus_hf.memories.packs.options import PacksOptions
+from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method
@@ -99,7 +98,7 @@ class Packs(AttachedMemoryMethod):
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
-            glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options.max_tokens)
+            glossary = Glossary(tokenizer_of(base), (), vocabulary_of(base), self.options)
             added = glossary.change(corpus_rows(self.options.corpus), common_names=self.options.common_names)
             self._glossary = glossary
             counts = f"{format_count(len(glossary), 'entry')} of {format_count(added.tokens, 'token')}"

@@ -76,7 +76,7 @@ def touched(asked: Model, documents: dict[str, list[str]], prove: bool) -> Answe
     from transformers import AutoConfig
 
     from midus_hf.look import touched as where_read
-    from midus_hf.memories.engram.certificate import check_certificate, read_certificate
+    from midus_hf.memories.engram.known_ngrams import check_certificate, read_certificate
     from midus_hf.sources.names import usable_device
     from midus_hf.sources.tokenizers import load_tokenizer
 
@@ -135,20 +135,20 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
 
 def answers_about(asked: Model, questions: str, limit: int | None, at_least: float | None) -> Answer:
     """Answer how many questions about a glossary the model answers rightly, beside the texts in front."""
-    from midus_hf.look import answers
+    from midus_hf.look import glossary as entries
 
-    read = answers.read_questions(questions, limit)
+    read = entries.read_questions(questions, limit)
     model, tokenizer = asked.loaded
-    rows = answers.check_questions(model, tokenizer, asked.name, read)
+    rows = entries.check_questions(model, tokenizer, asked.name, read)
     share = sum(row["right"] for row in rows) / len(rows)
     is_short = at_least is not None and share < at_least
     return Answer(
         title="What the model answers about a glossary",
         summary=f"{asked.name}: {len(rows):,} questions.",
         report={"model": asked.name, "questions": questions, "share": share, "rows": rows},
-        finding=answers.questions_finding(rows),
-        tables=[answers.questions_table(rows)],
-        how_to_read=answers.HOW_TO_READ,
+        finding=entries.questions_finding(rows),
+        tables=[entries.questions_table(rows)],
+        how_to_read=entries.HOW_TO_READ_ANSWERS,
         details=lambda: rows,
         failure=f"{share:.1%} of the answers are right; expected at least {at_least:.1%} (--at-least)."
         if is_short

@@ -2,18 +2,18 @@
 
 from midus_hf.config.flops import ACTIVATIONS, SIGMOID, linear, rms_norm
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.engram.options import NgramOptions
+from midus_hf.memories.engram.options import EngramOptions
 from midus_hf.memories.flops import flops_of, values_read_of
 
 
-@values_read_of(NgramOptions)
-def ngram_values_read(options: NgramOptions, sizes: ModelSizes) -> int:
+@values_read_of(EngramOptions)
+def engram_values_read(options: EngramOptions, sizes: ModelSizes) -> int:
     return options.num_read * options.row_width
 
 
-@flops_of(NgramOptions)
-def ngram_flops(
-    options: NgramOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+@flops_of(EngramOptions)
+def engram_flops(
+    options: EngramOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
     """Count the operations as `flops` does. Addresses are integers and do not count."""
     rows, hidden = batch * tokens, sizes.hidden_size

@@ -1,36 +1,31 @@
-"""The n-gram memory of Engram: rows by the last tokens, a gate, and a convolution over earlier tokens."""
+"""Engram: rows by the last tokens, a gate, and a convolution over earlier tokens; also in vLLM."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.engram.options import MOST_TOKENS, NgramOptions
+from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import States, Tables, Tokens
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer, BesideFeedForward
 from midus_hf.memories.hosting.state import SPARE_TOKENS, MemoryState, without_last
+from midus_hf.memories.hosting.vllm import SlotState, SlotStates
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import register_layer
+from midus_hf.memories.registry import register_layer, register_paged_layer
 from midus_hf.ops.dispatch.calling import wide_dtype
-from midus_hf.ops.engram import (
-    NO_TOKEN,
-    hashed_rows,
-    known_rows,
-    ngram_keys,
-    numbered,
-    windows,
-)
+from midus_hf.ops.engram import NO_TOKEN, hashed_rows, known_rows, ngram_keys, numbered, windows
 from midus_hf.ops.gather.op import weighted_gather
 
 _GATE_EPS = 1e-6
 
 
-@register_layer(NgramOptions)
-class Ngrams(MemoryModule):
+@register_layer(EngramOptions)
+class EngramMemory(MemoryModule):
     """Rows of a table by the n-grams that end at each token, gated by the hidden state (arXiv 2601.07372, section 2).
 
     The result for a token is `v + SiLU(convolution of RMSNorm(v))`, v = gate * W_v e, where e are the rows of the token side by side,
@@ -47,7 +42,7 @@ class Ngrams(MemoryModule):
     services = (Tables, Tokens, States)
     rollback = staticmethod(without_last)
 
-    options: NgramOptions
+    options: EngramOptions
     value_table: torch.Tensor
     key_projection: nn.Linear
     value_projection: nn.Linear
@@ -56,7 +51,7 @@ class Ngrams(MemoryModule):
     convolution_norm_weight: torch.Tensor
     convolution: torch.Tensor
 
-    def __init__(self, options: NgramOptions, sizes: ModelSizes):
+    def __init__(self, options: EngramOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.sparse_gradient = False
         self.dilation = options.max_order
@@ -117,7 +112,7 @@ class Ngrams(MemoryModule):
         return numbers if places.real is None else torch.where(places.real, numbers, NO_TOKEN)
 
     def _before(self, kept: Mapping[str, torch.Tensor], name: str, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the state of earlier passes for the last `count` tokens, `[B, count, ...]`; zeros for tokens before the sequence."""
+        """Return what is kept of the last `count` tokens, `[B, count, ...]`; zeros before the sequence."""
         if name in kept:
             whole = kept[name]
             return whole[:, whole.shape[1] - count :].to(like.dtype)
@@ -146,18 +141,14 @@ class Ngrams(MemoryModule):
         around = windows(numbers, self.options.max_order, document)[:, skipped:]
         if self.options.table == "exact":
             known = tables["ngrams"] if self.options.known_ngrams else numbers.new_zeros(0)
-            keys = [ngram_keys(around, order, MOST_TOKENS) for order in self.options.orders]
-            rows = torch.stack([known_rows(each, known) for each in keys], dim=-1).clamp(
-                max=self.options.num_slots - 1
-            )
+            keys = [ngram_keys(around, order, TOKEN_NUMBER_LIMIT) for order in self.options.orders]
+            rows = torch.stack([known_rows(each, known) for each in keys], dim=-1)
+            rows = rows.clamp(max=self.options.num_slots - 1)
             if self.options.match == "longest":
                 longer = rows.flip(-1).cumsum(-1).flip(-1) - rows  # above 0 where a longer n-gram has a row
                 rows = torch.where(longer == 0, rows, 0)
-            return (
-                rows
-                if self.options.addressing == "content"
-                else _drawn(rows, [self.options.num_slots] * rows.shape[-1])
-            )
+            is_random = self.options.addressing == "random"
+            return _drawn(rows, [self.options.num_slots] * rows.shape[-1]) if is_random else rows
         heads = self.options.hash_heads
         multipliers = self.options.multipliers(self.index)
         by_order = [
@@ -179,12 +170,7 @@ class Ngrams(MemoryModule):
         return gate.to(read.dtype) * self.value_projection(read)
 
     def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
-        """Return for each token the weighted sum of the values of the token and of earlier tokens of the same document.
-
-        Args:
-            values: `[B, P + T, D]`, after the P values that earlier passes kept.
-            document: `[B, T]`, number of the document of each token. Default: a row is one document.
-        """
+        """Return each token's weighted sum of its value and of earlier ones of its document, from `[B, P + T, D]`, P kept ones."""
         length = values.shape[1] - self.values_before
         document = None if document is None else F.pad(document, (self.values_before, 0))
         taps = self.convolution.to(values.dtype)
@@ -201,7 +187,7 @@ class Ngrams(MemoryModule):
     def _kept_after(
         self, kept: Mapping[str, torch.Tensor], keeping: Mapping[str, torch.Tensor], document: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Return what the next pass needs: numbers and values of the last tokens of the last document, and how many are spare."""
+        """Return the state after the pass: what is kept of the last document's last tokens, and how many can be taken back."""
         numbers = keeping["numbers"]
         spare = kept["spare"] if "spare" in kept else torch.full_like(numbers[:, 0], SPARE_TOKENS)
         after = {"spare": (spare + numbers.shape[1]).clamp(max=SPARE_TOKENS)}
@@ -225,3 +211,40 @@ def _normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 def _drawn(rows: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
     """Return rows that are drawn at random, below a limit per row of a token, in the shape of `rows`."""
     return torch.stack([torch.randint_like(rows[..., number], limit) for number, limit in enumerate(limits)], dim=-1)
+
+
+@register_paged_layer(EngramOptions)
+class PagedEngramMemory(EngramMemory):
+    """The memory in vLLM, whose T tokens, of several requests, are T sequences of one token, with states in rows by cache slot."""
+
+    services = (Tables, SlotStates)  # type: ignore[assignment]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        input_ids: torch.Tensor,
+        tables: Mapping[str, torch.Tensor] | None = None,
+        state: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Read rows as `EngramMemory` does, of hidden states `[1, T, D]` and ids `[1, T]`; `state` is a `SlotState`."""
+        each = hidden_states.transpose(0, 1)
+        return super().forward(each, input_ids=input_ids.transpose(0, 1), tables=tables, state=state).transpose(0, 1)
+
+    def _before(self, kept: Any, name: str, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Keep each token's row, `[T, 1, ...]`, and return those of the tokens before it that are read."""
+        slots: SlotState = kept["slots"]
+        return slots.earlier(name, like[:, 0], range(count, 0, -self.dilation if name == "values" else -1))
+
+    def _convolved(self, values: torch.Tensor, document: torch.Tensor | None) -> torch.Tensor:
+        """Return the weighted sum of values `[T, kernel, D]`, the token's own last."""
+        taps = self.convolution.to(values.dtype)
+        total = taps[0] * values[:, -1:]
+        for tap in range(1, self.options.kernel):
+            total = total + taps[tap] * values[:, -1 - tap].unsqueeze(1)
+        return total
+
+    def _kept_after(self, *_: Any) -> dict[str, torch.Tensor]:
+        """Return no state: rows are stored when computed."""
+        return {}

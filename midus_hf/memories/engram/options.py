@@ -11,14 +11,14 @@ from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
 
-# Numbers of tokens are below this number, so that n-grams of `LONGEST` tokens have numbers below 2^63.
-MOST_TOKENS = 2**21
-LONGEST = 3
+# Above all numbers of tokens, so that n-grams of `MAX_ORDER` tokens have numbers below 2^63.
+TOKEN_NUMBER_LIMIT = 2**21
+MAX_ORDER = 3
 
 
 @register_memory("engram", default_name="ngram")
 @dataclass(kw_only=True)
-class NgramOptions(MemoryOptions):
+class EngramOptions(MemoryOptions):
     """Size and addressing of the table (Engram, arXiv 2601.07372, section 2).
 
     A token reads the rows of the n-grams that end at the token, one or several per order, side by side: E features. Rows
@@ -30,13 +30,12 @@ class NgramOptions(MemoryOptions):
 
     table: Literal["hashed", "exact"] = option(
         "hashed",
-        "hashed: every n-gram has rows, by hashing, which others may share; exact: the n-grams of a corpus have a row each, and all "
-        "others none",
+        "hashed: n-grams share rows by hash; exact: a row per corpus n-gram, and none for others",
     )
-    min_order: int = option(2, f"tokens of the shortest n-grams, from 1 to {LONGEST}")
-    max_order: int = option(3, f"tokens of the longest n-grams, from 1 to {LONGEST}")
+    min_order: int = option(2, f"tokens of the shortest n-grams, from 1 to {MAX_ORDER}")
+    max_order: int = option(3, f"tokens of the longest n-grams, from 1 to {MAX_ORDER}")
     match: Literal["every", "longest"] = option(
-        "every", "rows of every order, or of the longest known n-gram alone; longest is for table exact"
+        "every", "rows of every order, or only of the longest known n-gram; longest is for table exact"
     )
     row_dropout: float = option(
         0.0, "share of the rows read that are left out at random in training, so that no n-gram carries a text alone"
@@ -51,8 +50,7 @@ class NgramOptions(MemoryOptions):
     )
     addressing: Literal["content", "random"] = option(
         "content",
-        "content: rows by n-grams; random: rows that are drawn anew for every token and pass, so that they say nothing of the text: "
-        "a control",
+        "content: rows by n-gram; random: fresh random rows per token and pass, a control",
     )
     known_tokens: int = option(
         0, "entries of the table that gives tokens of like text one number; 0: tokens are numbered by their ids"
@@ -102,7 +100,7 @@ class NgramOptions(MemoryOptions):
         for _ in range(self.max_order):
             # The generator PCG's multiplier and increment; the upper half of its 128 bits is well mixed.
             state = (state * 0x2360ED051FC65DA44385DF649FCCF645 + 0x5851F42D4C957F2D14057B7EF767814F) % 2**128
-            drawn.append((state >> 64) % (2**62 // MOST_TOKENS) * 2 + 1)
+            drawn.append((state >> 64) % (2**62 // TOKEN_NUMBER_LIMIT) * 2 + 1)
         return tuple(drawn)
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
@@ -122,7 +120,7 @@ class NgramOptions(MemoryOptions):
         return tensors
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
-        """Declare the tables of known tokens and n-grams, which all layers share: both decide which rows are read."""
+        """Declare the tables of known tokens and n-grams, which all layers share."""
         known = {"token_numbers": self.known_tokens, "ngrams": self.known_ngrams * (self.table == "exact")}
         tensors = {
             name: DeclaredTensor((count,), "buffer", ZEROS, dtype="int64") for name, count in known.items() if count
@@ -130,16 +128,13 @@ class NgramOptions(MemoryOptions):
         return (SharedTables(layers, tensors),) if tensors else ()
 
     def check(self) -> None:
-        if not 1 <= self.min_order <= self.max_order <= LONGEST:
+        if not 1 <= self.min_order <= self.max_order <= MAX_ORDER:
             raise RequestError(
-                f"min_order is {self.min_order} and max_order {self.max_order}; expected numbers of tokens from 1 to {LONGEST}, "
+                f"min_order is {self.min_order} and max_order {self.max_order}; expected numbers of tokens from 1 to {MAX_ORDER}, "
                 "the smaller one first."
             )
-        for name, counted in (
-            ("width", "feature per order"),
-            ("hash_heads", "row per order"),
-            ("rows", "row per hash head"),
-        ):
+        counted_by_name = {"width": "feature per order", "hash_heads": "row per order", "rows": "row per hash head"}
+        for name, counted in counted_by_name.items():
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; expected at least one {counted}.")
         if not 0 <= self.row_dropout < 1:
@@ -151,7 +146,7 @@ class NgramOptions(MemoryOptions):
                 f"known_tokens is {self.known_tokens} and known_ngrams {self.known_ngrams}; expected 0 or more."
             )
         if self.table == "exact":
-            usual = NgramOptions.hash_heads, NgramOptions.rows
+            usual = EngramOptions.hash_heads, EngramOptions.rows
             if self.hash_heads != usual[0] or self.rows not in (1, usual[1]):
                 raise RequestError(
                     f"table is 'exact', hash_heads {self.hash_heads} and rows {self.rows}; expected neither, since the corpus says "

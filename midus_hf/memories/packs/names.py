@@ -1,4 +1,4 @@
-"""Names in text: which entries' names end at each token, found in the characters that tokens spell."""
+"""Names in text: which end at each token, by the characters that tokens spell."""
 
 import codecs
 import functools
@@ -17,29 +17,29 @@ _KEEPS_CASE = 3
 # Typographic characters that are compared as the plain ones.
 _APOSTROPHES, _HYPHENS = "\u2018\u2019\u201a\u201b\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
 _PLAIN_CHARACTERS = str.maketrans({**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-")})
-# Unicode's classes of line breaks, for scripts in which a line may break between any two letters, or where a dictionary says.
+# Unicode's line-break classes of scripts without spaces.
 _WITHOUT_SPACES = r"[\p{lb=ID}\p{lb=CJ}\p{lb=NS}\p{lb=SA}\p{lb=AK}\p{lb=AP}\p{lb=AS}]"
 # Vowels and final consonants of Hangul, which end a syllable.
 _ENDS_SYLLABLE = r"[\p{lb=JV}\p{lb=JT}]"
-# First word of the Unicode names of letters of the script whose words have particles attached.
+# Script whose words have particles attached, as Unicode names its letters.
 _WITH_PARTICLES = "HANGUL"
 # Characters within names that are compared as a space.
 _NAME_SEPARATORS = ("-", "_")
 # Names with at least this many letters are also found with an s.
 _LETTERS_BEFORE_S = 4
-# Number of tokens after which text before a name is ignored, so that a window of tokens gives the same result as the whole text.
-_REACH = 16
+# Tokens after which text before a name is ignored, so that a window of tokens gives the same result as the whole text.
+_LOOKBACK = 16
 
 
 class Character(NamedTuple):
-    """A character for the comparison of names: folded, and as it was written.
+    """A character as names are compared.
 
     Args:
         folded: The character with its case folded; a space for white space.
         written: The character with its case; empty after the first of several folded ones.
         is_word: Whether it is part of a word or a number.
-        joins: Whether words of its script are written without spaces.
-        is_mark: Whether it is a part of the letter before it: a combining mark, or a vowel or final consonant of a Hangul syllable.
+        joins: Whether its script has no spaces.
+        is_mark: Whether it is a part of the letter before it: a combining mark, or the end of a Hangul syllable.
         script: The script of a letter; empty for others, and for letters of several scripts.
     """
 
@@ -58,9 +58,9 @@ class Character(NamedTuple):
 
 @functools.cache
 def characters_of(character: str) -> tuple[Character, ...]:
-    """Return a character for the comparison of names: its compatibility decomposition, without format characters."""
+    """Return the compatibility decomposition of a character, without format characters."""
     read: list[Character] = []
-    # Without letters of Hangul that stand alone, which the compatibility decomposition makes vowels of a syllable.
+    # The compatibility decomposition makes single letters of Hangul vowels of a syllable.
     canonical = unicodedata.normalize("NFD", character)
     for plain in unicodedata.normalize("NFKD", character).translate(_PLAIN_CHARACTERS):
         kind = unicodedata.category(plain)
@@ -80,7 +80,7 @@ def characters_of(character: str) -> tuple[Character, ...]:
 
 
 def is_within_word(before: Character, character: Character) -> bool:
-    """Return whether a character continues a word: words end at spaces and signs, and where the script changes or has no spaces."""
+    """Return whether a character continues a word, which ends at signs and where the script changes or has no spaces."""
     if not (before.is_word and character.is_word):
         return False
     changes = before.script != character.script and "" not in (before.script, character.script)
@@ -88,7 +88,7 @@ def is_within_word(before: Character, character: Character) -> bool:
 
 
 def _read_characters(text: str) -> list[Character]:
-    """Return the characters of a text: runs of white space are one space, and none at the ends."""
+    """Return the characters of a text, with single spaces and none at the ends."""
     read: list[Character] = []
     for character in (each for raw in text for each in characters_of(raw)):
         if character.folded != " " or (read and read[-1].folded != " "):
@@ -99,17 +99,17 @@ def _read_characters(text: str) -> list[Character]:
 
 
 def spelled(text: str) -> tuple[str, str]:
-    """Return a text as it is spelled, folded and as written: runs of white space are one space, and none at the ends."""
+    """Return a text folded and as written, with single spaces and none at the ends."""
     read = _read_characters(text)
     return "".join(each.folded for each in read), "".join(each.written for each in read)
 
 
 def compared(text: str) -> tuple[str, str]:
-    """Return a text as names are compared, folded and as written: a hyphen or "_" between letters or digits is a space."""
+    """Return a text as `spelled` does, with a space for a hyphen or "_" between letters or digits, as names are compared."""
     read = _read_characters(text)
     for at in range(1, len(read) - 1):
-        is_within = read[at - 1].is_alphanumeric and read[at + 1].is_alphanumeric
-        if is_within and read[at].folded in _NAME_SEPARATORS:
+        is_separator = read[at].folded in _NAME_SEPARATORS
+        if is_separator and read[at - 1].is_alphanumeric and read[at + 1].is_alphanumeric:
             read[at] = Character(" ", " ", False, False)
     return "".join(each.folded for each in read), "".join(each.written for each in read)
 
@@ -130,10 +130,8 @@ class Name(NamedTuple):
     is_exact: bool = False
 
     def is_written(self, text: str) -> bool:
-        """Return whether a text that has the name once it is folded has it as written, too."""
-        return (
-            self.written is None or self.written == text or (not self.is_exact and self.written == compared(text)[1])
-        )
+        """Return whether a text that is the folded name is the name as written, too."""
+        return self.written in (None, text) or (not self.is_exact and self.written == compared(text)[1])
 
     def may_be(self, other: "Name") -> bool:
         """Return whether a text could have both names at the same place."""
@@ -144,36 +142,24 @@ class Name(NamedTuple):
 
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
-    """Return a name; `exact`, a name of at most three characters, and one with a capital within a word keep their case.
-
-    Args:
-        entry: Number of the entry.
-        name: The name.
-        exact: Whether it is found only with its case and its separators, and without an s. Default: false.
-    """
+    """Return a name of an entry; an `exact` one, one of at most three characters or with a capital inside keep their case."""
     folded, written = compared(name)
-    within = any(before.isalnum() and each.isupper() for before, each in itertools.pairwise(written))
     if exact:
         return Name(entry, folded, spelled(name)[1], True)
-    return Name(entry, folded, written if len(written) <= _KEEPS_CASE or within else None)
+    has_capital = any(before.isalnum() and each.isupper() for before, each in itertools.pairwise(written))
+    return Name(entry, folded, written if len(written) <= _KEEPS_CASE or has_capital else None)
 
 
 def _with_s(name: Name) -> Name | None:
-    """Return the plural or possessive form of a name, without an apostrophe; None for a name that is short, or has no such form."""
+    """Return the form of a name with an s; None for a short, exact or other name without one."""
     is_long = sum(map(str.isalpha, name.folded)) >= _LETTERS_BEFORE_S and not name.folded.endswith("s")
     if name.is_exact or not is_long or not regex.search(r"\p{sc=Latin}\p{M}*\Z", name.folded):
         return None
     return Name(name.entry, f"{name.folded}s", name.written and f"{name.written}s")
 
 
-def _reach_of(folded: str) -> int:
-    return len(folded.encode()) + 2 * _REACH
-
-
-class NameTable:
-    """Sorted names, with which a text is compared character by character: a node is a range of names with a common prefix.
-
-    A table is immutable, so that one that is being read can be replaced by another.
+class NameIndex:
+    """Sorted names, compared with a text character by character: a node is a range of names with a common prefix. Immutable.
 
     Args:
         names: The names.
@@ -189,52 +175,51 @@ class NameTable:
             self._add(name)
         self._ordered = sorted({**self.by_folded, **self._forms})
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
-        # Tokens that are read again after a pass: a name has at most one for each of its bytes, plus some for spaces and format.
-        self.reach = max(map(_reach_of, self._ordered), default=2 * _REACH)
-
-    def _readings(self, name: Name) -> Iterator[tuple[dict[str, tuple[Name, ...]], Name]]:
-        """Yield a name, and its form with an s, each with the names that it is one of."""
-        yield self.by_folded, name
-        form = None if self._not_forms is None else _with_s(name)
-        if form is not None and form.folded not in (self._not_forms or ()):
-            yield self._forms, form
-
-    def _add(self, name: Name) -> None:
-        for names, each in self._readings(name):
-            names[each.folded] = (*names.get(each.folded, ()), each)
+        #: Earlier tokens that decide what a token opens: a name has at most one per byte, plus some for spaces and format.
+        self.lookback_tokens = 2 * _LOOKBACK + max((len(each.encode()) for each in self._ordered), default=0)
 
     @property
     def root(self) -> tuple[int, int, int]:
         """The node of all names."""
         return 0, len(self._ordered), 0
 
-    def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameTable":
-        """Return a table with some names added and some removed."""
-        table = NameTable((), self._not_forms)
-        table.by_folded, table._forms = dict(self.by_folded), dict(self._forms)
-        for names, name in itertools.chain.from_iterable(map(table._readings, removed)):
+    def _forms_of(self, name: Name) -> Iterator[tuple[dict[str, tuple[Name, ...]], Name]]:
+        """Yield a name, and its form with an s, each with the mapping that has it."""
+        yield self.by_folded, name
+        form = None if self._not_forms is None else _with_s(name)
+        if form is not None and form.folded not in (self._not_forms or ()):
+            yield self._forms, form
+
+    def _add(self, name: Name) -> None:
+        for names, each in self._forms_of(name):
+            names[each.folded] = (*names.get(each.folded, ()), each)
+
+    def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameIndex":
+        """Return an index with some names added and some removed."""
+        index = NameIndex((), self._not_forms)
+        index.by_folded, index._forms = dict(self.by_folded), dict(self._forms)
+        for names, name in itertools.chain.from_iterable(map(index._forms_of, removed)):
             left = tuple(other for other in names.pop(name.folded) if other != name)
             if left:
                 names[name.folded] = left
         for name in added:
-            table._add(name)
-        before = [each for each in self._ordered if each in table.by_folded or each in table._forms]
-        new = {each.folded for name in added for _, each in table._readings(name)}.difference(before)
-        table._ordered = sorted([*before, *new])
-        table.reach = max(self.reach, *map(_reach_of, new), 0)
-        return table
+            index._add(name)
+        before = [each for each in self._ordered if each in index.by_folded or each in index._forms]
+        new = {each.folded for name in added for _, each in index._forms_of(name)}.difference(before)
+        index._ordered = sorted([*before, *new])
+        index.lookback_tokens = max(self.lookback_tokens, *(len(each.encode()) + 2 * _LOOKBACK for each in new), 0)
+        return index
 
-    def found(self, name: str) -> list[int]:
+    def entries_of(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds."""
         folded, written = compared(name)[0], spelled(name)[1]
-        found = (each.entry for each in self._named(folded) if each.is_written(written))
-        return [*dict.fromkeys(found)]
+        return [*dict.fromkeys(each.entry for each in self._named(folded) if each.is_written(written))]
 
     def _named(self, folded: str) -> tuple[Name, ...]:
         return self.by_folded.get(folded) or self._forms.get(folded, ())
 
     def step(self, node: tuple[int, int, int], character: str) -> tuple[int, int, int] | None:
-        """Return the node that a character leads to; None if no name continues with it."""
+        """Return the node after a character; None if no name continues with it."""
         key = node, character
         if key in self._steps:
             return self._steps[key]
@@ -255,12 +240,12 @@ class NameTable:
         return self._named(name) if len(name) == depth else ()
 
 
-class Found(NamedTuple):
+class NameMatch(NamedTuple):
     """A name that ends within a token.
 
     Args:
         entry: Number of the entry.
-        token: Number of the token in which the name begins.
+        token: Number of the token in which the name begins, from 1.
         first: Number of the name's first character.
         end: Number of the character after its last.
         written: The name as the text has it.
@@ -274,26 +259,14 @@ class Found(NamedTuple):
 
 
 class TokenNames(NamedTuple):
-    """Result of a token: names that end in it, in order, and names that ended before it but continue as another word."""
+    """Names that end in a token, in order, and names that ended before it but continue as another word."""
 
-    opens: tuple[Found, ...] = ()
-    closes: tuple[Found, ...] = ()
-
-
-_NO_NAMES = TokenNames()
+    opens: tuple[NameMatch, ...] = ()
+    closes: tuple[NameMatch, ...] = ()
 
 
-def longest_of(names: Sequence[Found]) -> list[Found]:
-    """Return the names that are not within a longer one."""
-    spans = {(each.first, each.end) for each in names}
-    within = {
-        span for span in spans if any(other != span and other[0] <= span[0] and span[1] <= other[1] for other in spans)
-    }
-    return [each for each in names if (each.first, each.end) not in within]
-
-
-class _Begun(NamedTuple):
-    """A name that has begun: its node, token and character, the text since, and whether that ends in a hyphen or "_" as a space."""
+class _PartialMatch(NamedTuple):
+    """A name that has begun, the text since, and whether that ends in a hyphen or "_" as a space."""
 
     node: tuple[int, int, int]
     token: int
@@ -303,14 +276,10 @@ class _Begun(NamedTuple):
 
 
 class NameScan:
-    """Names in the tokens of one text, found token by token: the result of a token depends only on it and earlier tokens.
+    """Names in the tokens of one text, token by token: the result of a token depends only on it and earlier tokens."""
 
-    Args:
-        table: The names.
-    """
-
-    def __init__(self, table: NameTable):
-        self.table = table
+    def __init__(self, index: NameIndex):
+        self.index = index
         #: Characters that were read.
         self.count = 0
         self._token = 0
@@ -319,28 +288,28 @@ class NameScan:
 
     def _forget(self) -> None:
         self._decoder.reset()
-        self._begun: list[_Begun] = []
-        self._ended: list[tuple[int, Found]] = []
+        self._begun: list[_PartialMatch] = []
+        self._ended: list[tuple[int, NameMatch]] = []
         self._before: tuple[int, Character] | None = None
 
     def read(self, piece: bytes | None) -> TokenNames:
-        """Return the result of the next token; `piece` are its bytes, None for one that no name reaches into, such as padding."""
+        """Return the names at the next token from its bytes; None ends all names, as padding does."""
         self._token += 1
         if piece is None:
             self._forget()
-            return _NO_NAMES
-        if self._before is not None and self._before[0] < self._token - _REACH:
+            return TokenNames()
+        if self._before is not None and self._before[0] < self._token - _LOOKBACK:
             self._before = None
-        self._begun = [each for each in self._begun if each.token > self._token - self.table.reach + _REACH]
-        opens: list[Found] = []
-        closes: list[Found] = []
+        self._begun = [
+            each for each in self._begun if each.token > self._token - self.index.lookback_tokens + _LOOKBACK
+        ]
+        opens: list[NameMatch] = []
+        closes: list[NameMatch] = []
         for character in (each for raw in self._decoder.decode(piece) for each in characters_of(raw)):
             self._advance(character, opens, closes)
-        if not (opens or closes):
-            return _NO_NAMES
         return TokenNames(tuple(opens), tuple(closes))
 
-    def _advance(self, character: Character, opens: list[Found], closes: list[Found]) -> None:
+    def _advance(self, character: Character, opens: list[NameMatch], closes: list[NameMatch]) -> None:
         before = self._before[1] if self._before is not None else None
         if character.folded == " " and before is not None and before.folded == " ":
             return
@@ -356,37 +325,51 @@ class NameScan:
                     closes.append(found)
             self._ended = []
         if not is_within and character.folded != " ":
-            self._begun.append(_Begun(self.table.root, self._token, self.count, ""))
+            self._begun.append(_PartialMatch(self.index.root, self._token, self.count, ""))
         self.count += 1
         self._before = self._token, character
         if not self._begun:
             return
         separates = character.folded in _NAME_SEPARATORS and before is not None and before.is_alphanumeric
-        begun: list[_Begun] = []
+        begun: list[_PartialMatch] = []
         for each in self._begun:
             if each.is_separated and not character.is_alphanumeric:
                 continue
             written = each.written + character.written
-            if separates and (node := self.table.step(each.node, " ")) is not None:
-                begun.append(_Begun(node, each.token, each.first, written, True))
-            if (node := self.table.step(each.node, character.folded)) is None:
+            if separates and (node := self.index.step(each.node, " ")) is not None:
+                begun.append(_PartialMatch(node, each.token, each.first, written, True))
+            if (node := self.index.step(each.node, character.folded)) is None:
                 continue
-            begun.append(_Begun(node, each.token, each.first, written))
-            for name in self.table.at(node):
+            begun.append(_PartialMatch(node, each.token, each.first, written))
+            for name in self.index.at(node):
                 if name.is_written(written):
-                    found = Found(name.entry, each.token, each.first, self.count, written)
+                    found = NameMatch(name.entry, each.token, each.first, self.count, written)
                     opens.append(found)
                     if character.is_word:
                         self._ended.append((self._token, found))
         self._begun = begun
 
 
-def names_in(table: NameTable, pieces: Iterable[bytes | None]) -> Iterator[TokenNames]:
-    """Yield the result of each token of a text; `Found.token` counts tokens from 1."""
-    return map(NameScan(table).read, pieces)
+def names_in(index: NameIndex, pieces: Iterable[bytes | None]) -> Iterator[TokenNames]:
+    """Yield the names at each token of a text."""
+    return map(NameScan(index).read, pieces)
 
 
-class Spelling:
+def find_names(index: NameIndex, text: str | Iterable[bytes | None]) -> list[NameMatch]:
+    """Return the names in a text, or in the bytes of its tokens, in order, without those within longer names."""
+    found: list[NameMatch] = []
+    for token in names_in(index, [text.encode()] if isinstance(text, str) else text):
+        for each in token.closes:
+            found.remove(each)
+        found += token.opens
+    spans = {(each.first, each.end) for each in found}
+    within = {
+        span for span in spans if any(other != span and other[0] <= span[0] and span[1] <= other[1] for other in spans)
+    }
+    return [each for each in found if (each.first, each.end) not in within]
+
+
+class TokenSpelling:
     """The characters that the tokens of a tokenizer spell.
 
     Args:
@@ -404,9 +387,8 @@ class Spelling:
             )
         self.tokenizer = tokenizer
         decoder = tokenizer.backend_tokenizer.decoder
-        # Without a decoder, tokens are words.
-        self._is_byte_level, self._is_word_piece = "ByteLevel" in repr(decoder), "WordPiece" in repr(decoder)
-        self._is_word_piece |= decoder is None
+        self._is_byte_level = "ByteLevel" in repr(decoder)
+        self._is_word_piece = decoder is None or "WordPiece" in repr(decoder)  # without a decoder, tokens are words
         added = tokenizer.added_tokens_decoder
         self._special = {
             number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special
@@ -420,13 +402,13 @@ class Spelling:
         self.in_front = self.ids("") or self.ids_of(["\n"], special_tokens=False)[0]
 
     def piece(self, token: int) -> bytes | None:
-        """Return the bytes that a token spells; None for special tokens and ids that the tokenizer does not have."""
+        """Return the bytes of a token; None for special tokens and unknown ids."""
         if token not in self._pieces:
             self._pieces[token] = self._read(token)
         return self._pieces[token]
 
     def written(self, token: int) -> bytes:
-        """Return the bytes that a token spells, those of a special token between zeros; none for padding."""
+        """Return the bytes of a token, those of a special token between zeros; none for padding."""
         return self._special.get(token) or self.piece(token) or b""
 
     def _read(self, token: int) -> bytes | None:
@@ -447,7 +429,7 @@ class Spelling:
         return written.replace("▁", " ").encode()
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that is to be continued: with the tokenizer's prefix, and without its suffix."""
+        """Return the tokens of a text to be continued: with the tokenizer's prefix, and without its suffix."""
         return self.ids_of([text])[0]
 
     def ids_of(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
@@ -459,7 +441,7 @@ class Spelling:
         return rows
 
     def special_in(self, text: str) -> str | None:
-        """Return a special token that the tokenizer may find in a text between spaces, in any case of its letters; None without."""
+        """Return a special token that the tokenizer may find in a text, in any case; None without."""
         within = f" {' '.join(text.split())} ".casefold()
         return next((token for folded, token in self._special_texts.items() if folded in within), None)
 
@@ -470,8 +452,8 @@ class Spelling:
         return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
 
 
-def whole_words(spelling: Spelling) -> Iterator[str]:
-    """Yield the words of two letters or more that are one token with the space in front, by their ids: frequent ones come first."""
+def whole_words(spelling: TokenSpelling) -> Iterator[str]:
+    """Yield the words of two letters or more that are one token with a space in front, frequent ones first."""
     for token in range(len(spelling.tokenizer)):
         text = (spelling.piece(token) or b"").decode("utf-8", "replace")
         if text.startswith(" ") and len(text) > 2 and text[1:].isalpha():
@@ -480,7 +462,12 @@ def whole_words(spelling: Spelling) -> Iterator[str]:
 
 @functools.cache
 def _byte_of_character() -> Mapping[str, int]:
-    """Return the byte of each character of a byte-level vocabulary: printable characters are their own byte."""
+    """Return the byte of each character of a byte-level vocabulary, where printable characters are their own."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text can be written in UTF-8: it has no half of a pair of surrogates."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)

@@ -1,30 +1,269 @@
-"""Which pack each token of a pass reads, from the names in its text."""
+"""Which pack each token of a text reads: whose turn it is in a chat, and what the names in the text open."""
 
+import contextlib
+import itertools
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from midus_hf.memories.packs.glossary import Glossary
-from midus_hf.memories.packs.names import Found, NameScan
-from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.turns import ANSWER, QUESTION, TEXT, TurnScan
+from midus_hf.memories.packs.names import NameIndex, NameMatch, NameScan, TokenSpelling
 
-# If an open name occurs again within this many positions, its pack is not moved, so that texts that repeat a name do not
-# read the pack at each place.
-_STAYS = 32
-# Largest number of characters per token: places in a text are numbered by the position of a token and a character in it.
-_CHARACTERS = 1 << 16
-# Number of tokens after which the content of a line is ignored, so that a window of tokens gives the same result as the whole text.
-_LINE_REACH = 16
+# Where a token stands: in a text that is no chat so far, in what a user asks, or in the answer to it.
+TEXT, QUESTION, ANSWER = range(3)
+# Contents of messages in chats that are rendered to see what stands between them, by role.
+_QUESTIONS, _ANSWER, _PROMPT = (b"quokka", b"numbat"), b"wombat", b"bilby"
+# As `TokenSpelling.written` gives it.
+_SPECIAL = rb"\0[^\0]*\0"
+# Special tokens, words and single characters.
+_UNITS = re.compile(rb"\0[^\0]*\0|[0-9A-Za-z\x80-\xff]+|[^\0]", re.DOTALL)
+# What a mark has at least that is only a part of what a template writes: a special token, or a word.
+_IS_CLEAR = re.compile(rb"\0|[A-Za-z\x80-\xff]{3}")
+_READ_AS_TEXT = "packs close at the ends of lines in chats, as in other texts."
+
+
+class ChatMarks(NamedTuple):
+    """What a chat template writes between the contents of messages, in bytes that tokens spell, with white space collapsed.
+
+    Args:
+        question: What stands before each content of a user, from where it differs from what stands before answers.
+        answer: What stands between a user's content and each answer to it, such as an answer with and without thoughts.
+        in_front: Tokens before each content of a user, after those that begin every text, such as BOS.
+        max_tokens: Maximum number of tokens of a mark.
+    """
+
+    question: bytes
+    answer: bytes
+    in_front: tuple[int, ...]
+    max_tokens: int
+
+
+class _Rendering(NamedTuple):
+    """A chat as its template renders it: what stands before the content of each user, and after it up to the answer."""
+
+    text: str
+    ids: list[int]
+    before_users: list[bytes]
+    after_users: list[bytes]
+
+
+def learn_chat_marks(spelling: TokenSpelling) -> tuple[ChatMarks | None, str | None]:
+    """Return the marks that a tokenizer's chat template writes; or None, and why chats are read as other texts."""
+    if not spelling.tokenizer.chat_template:
+        return None, None
+    remarks: list[str] = []
+    for in_parts in (False, True):  # templates of models that read images may expect a list
+        try:
+            marks = _learn_marks(spelling, _render_chats(spelling, in_parts))
+        except Exception as error:  # a template raises what it likes
+            remarks.append(f"the chat template cannot be rendered ({error}): {_READ_AS_TEXT}")
+            continue
+        if marks is not None:
+            return marks, None
+        remarks.append(
+            f"the chat template does not show where questions and answers begin: {_READ_AS_TEXT} Expected the same words before "
+            "each question, and before each answer."
+        )
+    return None, remarks[0]
+
+
+def _render_chats(spelling: TokenSpelling, in_parts: bool) -> list[_Rendering]:
+    """Render a question, an earlier one with it, one without thoughts, and system prompts where the template takes them."""
+
+    def message(role: str, content: bytes) -> dict[str, Any]:
+        text = content.decode()
+        return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+    def render(chat: Sequence[dict[str, Any]], **arguments: Any) -> _Rendering:
+        text = spelling.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
+        return _read_rendering(spelling, text)
+
+    first, last = (message("user", each) for each in _QUESTIONS)
+    earlier = [first, message("assistant", _ANSWER), last]
+    renderings = [render([first]), render(earlier), render([first], enable_thinking=False)]
+    for chat in ([first], earlier):
+        with contextlib.suppress(Exception):
+            renderings.append(render([message("system", _PROMPT), *chat]))
+    return renderings
+
+
+def _learn_marks(spelling: TokenSpelling, renderings: Sequence[_Rendering]) -> ChatMarks | None:
+    """Return marks that hold in all renderings; None without."""
+    if not all(rendering.before_users and rendering.after_users for rendering in renderings):
+        return None
+    before = [each for rendering in renderings for each in rendering.before_users]
+    after = [each for rendering in renderings for each in rendering.after_users]
+    for question, answer in itertools.product(_question_marks(before, after), _answer_marks(before, after)):
+        if answer in question or any(question in each for each in after):
+            continue
+        # A token spells at least one byte.
+        marks = ChatMarks(
+            question, answer, (), max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
+        )
+        if all(_holds(marks, spelling, rendering.ids) for rendering in renderings):
+            return marks._replace(in_front=(*spelling.ids(""), *_read_before_user(spelling, question, renderings)))
+    return None
+
+
+def _read_rendering(spelling: TokenSpelling, text: str) -> _Rendering:
+    """Read a chat; system prompts are a part of what stands before a user's content."""
+    ids = _tokenize(spelling, text)
+    *gaps, end = re.split(b"(%b)" % b"|".join([*_QUESTIONS, _ANSWER]), _spelled(spelling, ids))
+    rendering = _Rendering(text, ids, [], [])
+    is_after_user = False
+    for gap, content in zip(gaps[::2], gaps[1::2], strict=True):
+        if is_after_user:
+            rendering.after_users.append(gap)
+        is_after_user = content in _QUESTIONS
+        if is_after_user:
+            rendering.before_users.append(gap)
+    return rendering._replace(after_users=[*rendering.after_users, end] if is_after_user else [])
+
+
+def _question_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what may mark questions: what stands directly before each, else what stands somewhere before each."""
+    common = _common_beginning([each[::-1] for each in before])[::-1]
+    # From the last special token by which a question differs from an answer, without the end of the message before.
+    parts = [common[found.start() :] for found in re.finditer(_SPECIAL, common)]
+    common = next((part for part in reversed(parts) if not any(part in other for other in after)), common)
+    yield from _stripped([common, *_common_parts(before)])
+
+
+def _answer_marks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield what may mark answers: what stands directly after each question, else what stands somewhere after each."""
+    parts = [each for each in _common_parts(after) if not any(each in other for other in before)]
+    yield from _stripped([_common_beginning(after), *parts])
+
+
+def _stripped(marks: Sequence[bytes]) -> list[bytes]:
+    """Return marks without white space around them, those of only signs or initials last."""
+    stripped = [mark for each in marks if (mark := each.lstrip(b" ").rstrip())]
+    return sorted(stripped, key=lambda mark: _IS_CLEAR.search(mark) is None)
+
+
+def _common_parts(texts: Sequence[bytes]) -> list[bytes]:
+    """Return the longest runs of words and special tokens that all texts have, the longest first."""
+    units = _UNITS.findall(min(texts, key=len))
+    parts: list[bytes] = []
+    for first in range(len(units)):
+        end = first
+        while end < len(units) and all(b"".join(units[first : end + 1]) in text for text in texts):
+            end += 1
+        part = b"".join(units[first:end])
+        if _IS_CLEAR.search(part) and not any(part in other for other in parts):
+            parts.append(part)
+    return sorted(parts, key=len, reverse=True)
+
+
+def _holds(marks: ChatMarks, spelling: TokenSpelling, ids: Sequence[int]) -> bool:
+    """Return whether marks show the turn of each content of a chat, and of the answer that follows."""
+    scan, written, turns = TurnScan(marks), b"", list[int]()
+    for piece in map(spelling.written, ids):
+        scan.read(piece)
+        written += piece
+        turns += [scan.turn] * len(piece)
+    expected = {**dict.fromkeys(_QUESTIONS, QUESTION), _ANSWER: ANSWER}
+    contents = re.finditer(b"|".join(expected), written)
+    return scan.turn == ANSWER and all({*turns[each.start() : each.end()]} == {expected[each[0]]} for each in contents)
+
+
+def _read_before_user(spelling: TokenSpelling, question: bytes, renderings: Sequence[_Rendering]) -> list[int]:
+    """Return the tokens from the mark of a question to a user's content, without a system prompt in between."""
+    written: list[list[int]] = []
+    for rendering, content in zip(renderings, _QUESTIONS, strict=False):
+        ids = _tokenize(spelling, rendering.text[: rendering.text.index(content.decode())])
+        begins = (at for at in range(len(ids), -1, -1) if question in _spelled(spelling, ids[at:]))
+        written.append(ids[next(begins) :])
+    return min(written, key=len)
+
+
+def _tokenize(spelling: TokenSpelling, text: str) -> list[int]:
+    return spelling.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _common_beginning(texts: Sequence[bytes]) -> bytes:
+    """Return what all texts begin with, without a part of a special token or of a word."""
+    first, last = min(texts), max(texts)
+    common = first[
+        : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    ]
+    if common.count(b"\0") % 2:
+        common = common[: common.rindex(b"\0")]
+    is_within = common[-1:].isalnum() and any(text[len(common) : len(common) + 1].isalnum() for text in texts)
+    return re.sub(rb"[0-9A-Za-z]+$", b"", common) if is_within else common
+
+
+def _spelled(spelling: TokenSpelling, ids: Sequence[int]) -> bytes:
+    """Return what tokens spell, with white space collapsed."""
+    return _collapsed(b"".join(map(spelling.written, ids)))
+
+
+def _collapsed(text: bytes) -> bytes:
+    """Return a text in which each run of white space is a line break, if it has one, and otherwise a space."""
+    return re.sub(rb"\s+", lambda run: b"\n" if b"\n" in run[0] else b" ", text)
+
+
+class TurnScan:
+    """Whose turn it is, token by token: a function of a few tokens before, and the turn before these.
+
+    Args:
+        marks: The marks of the tokenizer's template; None: all texts are read as no chat.
+        turn: `TEXT`, `QUESTION` or `ANSWER`. Default: no chat so far.
+    """
+
+    def __init__(self, marks: ChatMarks | None, turn: int = TEXT):
+        self.marks, self.turn = marks, turn
+        self._written: deque[bytes] = deque(maxlen=marks.max_tokens if marks else 0)
+        self._ends = () if marks is None else (marks.question[-1:], marks.answer[-1:])
+
+    def read(self, written: bytes) -> bool:
+        """Read what a token spells, special tokens included; return whether a mark ends in it."""
+        before = b"".join(self._written) if any(end in written for end in self._ends) else None
+        self._written.append(written)
+        if before is None:
+            return False
+        assert self.marks is not None, "without marks, none ends"
+        seen, text = len(_collapsed(before)), _collapsed(before + written)
+        end, turn = max((_end_of(self.marks.question, text), QUESTION), (_end_of(self.marks.answer, text), ANSWER))
+        if end <= seen:
+            return False
+        self.turn = turn
+        return True
+
+
+def _end_of(mark: bytes, text: bytes) -> int:
+    """Return the index after the last mark in a text; 0 without one, or if it is part of a longer word."""
+    at = text.rfind(mark)
+    is_within = at > 0 and mark[:1].isalnum() and text[at - 1 : at].isalnum()
+    return 0 if at < 0 or is_within else at + len(mark)
+
+
+# A name that occurs again within this many positions does not move its pack.
+_MAX_STAY = 32
+# Places in a text are positions of tokens times this, and the number of a character in the token.
+_MAX_CHARACTERS_PER_TOKEN = 1 << 16
+# Tokens after which the content of a line is ignored, so that a window of tokens gives the same result as the whole text.
+_LINE_LOOKBACK = 16
 # A line break at most this many tokens after a special token belongs to a chat template, as in `<|im_start|>assistant`, line break.
-_BESIDE_SPECIAL = 3
-# Largest number of tokens of a user's turn that are read with the text of an entry which the turn names.
+_MAX_TOKENS_AFTER_SPECIAL = 3
+# Maximum number of tokens of a user's turn that are read with the text of an entry which the turn names.
 _MAX_WORDS = 64
 
 # Function of two positions that returns the ids of the tokens from the first to before the second.
 TokensAt = Callable[[int, int], Sequence[int]]
+
+
+class NamedEntries(Protocol):
+    """What is asked of a glossary: its names, what tokens spell, marks of chats, and entries that an entry links to."""
+
+    index: NameIndex
+    spelling: TokenSpelling
+    chat_marks: ChatMarks | None
+
+    def linked(self, number: int) -> tuple[int, ...]: ...
 
 
 class PackKey(NamedTuple):
@@ -46,8 +285,8 @@ class Opening(NamedTuple):
 
     Args:
         entry: Number of the entry.
-        begins: Place in the text at which the name begins, its token's position times `_CHARACTERS` and the character's number in it.
-        place: Position of the token to which the pack is moved, the last of a name.
+        begins: Place in the text at which the name begins.
+        place: Position of the token where the pack is, the last of a name.
         ends: Place in the text after the name.
         stays: Whether the entry is open until newer names replace it, as in a chat; otherwise to the end of a line.
         turn: Position of the first token of the user's turn that the name is in; -1 if it is in none.
@@ -63,9 +302,9 @@ class Opening(NamedTuple):
     words: int = -1
 
     @property
-    def seen(self) -> int:
+    def last_token(self) -> int:
         """Position of the last token of the name."""
-        return self.ends // _CHARACTERS
+        return self.ends // _MAX_CHARACTERS_PER_TOKEN
 
 
 class RowState(NamedTuple):
@@ -77,7 +316,7 @@ class RowState(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The pack that some tokens of a row read: the tokens from `start` to before `stop`, and the position to which it is moved."""
+    """The pack that the tokens of a row from `start` to before `stop` read, and the position where it is."""
 
     start: int
     stop: int
@@ -85,61 +324,51 @@ class Reading(NamedTuple):
     place: int
 
 
-class OpenNames:
-    """Openings of a row, which change token by token.
+class OpeningTracker:
+    """What a row has open, token by token: a pure function of the ids so far.
 
     Args:
         glossary: The entries.
-        options: Options of the memory.
+        options: `PacksOptions` of the memory.
         before: The state before the first token. Default: nothing is open.
         earlier: Ids of the tokens before the first one, by their positions. Default: there are none.
     """
 
     def __init__(
         self,
-        glossary: Glossary,
-        options: PacksOptions,
+        glossary: NamedEntries,
+        options: Any,
         before: RowState = RowState(),  # noqa: B008
         earlier: TokensAt | None = None,
     ):
         self.glossary, self.options = glossary, options
-        self.scan, self.turns = NameScan(glossary.table), TurnScan(glossary.chat_marks, before.turn)
-        self.openings = [*before.openings]
-        self._turn_begins, self._earlier = before.begins, earlier
+        self._begin(before, earlier)
+
+    def _begin(self, before: RowState, earlier: TokensAt | None) -> None:
+        self.scan, self._turns = NameScan(self.glossary.index), TurnScan(self.glossary.chat_marks, before.turn)
+        self._openings, self._turn_begins, self._earlier = [*before.openings], before.begins, earlier
         # Position (-1 for padding) and id of each token that the scan has read, and the number of characters before it.
         self._tokens: list[tuple[int, int, int]] = []
         # Numbers of the last special token, and of the last one with a letter or digit of its line.
-        self._special = self._written = -_LINE_REACH
-
-    @property
-    def num_kept(self) -> int:
-        """Openings that are kept: those that tokens read, and others that are restored if a name continues as another word."""
-        return kept_openings(self.options)
-
-    def forget(self) -> None:
-        """Begin another document."""
-        self.openings, self.scan, self._tokens = [], NameScan(self.scan.table), []
-        self.turns = TurnScan(self.turns.marks)
-        self._turn_begins, self._earlier = 0, None
-        self._special = self._written = -_LINE_REACH
+        self._special = self._written = -_LINE_LOOKBACK
 
     @property
     def state(self) -> RowState:
         """The state after the latest token."""
-        return RowState(tuple(self.openings), self.turns.turn, self._turn_begins)
+        return RowState(tuple(self._openings), self._turns.turn, self._turn_begins)
 
     def read_before(self, tokens: Sequence[int], position: int) -> None:
         """Read tokens before the one at a position, whose openings and turn are known."""
-        turn, spelling = self.turns.turn, self.glossary.spelling
+        turn, spelling = self._turns.turn, self.glossary.spelling
         for before, token in zip(range(len(tokens), 0, -1), tokens, strict=True):
             self._tokens.append((position - before if token >= 0 else -1, token, self.scan.count))
-            self.turns.read(spelling.written(token))
+            self._turns.read(spelling.written(token))
             self.scan.read(spelling.piece(token))
-            self._line_ends(token)
-        self.turns.turn = turn
+            self._end_line(token)
+        self._turns.turn = turn
 
-    def _line_ends(self, token: int) -> int | None:
-        """Record the latest token; return the position of the last letter or digit of the line that ends in it, None if none ends."""
+    def _end_line(self, token: int) -> int | None:
+        """Return the position of the last letter or digit of the line that ends in the latest token; None if none ends."""
         piece, number = self.glossary.spelling.piece(token), len(self._tokens) - 1
         if piece is None:
             self._special = number if token >= 0 else self._special
@@ -149,69 +378,71 @@ class OpenNames:
             self._written = number
         if b"\n" not in piece:
             return None
-        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_LINE_REACH
-        is_far = written < number - _LINE_REACH or number - self._special <= _BESIDE_SPECIAL
+        written, self._written = self._written, number if any(map(str.isalnum, rest)) else -_LINE_LOOKBACK
+        is_far = written < number - _LINE_LOOKBACK or number - self._special <= _MAX_TOKENS_AFTER_SPECIAL
         return None if is_far or written < 0 else self._tokens[written][0]
 
     def read(self, token: int, position: int) -> bool:
         """Read the next token; return whether openings or the turn changed."""
         self._tokens.append((position if token >= 0 else -1, token, self.scan.count))
-        has_turned = self.turns.read(self.glossary.spelling.written(token))
+        has_turned = self._turns.read(self.glossary.spelling.written(token))
         if has_turned:
             self._turn_begins = position + 1
-        if has_turned and self.turns.turn == QUESTION:
-            self.openings = [each._replace(stays=True) for each in self.openings]
-        written = self._line_ends(token)
-        ended = [each for each in self.openings if written is not None and each.seen < written and not each.stays]
-        self.openings = [each for each in self.openings if each not in ended]
-        does = self.scan.read(self.glossary.spelling.piece(token))
-        for found in does.closes:
-            name = found.entry, self._place(found.token, found.first)
-            latest = next((each for each in self.openings if (each.entry, each.begins) == name), None)
+        if has_turned and self._turns.turn == QUESTION:
+            self._openings = [each._replace(stays=True) for each in self._openings]
+        written, before = self._end_line(token), len(self._openings)
+        if written is not None:
+            self._openings = [each for each in self._openings if each.stays or each.last_token >= written]
+        has_ended = len(self._openings) < before
+        names = self.scan.read(self.glossary.spelling.piece(token))
+        for match in names.closes:
+            closed = match.entry, self._place(match.token, match.first)
+            latest = next((each for each in self._openings if (each.entry, each.begins) == closed), None)
             if latest is not None:
-                self.openings.remove(latest)
+                self._openings.remove(latest)
         end = None
-        for found in does.opens:
+        for match in names.opens:
             # An answer reads what is open from where the question named it.
-            if self.turns.turn == ANSWER and found.entry in self._read():
+            if self._turns.turn == ANSWER and match.entry in self._read_entries():
                 continue
-            if found.end != end:  # then names before it cannot continue
-                self.openings, end = self._counting(), found.end
-            self.openings = [self._opening(found, position), *self.openings][: self.num_kept]
-        return bool(does.closes or does.opens or ended or has_turned)
+            if match.end != end:  # then names before it cannot continue
+                self._openings, end = self._latest_openings(), match.end
+            self._openings = [self._opening(match, position), *self._openings][: kept_openings(self.options)]
+        return bool(names.closes or names.opens or has_ended or has_turned)
 
-    def _opening(self, found: Found, position: int) -> Opening:
+    def _opening(self, match: NameMatch, position: int) -> Opening:
         """Return the opening by a name that ends in the latest token. An entry that was named shortly before is read as it was."""
-        begins, ends = self._place(found.token, found.first), self._place(len(self._tokens), found.end)
-        before = next((each for each in self.openings if each.entry == found.entry), None)
-        asks = self.turns.turn == QUESTION
-        is_near = before is not None and position - before.seen < _STAYS
-        if before is not None and is_near and (not asks or before.turn == self._turn_begins):
-            return before._replace(begins=begins, ends=ends, stays=asks or before.stays)
+        begins, ends = self._place(match.token, match.first), self._place(len(self._tokens), match.end)
+        before = next((each for each in self._openings if each.entry == match.entry), None)
+        asks = self._turns.turn == QUESTION
+        is_near = before is not None and position - before.last_token < _MAX_STAY
         stays = asks or (before is not None and before.stays)
-        turn, words = (self._turn_begins, begins // _CHARACTERS) if asks else (-1, -1)
-        return Opening(found.entry, begins, position, ends, stays, turn, words)
+        if before is not None and is_near and (not asks or before.turn == self._turn_begins):
+            return before._replace(begins=begins, ends=ends, stays=stays)
+        turn, words = (self._turn_begins, begins // _MAX_CHARACTERS_PER_TOKEN) if asks else (-1, -1)
+        return Opening(match.entry, begins, position, ends, stays, turn, words)
 
     def _place(self, token: int, character: int) -> int:
         position, _, before = self._tokens[token - 1]
-        return position * _CHARACTERS + character - before
+        return position * _MAX_CHARACTERS_PER_TOKEN + character - before
 
-    def _counting(self) -> list[Opening]:
+    def _latest_openings(self) -> list[Opening]:
         """Return the latest opening of each entry, except those whose name is within a longer one, which replaces them."""
-        counting: list[Opening] = []
-        for each in self.openings:
-            span = each.begins, each.ends
+        latest: list[Opening] = []
+        for each in self._openings:
             is_within = any(
-                (other.begins, other.ends) != span and other.begins <= each.begins and each.ends <= other.ends
-                for other in self.openings
+                (other.begins, other.ends) != (each.begins, each.ends)
+                and other.begins <= each.begins
+                and each.ends <= other.ends
+                for other in self._openings
             )
-            if not is_within and all(other.entry != each.entry for other in counting):
-                counting.append(each)
-        return counting
+            if not is_within and all(other.entry != each.entry for other in latest):
+                latest.append(each)
+        return latest
 
-    def _read(self) -> dict[int, Opening]:
+    def _read_entries(self) -> dict[int, Opening]:
         """Return the entries that the latest token reads, by their openings: named ones, the latest first, then linked ones."""
-        read = {each.entry: each for each in self._counting()}
+        read = {each.entry: each for each in self._latest_openings()}
         for each in [*read.values()] if self.options.links else ():
             for linked in self.glossary.linked(each.entry):
                 read.setdefault(linked, each)
@@ -222,12 +453,12 @@ class OpenNames:
 
         Texts stand in the order in which they were named, and a linked one after the one that links to it.
         """
-        read = self._read()
+        read = self._read_entries()
         if not read:
             return None
         openings = [*dict.fromkeys(read.values())]
         entries = [entry for opening in reversed(openings) for entry, by in read.items() if by == opening]
-        in_chat = self.turns.turn != TEXT
+        in_chat = self._turns.turn != TEXT
         words = self._words(openings[0]) if in_chat else ()
         return PackKey(tuple(entries), in_chat, words), max(each.place for each in openings)
 
@@ -235,26 +466,20 @@ class OpenNames:
         """Return the last words of a user's turn before the name that opens an entry; none without a letter or digit."""
         if opening.turn < 0:
             return ()
-        first, end, piece = max(opening.turn, opening.words - _MAX_WORDS), opening.words, self.glossary.spelling.piece
+        first, end = max(opening.turn, opening.words - _MAX_WORDS), opening.words
         at, stop = (bisect_left(self._tokens, (position,)) for position in (first, end))
         ids = [token for _, token, _ in self._tokens[at:stop]]
         known = self._tokens[0][0] if self._tokens else end
         if first < known and self._earlier is not None:
             ids = [*self._earlier(first, min(known, end)), *ids]
-        said = [(token, spelled) for token in ids if (spelled := piece(token)) is not None]
-        while said and not said[0][1].strip():
-            del said[0]
+        said = [(token, spelled) for token in ids if (spelled := self.glossary.spelling.piece(token)) is not None]
+        said = [*itertools.dropwhile(lambda each: not each[1].strip(), said)]
         text = b"".join(spelled for _, spelled in said).decode("utf-8", "replace")
         return tuple(token for token, _ in said) if any(map(str.isalnum, text)) else ()
 
 
-def kept_openings(options: PacksOptions) -> int:
-    """Return how many openings of a row are kept."""
-    return 2 * options.open + 2
-
-
 def readings_of(
-    row: OpenNames, tokens: Sequence[int], positions: Sequence[int], begins: Sequence[bool] | None
+    row: OpeningTracker, tokens: Sequence[int], positions: Sequence[int], begins: Sequence[bool] | None
 ) -> tuple[list[Reading], list[RowState]]:
     """Return what the tokens of a row read, and the state after each token.
 
@@ -265,46 +490,49 @@ def readings_of(
         begins: Whether a document begins at each token. Default: none does.
     """
     readings: list[Reading] = []
-    behind: list[RowState] = []
+    after: list[RowState] = []
     pack, start, state = row.pack(), 0, row.state
     for at, (token, position) in enumerate(zip(tokens, positions, strict=True)):
-        changes = False
-        if begins is not None and begins[at]:
-            row.forget()
-            changes = True
-        changes |= row.read(token, position)
-        if changes:
+        is_new = begins is not None and begins[at]
+        if is_new:
+            row._begin(RowState(), None)
+        if row.read(token, position) or is_new:
             now, state = row.pack(), row.state
             if now != pack:
                 if pack is not None and at > start:
                     readings.append(Reading(start, at, *pack))
                 pack, start = now, at
-        behind.append(state)
+        after.append(state)
     if pack is not None and len(tokens) > start:
         readings.append(Reading(start, len(tokens), *pack))
-    return readings, behind
+    return readings, after
 
 
-def states_tensor(rows: Sequence[Sequence[RowState]], kept: int) -> torch.Tensor:
+def kept_openings(options: Any) -> int:
+    """Return how many openings of a row are kept: those that are read, and others that return if a name continues as a word."""
+    return 2 * options.open + 2
+
+
+def state_shape(options: Any) -> tuple[int, int]:
+    """Return the shape of a state as a tensor, for `PacksOptions`."""
+    return 1 + kept_openings(options), len(Opening._fields)
+
+
+def states_tensor(rows: Sequence[Sequence[RowState]], options: Any) -> torch.Tensor:
     """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings, of which an entry of 0 means none."""
-    none, size = Opening(0, 0, 0, 0), len(Opening._fields)
+    kept, size = state_shape(options)
     filled = [
         [
             [
                 (state.turn, state.begins, *[0] * (size - 2)),
                 *state.openings,
-                *[none] * (kept - len(state.openings)),
+                *[(0,) * size] * (kept - 1 - len(state.openings)),
             ]
             for state in row
         ]
         for row in rows
     ]
-    return torch.tensor(filled, dtype=torch.int64).view(len(rows), -1, *state_shape(kept))
-
-
-def state_shape(kept: int) -> tuple[int, int]:
-    """Return the shape of a state as a tensor."""
-    return 1 + kept, len(Opening._fields)
+    return torch.tensor(filled, dtype=torch.int64).view(len(rows), -1, kept, size)
 
 
 def state_of(kept: torch.Tensor) -> RowState:

@@ -1,11 +1,15 @@
-"""Packs: keys and values of an entry's text, which tokens attend to from the entry's name on."""
+"""Packs: keys and values of an entry's text, which tokens attend to from the entry's name on; and the file of entries."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+from midus_hf.files.checkpoint_files import GLOSSARY_FILE
+from midus_hf.memories.bank import Bank, bank_of
+from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
 
@@ -18,20 +22,19 @@ class PacksOptions(MemoryOptions):
     sites = ("inside-attention",)
     attends = True
 
-    open: int = option(2, "entries that a token reads at most, the latest named in front of it, as one text")
+    open: int = option(2, "maximum entries that a token reads as one text, the last named first")
     score_bias: float = option(
         0.4,
         "number added to the scores of packs before the softmax; 0: packs are read as if their texts stood in front",
     )
     chat_score_bias: float = option(1.1, "the same in a chat")
     distance: int = option(
-        4,
-        "positions between a pack and the last token of its name, wherever the name stands; 0: the pack ends right before that token",
+        4, "positions between a pack and the last token of its name; 0: the pack ends right before it"
     )
     links: bool = option(
         True, "whether entries that an open entry's text names open too, where fewer than `open` are open"
     )
-    max_tokens: int = option(128, "tokens of an entry's text that are read at most")
+    max_tokens: int = option(128, "maximum tokens that are read of an entry's text")
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {}
@@ -40,8 +43,32 @@ class PacksOptions(MemoryOptions):
         return head_projections(sizes)
 
     def check(self) -> None:
-        for name, least, what in (("open", 1, "at least one entry"), ("max_tokens", 1, "at least one token")):
-            if getattr(self, name) < least:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected {what}.")
-        if self.distance < 0:
-            raise RequestError(f"distance is {self.distance}; expected 0 or more positions.")
+        least = {
+            "open": (1, "at least one entry"),
+            "max_tokens": (1, "at least one token"),
+            "distance": (0, "0 or more positions"),
+        }
+        for name, (number, expected) in least.items():
+            if getattr(self, name) < number:
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
+
+
+@bank_of(PacksOptions)
+class GlossaryFile(Bank):
+    """The glossary, one file in the folder of the weights."""
+
+    files = (GLOSSARY_FILE,)
+
+    def create(self, folder: Path, dtype: str, seed: int) -> None:
+        """Create a glossary without entries."""
+        (folder / GLOSSARY_FILE).write_bytes(b"")
+
+    def copy(self, source: Path, folder: Path) -> None:
+        """Copy the glossary; if there is none, create one without entries."""
+        path = source / GLOSSARY_FILE
+        (folder / GLOSSARY_FILE).write_bytes(path.read_bytes() if path.is_file() else b"")
+
+
+def has_glossary(memories: Memories) -> bool:
+    """Return whether a model reads names and texts from a glossary."""
+    return any(isinstance(entry.options, PacksOptions) for entry in memories.attached.values())

@@ -1,4 +1,4 @@
-"""Packs in vLLM: what requests have open, in a table with a row per slot, and attention to packs beside vLLM's cache."""
+"""Packs in vLLM: what requests have open, by slots of its cache, and attention to packs and that cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,25 +25,23 @@ from midus_hf.memories.hosting.vllm import (
     slots_of_pass,
 )
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.packs.layer import Packs
+from midus_hf.memories.packs.layer import PacksMemory, PacksService
 from midus_hf.memories.packs.opening import (
-    OpenNames,
+    OpeningTracker,
     Reading,
     RowState,
-    kept_openings,
     readings_of,
     state_of,
     state_shape,
     states_tensor,
 )
 from midus_hf.memories.packs.options import PacksOptions
-from midus_hf.memories.packs.reading import OpenPacks, PackPart, open_packs
-from midus_hf.memories.packs.service import RECORDING, OpensPacks
+from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, PackPart
 from midus_hf.memories.registry import register_paged_layer
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
-# Tokens of a prompt that attend at once.
-_TOKENS_AT_ONCE = 256
+# Maximum tokens of a prompt that attend at once.
+_MAX_TOKENS_AT_ONCE = 256
 
 
 class Group(NamedTuple):
@@ -64,29 +62,11 @@ class Group(NamedTuple):
     lengths: torch.Tensor
 
 
-class _Reader:
-    """Stands for a stack where texts are read: its passes attend by torch, and do not read vLLM's cache."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, **arguments: Any) -> None:
-        config = self.model.config
-        config._attn_implementation, own = "sdpa", config._attn_implementation
-        try:
-            self.model.forward(**arguments)  # not the call, which vLLM compiles
-        finally:
-            config._attn_implementation = own
+# The services by the name of the memory, for an operation that compilers do not look into.
+_SERVICES: dict[str, "PagedPacksService"] = {}
 
 
-# The services that open packs, by the name of the memory, for an operation that compilers do not look into.
-_SERVICES: dict[str, "PagedOpens"] = {}
-
-
-class PagedOpens(OpensPacks):
+class PagedPacksService(PacksService):
     """Packs that tokens of several requests read, as `packs`, an `OpenedPass`."""
 
     may_add_cache = False
@@ -109,11 +89,11 @@ class PagedOpens(OpensPacks):
                 "this model caps scores of attention, which packs in vLLM do not; expected a model without "
                 "attn_logit_softcapping. Serve it with `transformers serve`."
             )
-        of_requests = (
+        adapters = (
             "--enable-lora changes keys and values by request, and packs are one for all",
             "Leave the option out",
         )
-        config = check_engine(self.name, {"lora_config": of_requests})
+        config = check_engine(self.name, {"lora_config": adapters})
         cache = part_of_vllm(config, "cache_config.cache_dtype")
         if cache not in _CACHES:
             raise RequestError(
@@ -124,7 +104,7 @@ class PagedOpens(OpensPacks):
         for layer in self.layers:
             serve_heads(model.layers[layer].mixer_part)
         self.heads: dict[str, CachedHeads] = {}
-        self._kept: dict[str, Any] = {}
+        self.kept = KeptPacks()
         _SERVICES[self.name] = self  # here, since what a traced pass writes is not there when the graph runs
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Any:
@@ -151,7 +131,8 @@ class PagedOpens(OpensPacks):
         }
         steps = [request for request, tokens in spans.items() if len(tokens) == 1]
         apart = [[request] for request in spans if request not in steps]
-        return [self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else []))]
+        groups = (self._group(slots, ids, rows, spans, each) for each in (*apart, *([steps] if steps else [])))
+        return [group for group in groups if group is not None]
 
     def _begin(self) -> None:
         settings = self.settings
@@ -171,19 +152,19 @@ class PagedOpens(OpensPacks):
 
         A request may begin after a prefix that another one computes in the same pass, and is then read after it.
         """
-        glossary, size = self.glossary, kept_openings(self.options)
+        glossary, options = self.glossary, self.options
         assert glossary is not None, "the glossary was opened"
         numbers = ids.long() + 1
         tokens_kept = slot_table(attention, f"{self.name}.ids", slots, numbers)
-        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, *state_shape(size)))
+        openings_kept = slot_table(attention, f"{self.name}.open", slots, numbers.new_zeros(1, *state_shape(options)))
         starts = slots.starts.tolist()
         requests = [request for request in range(len(starts) - 1) if starts[request] < starts[request + 1]]
         tokens_kept[slots.own[: starts[-1]]] = numbers[: starts[-1]]
         tokens_kept[-1] = 0
         number = torch.tensor(requests, device=ids.device)
         first = slots.position[slots.starts[number]]
-        reach = glossary.reach
-        before = slots.at(number[:, None], first[:, None] - torch.arange(reach, 0, -1, device=ids.device))
+        back = torch.arange(glossary.lookback_tokens, 0, -1, device=ids.device)
+        before = slots.at(number[:, None], first[:, None] - back)
         ids_before = (tokens_kept[before] - 1).tolist()
         open_before = openings_kept[before[:, -1]].cpu()
         tokens, positions, own = ids.tolist(), slots.position.tolist(), slots.own.tolist()
@@ -200,16 +181,15 @@ class PagedOpens(OpensPacks):
 
             def earlier(first: int, end: int, number: torch.Tensor = number[at, None, None]) -> list[int]:
                 there = slots.at(number, torch.arange(first, end, device=ids.device)[None])
-                found: list[int] = (tokens_kept[there[0]] - 1).tolist()
-                return found
+                return (tokens_kept[there[0]] - 1).tolist()
 
             state = states[last] if last in states else state_of(open_before[at])
-            names = OpenNames(glossary, self.options, state, earlier)
+            names = OpeningTracker(glossary, options, state, earlier)
             names.read_before(ids_before[at], positions[span.start])
-            rows[request], behind = readings_of(names, tokens[span], positions[span], None)
-            states |= zip(own[span], behind, strict=True)
+            rows[request], after = readings_of(names, tokens[span], positions[span], None)
+            states |= zip(own[span], after, strict=True)
             coming -= {*own[span]}
-        opened = states_tensor([[*states.values()]], size)[0].to(ids.device)
+        opened = states_tensor([[*states.values()]], options)[0].to(ids.device)
         openings_kept[torch.tensor([*states], device=ids.device)] = opened
         openings_kept[-1] = 0
         return rows
@@ -221,29 +201,23 @@ class PagedOpens(OpensPacks):
         rows: Mapping[int, list[Reading]],
         spans: Mapping[int, range],
         requests: Sequence[int],
-    ) -> Group:
-        """Return requests that have as many tokens each as a group."""
-        device, read = ids.device, [rows[request] for request in requests]
-        tokens = torch.tensor([list(spans[request]) for request in requests], device=device)
-        number = torch.tensor(requests, device=device)
-        key = tuple(map(tuple, read)), tokens.shape
-        if self._kept.get("step", (None,))[0] == key:
-            opened = self._kept["step"][1]
-        else:
-            opened = self._open_group(read, tokens.shape[1], device)
-            if tokens.shape[1] == 1:
-                self._kept["step"] = key, opened
+    ) -> Group | None:
+        """Return requests that have as many tokens each as a group; None if they read nothing."""
+        tokens = torch.tensor([list(spans[request]) for request in requests], device=ids.device)
+        number = torch.tensor(requests, device=ids.device)
+        read = [rows[request] for request in requests]
+        opened = self._packs_of(self.model, self._run, read, tokens.shape[1], ids.device, self.kept)
         positions = slots.position[tokens]
-        return Group(opened, number, tokens, positions, positions[:, -1] + 1)
+        return None if opened is None else Group(opened, number, tokens, positions, positions[:, -1] + 1)
 
-    def _open_group(self, rows: list[list[Reading]], num_tokens: int, device: Any) -> OpenPacks:
-        assert self.glossary is not None, "the glossary was opened"
-        packs = self._packs(_Reader(self.model), self.glossary, rows, self._kept, device)
-        assert self._angles is not None, "packs were read before"
-        opened = open_packs(rows, num_tokens, packs, self._angles[1], self.options, device, self.model.dtype)
-        if num_tokens > 1:
-            return opened
-        return opened.in_place([self.model.layers[layer].mixer_part for layer in self.layers])
+    def _run(self, **arguments: Any) -> None:
+        """Run a pass over texts, which attends by torch and does not read vLLM's cache."""
+        config = self.model.config
+        config._attn_implementation, attention = "sdpa", config._attn_implementation
+        try:
+            self.model.forward(**arguments)  # not the call, which vLLM compiles
+        finally:
+            config._attn_implementation = attention
 
 
 class OpenedPass(NamedTuple):
@@ -254,10 +228,10 @@ class OpenedPass(NamedTuple):
 
 
 @register_paged_layer(PacksOptions)
-class PagedPacks(Packs):
+class PagedPacksMemory(PacksMemory):
     """A layer's part of packs, which attends again for tokens that read packs, to vLLM's cache and the packs in one softmax."""
 
-    services = (PagedOpens,)  # type: ignore[assignment]
+    services = (PagedPacksService,)  # type: ignore[assignment]
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
@@ -310,8 +284,8 @@ def attend_again(
     for group in groups:
         for part in group.opened.parts:
             tokens = range(group.tokens.shape[1])[part.tokens]
-            for first in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
-                some = slice(first, min(first + _TOKENS_AT_ONCE, tokens.stop))
+            for first in range(tokens.start, tokens.stop, _MAX_TOKENS_AT_ONCE):
+                some = slice(first, min(first + _MAX_TOKENS_AT_ONCE, tokens.stop))
                 within = slice(some.start - tokens.start, some.stop - tokens.start)
                 bias = None if part.bias is None else part.bias[:, within]
                 of_some = part._replace(reads=part.reads[:, within], bias=bias)
@@ -326,7 +300,7 @@ def _(output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: st
 def _attend(
     output: torch.Tensor,
     query: torch.Tensor,
-    service: PagedOpens,
+    service: PagedPacksService,
     group: Group,
     part: PackPart,
     some: slice,

@@ -1,6 +1,7 @@
-"""Keys and values of entries: computed by a model's pass over their texts, and moved to their places for tokens that read them."""
+"""Keys and values of entries: computed by passes over their texts, kept, and moved to their places for tokens that read them."""
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,15 +9,22 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import Rotation, moved_by
+from midus_hf.memories.packs.glossary import LoadedGlossary
 from midus_hf.memories.packs.opening import PackKey, Reading
 from midus_hf.memories.packs.options import PacksOptions
 
-# Number of texts per pass.
-_TEXTS_AT_ONCE = 64
+# Argument of a pass in which the keys and values of texts are recorded.
+RECORDING = "pack_recording"
+
+_TEXTS_PER_PASS = 64
 # A power of two: the angle of this position gives that of one position precisely, for any dtype of cosines and sines.
 _LATEST_POSITION = 4096
-# Largest number of packs that the tokens of a part read in one row.
-_PACKS_AT_ONCE = 8
+# Maximum number of packs that the tokens of a part read in one row.
+_MAX_PACKS_PER_PART = 8
+# Maximum number of tokens of packs that are kept with a cache, if a pass reads no more: those that were read last.
+_MAX_KEPT_TOKENS = 1 << 15
+# What is read between the texts of entries that are read as one, and before the words of a turn.
+_SEPARATOR = "\n"
 
 
 class Pack(NamedTuple):
@@ -57,59 +65,96 @@ class Recording:
         self.turns[layer] = rotation
 
 
-def rotation_angles(run: Callable[..., Any], device: Any) -> torch.Tensor:
-    """Return the angles by which a position rotates the keys of each layer, `[L, r]`, float64, in radians; 0 where none is rotated.
+class PackReader:
+    """Computes packs by passes of a stack, `run`, over texts."""
 
-    The angle of position 1 is computed from that of a later position, which is more precise, since its whole turns are known.
+    def __init__(self, options: PacksOptions):
+        self._options = options
+        # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
+        self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
-    Args:
-        run: Function of ids `[1, T]`, positions `[1, T]` and a `Recording`, which runs the model's stack of layers.
-        device: Device of the model.
-    """
-    positions = torch.tensor([[1 << power for power in range(_LATEST_POSITION.bit_length())]], device=device)
+    def angles(self, run: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Return the angles by which a position rotates keys, `[L, r]`, float64, in radians; 0 where none is rotated.
+
+        The angle of position 1 is computed from that of a later position, which is more precise, since its whole turns are known.
+        """
+        if self._angles is None or self._angles[0] != dtype:
+            powers = [[1 << power for power in range(_LATEST_POSITION.bit_length())]]
+            positions = torch.tensor(powers, device=device)
+            turns = _record(run, torch.zeros_like(positions), positions).turns
+            found = []
+            for layer in sorted(turns):
+                cos, sin = (part[0].double().cpu() for part in turns[layer])  # [T, r]
+                angle = torch.atan2(sin[0], cos[0])
+                for at in range(1, len(cos)):
+                    within = torch.atan2(sin[at], cos[at])
+                    whole = ((angle * 2**at - within) / (2 * torch.pi)).round()
+                    angle = (within + 2 * torch.pi * whole) / 2**at
+                found.append(angle)
+            self._angles = dtype, torch.stack(found)
+        return self._angles[1]
+
+    def read(self, run: Any, glossary: LoadedGlossary, keys: Sequence[PackKey], device: Any) -> dict[PackKey, Pack]:
+        """Return packs, without entries that were removed, and without packs that have none left.
+
+        The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it is. A sequence
+        has one, and each pack would add another, which takes attention from both; so texts are read after tokens that are not part
+        of their packs, as in APE (arXiv 2502.05431).
+        """
+        numbers = dict.fromkeys(number for key in keys for number in key.entries)
+        texts = glossary.tokens_of(numbers, self._options.max_tokens)
+        (separator,) = glossary.spelling.ids_of([_SEPARATOR], special_tokens=False)
+        ids: dict[PackKey, list[int]] = {}
+        for key in keys:
+            parts = [texts[number] for number in key.entries if number in texts]
+            if parts:
+                parts += [[*key.words]] if key.words else []
+                ids[key] = [token for part in parts for token in (*separator, *part)][len(separator) :]
+        packs: dict[PackKey, Pack] = {}
+        for in_chat in {key.in_chat for key in ids}:
+            prefix, chosen = glossary.token_prefix(in_chat), [key for key in ids if key.in_chat == in_chat]
+            for first in range(0, len(chosen), _TEXTS_PER_PASS):
+                part = {key: [*prefix, *ids[key]] for key in chosen[first : first + _TEXTS_PER_PASS]}
+                tokens = torch.zeros(len(part), max(map(len, part.values())), dtype=torch.int64)
+                for row, each in enumerate(part.values()):
+                    tokens[row, : len(each)] = torch.tensor(each)
+                positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
+                heads = [heads for _, heads in sorted(_record(run, tokens.to(device), positions).heads.items())]
+                for row, (key, each) in enumerate(part.items()):
+                    text = slice(len(prefix), len(each))
+                    pack = tuple((keys_[row, :, text], values[row, :, text]) for keys_, values in heads)
+                    packs[key] = Pack(pack, len(prefix))
+        return packs
+
+
+def _record(run: Any, ids: torch.Tensor, positions: torch.Tensor) -> Recording:
     recording = Recording()
-    run(torch.zeros_like(positions), positions, recording)
-    found = []
-    for layer in sorted(recording.turns):
-        cos, sin = (part[0].double().cpu() for part in recording.turns[layer])  # [T, r]
-        angle = torch.atan2(sin[0], cos[0])
-        for at in range(1, len(cos)):
-            within = torch.atan2(sin[at], cos[at])
-            whole = ((angle * 2**at - within) / (2 * torch.pi)).round()
-            angle = (within + 2 * torch.pi * whole) / 2**at
-        found.append(angle)
-    return torch.stack(found)
+    run(input_ids=ids, position_ids=positions, use_cache=False, **{RECORDING: recording})
+    return recording
 
 
-def read_texts(
-    run: Callable[..., Any], texts: Sequence[Sequence[int]], in_front: Sequence[int], device: Any
-) -> list[Pack]:
-    """Return the pack of each text, from ids, which a model reads a few at a time.
+class KeptPacks:
+    """Packs that were read for the sequences of a cache: like its keys and values, they belong to the weights of that time."""
 
-    The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it is. A sequence has
-    one, and each pack would add another, which takes attention from both; so texts are read after tokens that are not part of
-    their packs, as in APE (arXiv 2502.05431).
+    def __init__(self) -> None:
+        self._packs: dict[PackKey, Pack] = {}
+        #: What the last step of a generation read, and its packs at their places.
+        self.step: tuple[Any, OpenPacks] | None = None
 
-    Args:
-        run: Function of ids `[B, T]`, positions `[B, T]` and a `Recording`, which runs the model's stack of layers.
-        texts: Token ids of each text, one or more.
-        in_front: P token ids that are put before each text. Keys of a text are rotated to the positions from P on.
-        device: Device of the model.
-    """
-    packs: list[Pack] = []
-    for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        part = [[*in_front, *ids] for ids in texts[first : first + _TEXTS_AT_ONCE]]
-        tokens = torch.zeros(len(part), max(map(len, part)), dtype=torch.int64)
-        for row, ids in enumerate(part):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-        recording = Recording()
-        run(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand(tokens.shape), recording)
-        for row, ids in enumerate(part):
-            layers = [recording.heads[layer] for layer in sorted(recording.heads)]
-            of_text = slice(len(in_front), len(ids))
-            heads = tuple((key[row, :, of_text], value[row, :, of_text]) for key, value in layers)
-            packs.append(Pack(heads, len(in_front)))
-    return packs
+    def take(
+        self, wanted: Mapping[PackKey, Any], read: Callable[[Sequence[PackKey]], dict[PackKey, Pack]]
+    ) -> dict[PackKey, Pack]:
+        """Return packs, reading those that are not kept; packs that were read long ago are dropped."""
+        packs = {key: self._packs.pop(key) for key in wanted if key in self._packs}
+        if missing := [key for key in wanted if key not in packs]:
+            packs |= read(missing)
+        self._packs |= packs
+        num_tokens = 0
+        for key, pack in reversed([*self._packs.items()]):
+            num_tokens += pack.heads[0][0].shape[1]
+            if num_tokens > _MAX_KEPT_TOKENS and key not in packs:
+                del self._packs[key]
+        return packs
 
 
 class PackPart(NamedTuple):
@@ -150,13 +195,7 @@ class OpenPacks(NamedTuple):
     kinds: tuple[int, ...]
 
     def of(self, layer: int, part: PackPart, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values for the tokens of a part, each `[B, K, S', d]`.
-
-        Args:
-            layer: Number of the layer among those with packs.
-            part: The part.
-            attention: The layer's attention, which says how keys are rotated.
-        """
+        """Return keys and values for a part, `[B, K, S', d]` both, in a layer by its number among those with packs."""
         keys, values = self.heads[layer]
         if part.slots is not None:
             keys, values = (heads[:, part.slots].transpose(0, 1) for heads in (keys, values))
@@ -190,22 +229,21 @@ def open_packs(
     device: Any,
     dtype: torch.dtype,
 ) -> OpenPacks:
-    """Return the packs that the tokens of a pass read.
+    """Return the packs that the T tokens of a pass read.
 
     Args:
         rows: What the tokens of each row read; some do.
-        num_tokens: T, tokens of the pass.
-        packs: The packs that are read.
+        num_tokens: T.
+        packs: The packs that are read, without those whose entries were removed since.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
         options: Options of the memory.
         device: Device of the model.
         dtype: Dtype of the model.
     """
-    # An entry may have been removed since its name was found.
     rows = [[each for each in row if each.pack in packs] for row in rows]
     read = {each.pack: packs[each.pack] for row in rows for each in row}
-    lengths = {key: pack.heads[0][0].shape[1] for key, pack in read.items()}
-    firsts = dict(zip(read, _sums_before(lengths.values()), strict=True))
+    ends = itertools.accumulate(pack.heads[0][0].shape[1] for pack in read.values())
+    firsts = dict(zip(read, (0, *ends), strict=False))
     heads = tuple(
         tuple(torch.cat([pack.heads[layer][part] for pack in read.values()], 1).to(device, dtype) for part in (0, 1))
         for layer in range(len(angles))
@@ -221,39 +259,26 @@ def open_packs(
         is_whole = is_whole and bool(reads.all())
         # In float64, since positions are large and angles are counted by whole turns.
         moved = (moves - options.distance)[:, :, None].double()  # [B, S', 1]
-        turned = ((moved * by_kind[:, None, None]) % (2 * torch.pi)).to(
-            device, torch.promote_types(dtype, torch.float32)
-        )
+        turned = (moved * by_kind[:, None, None]) % (2 * torch.pi)
+        turned = turned.to(device, torch.promote_types(dtype, torch.float32))
         added = bias.to(device) if bias.any() else None
         parts.append(PackPart(tokens, slots.to(device), reads.to(device), added, turned))
     return OpenPacks(heads, tuple(parts), is_open.to(device), is_whole, tuple(kinds.tolist()))  # type: ignore[arg-type]
 
 
-def _sums_before(lengths: Any) -> list[int]:
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums[:-1]
-
-
 def _token_parts(rows: Sequence[Sequence[Reading]]) -> list[slice]:
     """Return the tokens in parts: neighbours for which each row reads only a few packs, and some row reads one."""
     bounds = sorted({bound for row in rows for each in row for bound in (each.start, each.stop)})
-    at = [0] * len(rows)
+    starts = [[each.start for each in row] for row in rows]
     parts: list[slice] = []
     union: list[set[tuple[PackKey, int]]] = []
     for start, stop in itertools.pairwise(bounds):
-        read: list[set[tuple[PackKey, int]]] = []
-        for number, row in enumerate(rows):
-            while at[number] < len(row) and row[at[number]].stop <= start:
-                at[number] += 1
-            reading = row[at[number]] if at[number] < len(row) else None
-            is_read = reading is not None and reading.start <= start
-            read.append({(reading.pack, reading.place)} if reading is not None and is_read else set())
+        latest = [row[: bisect_right(begins, start)][-1:] for row, begins in zip(rows, starts, strict=True)]
+        read = [{(each.pack, each.place) for each in row if each.stop > start} for row in latest]
         if not any(read):
             continue
         both = [before | now for before, now in zip(union, read, strict=True)] if union else read
-        if parts and parts[-1].stop == start and max(map(len, both)) <= _PACKS_AT_ONCE:
+        if parts and parts[-1].stop == start and max(map(len, both)) <= _MAX_PACKS_PER_PART:
             parts[-1], union = slice(parts[-1].start, stop), both
         else:
             parts.append(slice(start, stop))
@@ -273,36 +298,29 @@ def _slots(
     Returns:
         Slots `[B, S']`, moves `[B, S']`, whether each token reads a slot, and the number added to its score, `[B, T', S']` both.
     """
-    slots: list[list[int]] = []
-    moves: list[list[int]] = []
-    reads: list[list[tuple[slice, slice, float]]] = []
-    for row in rows:
-        within = [each for each in row if each.start < tokens.stop and each.stop > tokens.start]
+    slots: list[list[int]] = [[] for _ in rows]
+    moves: list[list[int]] = [[] for _ in rows]
+    reads: list[tuple[int, slice, slice, float]] = []
+    for number, row in enumerate(rows):
         columns: dict[tuple[PackKey, int], slice] = {}
-        slots.append([])
-        moves.append([])
-        for key, place in dict.fromkeys((each.pack, each.place) for each in within):
-            pack, first = packs[key], firsts[key]
-            length = pack.heads[0][0].shape[1]
-            columns[key, place] = slice(len(slots[-1]), len(slots[-1]) + length)
-            slots[-1] += range(first, first + length)
-            moves[-1] += [place - length - pack.first] * length
-        reads.append(
-            [
-                (
-                    slice(max(each.start, tokens.start) - tokens.start, min(each.stop, tokens.stop) - tokens.start),
-                    columns[each.pack, each.place],
-                    options.chat_score_bias if each.pack.in_chat else options.score_bias,
-                )
-                for each in within
-            ]
-        )
+        for each in row:
+            if each.start >= tokens.stop or each.stop <= tokens.start:
+                continue
+            key = each.pack, each.place
+            if key not in columns:
+                pack, first, count = packs[each.pack], firsts[each.pack], len(slots[number])
+                length = pack.heads[0][0].shape[1]
+                columns[key] = slice(count, count + length)
+                slots[number] += range(first, first + length)
+                moves[number] += [each.place - length - pack.first] * length
+            start, stop = max(each.start, tokens.start), min(each.stop, tokens.stop)
+            bias = options.chat_score_bias if each.pack.in_chat else options.score_bias
+            reads.append((number, slice(start - tokens.start, stop - tokens.start), columns[key], bias))
     most = max(map(len, slots))
     mask = torch.zeros(len(rows), tokens.stop - tokens.start, most, dtype=torch.bool)
-    bias = torch.zeros(mask.shape)
-    for number, of_row in enumerate(reads):
-        for read_by, columns_read, added in of_row:
-            mask[number, read_by, columns_read] = True
-            bias[number, read_by, columns_read] = added
+    added = torch.zeros(mask.shape)
+    for number, read_by, read, bias in reads:
+        mask[number, read_by, read] = True
+        added[number, read_by, read] = bias
     filled = [torch.tensor([each + [0] * (most - len(each)) for each in both]) for both in (slots, moves)]
-    return filled[0], filled[1], mask, bias
+    return filled[0], filled[1], mask, added
