@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.anatomy.record import recorded_options
+from midus_hf.anatomy.record import iter_recorded_options
 from midus_hf.memories.packs.glossary import Entry, Glossary, entry_of, joined, read_glossary, write_glossary
 from midus_hf.memories.packs.names import find_names
 from midus_hf.memories.packs.opening import OpeningTracker, readings_of
@@ -227,7 +227,7 @@ def test_new_names_end_what_is_recorded_about_protected_texts():
     glossary = Glossary(tiny_tokenizer(), [IRON])
     within = {"method": "packs", "options": {"protect": "texts.jsonl"}}
     recorded = {"method": "moc", "options": {}, "base_config": {"upscale": within}}
-    glossary.recorded = [*recorded_options(recorded, "packs")]
+    glossary.recorded = [*iter_recorded_options(recorded, "packs")]
     with warnings.catch_warnings(action="error"):
         glossary.replace(["Fe", "iron ore"], "x", exact=True)
         glossary.remove("Iron ore")
