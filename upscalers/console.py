@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from midus_hf.config.wording import format_count
+from midus_hf.config.errors import format_count
 from midus_hf.config.yaml_options import write_yaml
 from midus_hf.files.secrets import without_secrets
 from midus_hf.sources.progress import show_progress

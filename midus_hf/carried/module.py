@@ -22,8 +22,7 @@ from midus_hf.carried import absent, standins
 from midus_hf.carried.sources import Name, Source, names_read
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import Memories
-from midus_hf.memories.registry import layer_class
+from midus_hf.memories.registry import Memories, layer_class
 from midus_hf.version import __version__
 
 _OWN = frozenset({"midus_hf"})

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, argument, cli_option, flag
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import RequestError, first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.names import is_text
 from midus_hf.sources.names import check_dtype, check_model_name

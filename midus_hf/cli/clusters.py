@@ -152,7 +152,7 @@ def assign(
     if output.exists() and not overwrite:
         raise RequestError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     check_sources([("tree", str(tree)), ("corpus", corpus)])
-    from midus_hf.config.wording import print_note
+    from midus_hf.config.errors import print_note
     from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.document_paths import TopicNames, WindowPaths, document_paths, rows_with_paths, stored_paths
     from midus_hf.topics.memory_retriever import MemoryRetriever
@@ -203,7 +203,7 @@ def report(
     from midus_hf.sources.names import check_sources
 
     check_sources([("tree", str(tree)), *([] if corpus is None else [("corpus", corpus)])])
-    from midus_hf.config.wording import print_note
+    from midus_hf.config.errors import print_note
     from midus_hf.data.corpus import read_corpus
     from midus_hf.topics.run import WINDOWS, open_build
     from midus_hf.topics.windows import windows_of_corpus

@@ -7,8 +7,7 @@ import typer
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, format_count, print_note
+from midus_hf.config.errors import RequestError, first_few, format_count, print_note
 from midus_hf.sources.names import check_sources
 
 
@@ -52,7 +51,7 @@ def list_(model: Source, memory: Memory = None, json_: Json = False) -> None:
 
 def list_memories(model: str, memory: str | None = None) -> dict[str, Any]:
     """List what a checkpoint's memories contain: entries of a glossary, and chapters."""
-    from midus_hf.memories.moc.options import ChaptersOptions
+    from midus_hf.memories.moc.options import MocOptions
     from midus_hf.memories.packs.options import PacksOptions
     from upscalers.checkpoint.base_checkpoint import open_base
     from upscalers.checkpoint.source import resolve_source
@@ -66,7 +65,7 @@ def list_memories(model: str, memory: str | None = None) -> dict[str, Any]:
     listed: dict[str, Any] = {}
     if any(isinstance(each, PacksOptions) for each in options):
         listed |= list_entries(model)
-    if any(isinstance(each, ChaptersOptions) for each in options):
+    if any(isinstance(each, MocOptions) for each in options):
         listed |= list_chapters(model, memory, Console("midus edit"))
     if not listed:
         named = "memory" if memory is None else f"memory {memory!r}"

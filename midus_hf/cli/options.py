@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import RequestError, install_extra
 from midus_hf.sources.names import check_model_name
 
 if TYPE_CHECKING:

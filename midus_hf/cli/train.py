@@ -19,8 +19,7 @@ from midus_hf.cli.command_line import (
     run_command,
 )
 from midus_hf.cli.options import argument
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line, is_first_to, print_note, shared_store
+from midus_hf.config.errors import RequestError, first_line, is_first_to, print_note, shared_store
 from midus_hf.files.outputs import as_disk_error
 
 # For a command that passes its flags on to the parser of its keys.

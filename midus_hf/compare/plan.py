@@ -11,8 +11,7 @@ from typing import Any
 from midus_hf.anatomy.record import UpscaleRecord, language_entry, record_of
 from midus_hf.compare.options import Comparison, Rate, as_keys, check_names
 from midus_hf.compare.runs import Variant, searches_of, window_keys
-from midus_hf.config.errors import RequestError, as_request_error, name_in_request_errors
-from midus_hf.config.wording import one_of
+from midus_hf.config.errors import RequestError, as_request_error, name_in_request_errors, one_of
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.memories.controls import controls_of
 from midus_hf.memories.hierarchical.options import HierarchicalOptions

@@ -1,4 +1,4 @@
-"""Declarations of tensors: shape, role and initial values."""
+"""Declarations of tensors - shape, role and initial values - and the sizes of the model that they are made for."""
 
 import math
 from collections.abc import Callable
@@ -54,6 +54,10 @@ class Normal:
         tensor.normal_(0.0, self.std, generator=generator)
 
 
+# Share of a normal distribution within two standard deviations of the mean.
+_WITHIN_TWO = math.erf(math.sqrt(2))
+
+
 @dataclass(frozen=True)
 class TruncatedNormal:
     """Normal distribution with mean zero and standard deviation `std`, cut off at two standard deviations."""
@@ -63,10 +67,6 @@ class TruncatedNormal:
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
         # The inverse of the distribution function takes exactly one draw per element.
         tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
-
-
-# Share of a normal distribution within two standard deviations of the mean.
-_WITHIN_TWO = math.erf(math.sqrt(2))
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,71 @@ ZEROS, ONES = Constant(0.0), Constant(1.0)
 
 @dataclass(frozen=True)
 class DeclaredTensor:
-    """One tensor of a memory.
+    """One tensor of a memory: its shape, its role (`Role` lists them), its initial values, and a buffer's integer dtype.
 
-    Args:
-        role: Purpose of the tensor, as `Role` lists them.
-        initial: Values that the tensor starts with.
-        dtype: Integer dtype of a buffer. Default: empty, the dtype of the model.
+    The default dtype, an empty string, is that of the model.
     """
 
     shape: tuple[int, ...]
     role: Role
     initial: Initial
     dtype: Literal["", "int64"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model, from its config.
+
+    Args:
+        hidden_size: D, the width of the residual stream.
+        num_heads: H, query heads of each attention.
+        head_dim: d, the width of one head. Default: D / H.
+        num_key_value_heads: Key and value heads of each attention. Default: H.
+        intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
+        num_layers: L, the number of layers, memory blocks included. Default: 0, unknown.
+        activation: Name that transformers has for the activation of the gated feed-forward network. Default: `"silu"`.
+        layers: Sizes at each layer, if some layers have other sizes (Gemma 4). Default: none, all layers have these.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int = 0
+    num_key_value_heads: int = 0
+    intermediate_size: int = 0
+    num_layers: int = 0
+    activation: str = "silu"
+    layers: tuple["ModelSizes", ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_heads)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "ModelSizes":
+        """Return the sizes in a config of transformers, those of the layers that have no sizes of their own (Gemma 4)."""
+
+        def size(name: str) -> int:
+            try:
+                value = getattr(config, name, None)
+            except RuntimeError:  # transformers refuses to read an attribute that differs between layers
+                value = vars(config).get(name)
+            return value if isinstance(value, int) else 0
+
+        values = vars(config)
+        is_heterogeneous = getattr(config, "is_heterogeneous", False)
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=size("num_attention_heads") or 1,
+            head_dim=size("head_dim"),
+            num_key_value_heads=size("num_key_value_heads"),
+            intermediate_size=size("intermediate_size"),
+            num_layers=config.num_hidden_layers,
+            activation=values.get("hidden_activation") or values.get("hidden_act") or "silu",
+            layers=tuple(map(cls.from_config, config.per_layer_config)) if is_heterogeneous else (),
+        )
+
+    def at(self, layer: int) -> "ModelSizes":
+        """Return the sizes at a layer."""
+        return self.layers[layer] if self.layers else self

@@ -1,10 +1,15 @@
-"""The error that refuses a request, and where an error was raised."""
+"""The error that refuses a request, phrases that several messages share, and the printing of notes."""
 
+import codecs
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
-from midus_hf.config.wording import first_line
+_MAX_LINE = 400
 
 
 class RequestError(ValueError):
@@ -12,6 +17,14 @@ class RequestError(ValueError):
 
     Commands end with status 2 and the message. Any other error, also of a library, ends them with status 1.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, with the paragraph after it if it ends in a colon, or the error's type."""
+    first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
+    if not first.rstrip().endswith(":"):
+        return first.rstrip()
+    return textwrap.shorten(f"{first} {rest.strip().partition(chr(10) * 2)[0]}", _MAX_LINE, placeholder=" ...")
 
 
 @contextlib.contextmanager
@@ -43,9 +56,72 @@ def traceback_places(error: BaseException, packages: set[str]) -> list[str]:
         entries.append(entry)
         entry = entry.tb_next
     inside = [each for each in entries if str(each.tb_frame.f_globals.get("__name__")).partition(".")[0] in packages]
-    return list(dict.fromkeys(map(_format_place, inside[-1:] + entries[-1:])))
+    places = ((each.tb_frame.f_code, each.tb_lineno) for each in inside[-1:] + entries[-1:])
+    return list(
+        dict.fromkeys(f'  File "{code.co_filename}", line {line}, in {code.co_qualname}' for code, line in places)
+    )
 
 
-def _format_place(entry: TracebackType) -> str:
-    code = entry.tb_frame.f_code
-    return f'  File "{code.co_filename}", line {entry.tb_lineno}, in {code.co_qualname}'
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
+    beyond = len(names) - most
+    return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")
+
+
+def one_of(known: Iterable[str]) -> str:
+    """Return a sentence that lists known values: the first 40, and the number of others."""
+    return f"Expected one of: {first_few(list(known), 40)}."
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return a number of things, such as `1 entry` or `2,000 entries`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def install_extra(extra: str) -> str:
+    """Return how to install an extra: from a clone, since the package is not in a registry."""
+    return f"in the clone of midus_hf, run: pip install -c constraints.txt -e '.[{extra}]'"
+
+
+def save_as_utf8(error: UnicodeDecodeError) -> str:
+    """Return a hint on a file's encoding, for a file that is not text in UTF-8: what it may be, and what converts it."""
+    begins = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    name, code = ("UTF-16", "UTF-16") if begins else ("not UTF-8, perhaps Windows-1252", "WINDOWS-1252")
+    return f"; it is {name}. Save it as UTF-8, or run: iconv -f {code} -t UTF-8 FILE > NEW"
+
+
+def no_column(label: str, column: str, columns: Sequence[str]) -> str:
+    """Return the message about texts that lack the column of the text; `label` is their name in messages."""
+    return (
+        f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
+        "cluster) to the column that holds the text."
+    )
+
+
+def print_note(line: str, event: str | None = None) -> None:
+    """Print a line on standard error, only in the first process of a run, or in the first that comes to an event."""
+    if int(os.environ.get("RANK", 0)) == 0 if event is None else is_first_to(event):
+        print(line, file=sys.stderr, flush=True)
+
+
+def is_first_to(event: str) -> bool:
+    """Return whether no other process of a run has come to an event before; the store that they share counts.
+
+    Before processes have joined, the first of each machine is the first there.
+    """
+    store = shared_store()
+    if store is None:
+        return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    try:
+        return store.add(f"midus_hf/{event}", 1) == 1
+    except RuntimeError:  # the process that had the store has ended
+        return False
+
+
+def shared_store() -> Any:
+    """Return the store that the processes of a run share; None before this process has joined others."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()

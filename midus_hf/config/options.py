@@ -10,8 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, one_of
+from midus_hf.config.errors import RequestError, first_few, one_of
 
 Options = TypeVar("Options")
 
@@ -42,12 +41,11 @@ def read_options(
     """Return an options dataclass with the values of a mapping."""
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
-    name = values.get("preset") if presets else None
-    if name is not None and name not in list(presets):
-        raise RequestError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
     if presets:
-        chosen = {} if name is None else presets[name]
-        values = {**chosen, **{key: value for key, value in values.items() if key != "preset"}}
+        preset = values.get("preset")
+        if preset is not None and preset not in list(presets):
+            raise RequestError(f"preset is {preset!r}; expected one of: {', '.join(presets)}.")
+        values = {**presets.get(str(preset), {}), **{key: value for key, value in values.items() if key != "preset"}}
     for key in values:
         if key not in fields:
             known = one_of([*fields, *(["preset"] if presets else [])]) if fields else "It has none."
@@ -132,14 +130,8 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
             f"{name}: {', '.join(f'{key}={value}' for key, value in values.items())}"
             for name, values in presets.items()
         )
-        described.append(
-            {
-                "name": "preset",
-                "type": " | ".join(presets),
-                "default": None,
-                "help": f"several options at once ({meaning})",
-            }
-        )
+        help = f"several options at once ({meaning})"
+        described.append({"name": "preset", "type": " | ".join(presets), "default": None, "help": help})
     return described
 
 

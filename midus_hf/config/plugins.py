@@ -1,7 +1,7 @@
 """Plugins: methods, memories and families of other packages, found by their entry points."""
 
 import warnings
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from midus_hf.config.errors import RequestError
 
@@ -11,27 +11,27 @@ _loaded: set[tuple[str, str]] = set()
 
 
 def load_plugins(group: str, refuse: bool = True) -> None:
-    """Import the plugins under a group of entry points, each once. The import registers the plugin.
-
-    Args:
-        group: `midus_hf.memories` (a memory, with its method if there is one), `midus_hf.families` or
-            `upscalers.methods`.
-        refuse: Whether a plugin that cannot be imported is an error. If not, a warning is given and the other plugins
-            are imported. Default: True.
+    """Import the plugins under a group of entry points, one of `GROUPS`, each once. The import registers the plugin.
 
     Raises:
-        RequestError: If a plugin cannot be imported. The message names the plugin and its package.
+        RequestError: If a plugin cannot be imported, unless `refuse` is false: a warning is then given, and the others are imported.
     """
     for offered in entry_points(group=group):
-        if (group, offered.value) not in _loaded:
-            try:
-                _load(group, offered)
-            except RequestError as error:
-                if refuse:
-                    raise
-                warnings.warn(str(error), stacklevel=2)
-            else:
-                _loaded.add((group, offered.value))
+        if (group, offered.value) in _loaded:
+            continue
+        try:
+            offered.load()
+        except Exception as error:
+            package = offered.dist.name if offered.dist else "a package"
+            message = (
+                f"{package} offers {offered.value} under {group}, which cannot be imported ({type(error).__name__}: {error}). Update "
+                "or uninstall it."
+            )
+            if refuse:
+                raise RequestError(message) from error
+            warnings.warn(message, stacklevel=2)
+        else:
+            _loaded.add((group, offered.value))
 
 
 def plugin_packages() -> set[str]:
@@ -42,14 +42,3 @@ def plugin_packages() -> set[str]:
 def is_same_class(first: type, second: type) -> bool:
     """Return whether two classes have the same definition, which may have been executed twice, as in a notebook."""
     return (first.__module__, first.__qualname__) == (second.__module__, second.__qualname__)
-
-
-def _load(group: str, offered: EntryPoint) -> None:
-    try:
-        offered.load()
-    except Exception as error:
-        package = offered.dist.name if offered.dist else "a package"
-        raise RequestError(
-            f"{package} offers {offered.value} under {group}, which cannot be imported ({type(error).__name__}: {error}). Update or "
-            "uninstall it."
-        ) from error

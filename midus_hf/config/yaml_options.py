@@ -143,9 +143,7 @@ def read_yaml(text: str, subject: str) -> Any:
 def write_yaml(value: Any, flow: bool | None = False) -> str:
     """Return a value as YAML, which `read_yaml` and readers of YAML 1.1 read alike.
 
-    Args:
-        value: Mappings, lists, texts, numbers, booleans and None.
-        flow: Whether to write it within brackets, None for only the innermost mappings and lists. Default: False.
+    With `flow` it is written within brackets; None: only the innermost mappings and lists are.
     """
     text: str = yaml.dump(value, Dumper=_Writer, default_flow_style=flow, sort_keys=False)
     return text

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, first_line, no_column, print_note, save_as_utf8
+from midus_hf.config.errors import RequestError, first_few, first_line, no_column, print_note, save_as_utf8
 from midus_hf.files.checkpoint_files import is_lfs_pointer
 from midus_hf.sources.names import check_hub_id
 from midus_hf.sources.progress import limit_bars

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import IterableDataset
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, no_column, print_note
+from midus_hf.config.errors import RequestError, first_few, no_column, print_note
 from midus_hf.data.corpus import STREAMED_FILE_COLUMN, TREE_COLUMN, DocumentPaths, convert_read_errors, stream_files
 from midus_hf.data.packing import DROPPED_SHARE, Packer, beginning_within, tokenise, too_few_tokens
 

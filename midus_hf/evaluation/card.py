@@ -10,8 +10,7 @@ from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from yaml import YAMLError
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import RequestError, first_line
 from midus_hf.evaluation.report import ABOUT_THE_TASK
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.outputs import atomic_write

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path, PurePath
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.json_text import parse_json
 
 Kind = tuple[str, ...]

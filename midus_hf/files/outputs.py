@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.anatomy.record import RECORD_KEY, has_record
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, first_line
+from midus_hf.config.errors import RequestError, first_few, first_line
 from midus_hf.files.checkpoint_files import (
     CONFIG_FILE,
     OF_UPSCALED,

@@ -1,8 +1,8 @@
 """Banks: data of memories in files next to a checkpoint's weights, which are created, copied and counted with it. Needs no torch.
 
-A memory with a bank has a module `bank_files` in the folder of its options, with a `Bank` under `@bank_of(Options)`. Upscaling,
-strip, edits and downloads treat all banks alike; a model opens and saves its banks by services
-(`midus_hf.memories.hosting.service`).
+A memory with a bank has a module `bank_files` in the folder of its options, with `MemoryFiles` under
+`@register_memory_files(Options)`. Upscaling, strip, edits and downloads treat all banks alike; a model opens and saves its banks by
+services (`midus_hf.memories.hosting.service`).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from midus_hf.files.checkpoint_files import Kind
-from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.options import MemoryOptions
-from midus_hf.memories.registry import MEMORY_TYPES, import_beside
+from midus_hf.memories.registry import MEMORY_TYPES, Memories, MemoryEntry, import_beside
 
-AnyBank = TypeVar("AnyBank", bound="type[Bank]")
+AnyBank = TypeVar("AnyBank", bound="type[MemoryFiles]")
 
-_BANK_OF: dict[type[MemoryOptions], "type[Bank]"] = {}
+_BANK_OF: dict[type[MemoryOptions], "type[MemoryFiles]"] = {}
 
 
-class Bank:
+class MemoryFiles:
     """Bank of a memory in the folder of a checkpoint.
 
     Args:
@@ -35,7 +34,7 @@ class Bank:
 
     def create(self, folder: Path, dtype: str, seed: int) -> None:
         """Create the bank of a new memory in the folder of a checkpoint with a dtype; random values depend on the seed."""
-        raise TypeError(f"{type(self).__name__} does not say how a bank is created.")
+        raise NotImplementedError
 
     def copy(self, source: Path, folder: Path) -> None:
         """Copy the bank of the checkpoint `source` to another folder.
@@ -43,10 +42,14 @@ class Bank:
         Raises:
             RequestError: If it cannot be read.
         """
-        raise TypeError(f"{type(self).__name__} does not say how a bank is copied.")
+        raise NotImplementedError
+
+    def bind_to_base(self, folder: Path) -> None:
+        """Update the layers and the base of the model in files that name them. Default: no files do."""
+        self.tie(folder)
 
     def tie(self, folder: Path) -> None:
-        """Update the layers and the base of the model in files that name them. Default: no files do."""
+        """Do the work of `bind_to_base`: its name until 1.0."""
 
     def paths(self, folder: Path) -> list[Path]:
         """Return the bank's files in a folder. Default: those that match its patterns, in folders with the memory's name."""
@@ -74,7 +77,7 @@ class Bank:
         return 0
 
 
-def bank_of(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
+def register_memory_files(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
     """Return a decorator that makes a class the bank of a memory, and of memories whose options extend its options."""
 
     def decorate(cls: AnyBank) -> AnyBank:
@@ -84,15 +87,18 @@ def bank_of(options_class: type[MemoryOptions]) -> Callable[[AnyBank], AnyBank]:
     return decorate
 
 
-def bank_class(options_class: type[MemoryOptions]) -> type[Bank] | None:
+Bank, bank_of = MemoryFiles, register_memory_files  # the names until 1.0
+
+
+def bank_class(options_class: type[MemoryOptions]) -> type[MemoryFiles] | None:
     """Return the class of a memory's bank, imported from the folder of its options; None for a memory without one."""
     import_beside(options_class, "bank_files")
     return next((_BANK_OF[kind] for kind in options_class.__mro__ if kind in _BANK_OF), None)
 
 
-def banks_of(memories: Memories) -> dict[str, Bank]:
+def banks_of(memories: Memories) -> dict[str, MemoryFiles]:
     """Return the banks of a model's memories, by the name of the memory."""
-    classes: Mapping[str, type[Bank] | None] = {
+    classes: Mapping[str, type[MemoryFiles] | None] = {
         name: bank_class(type(entry.options)) for name, entry in memories.attached.items()
     }
     return {name: cls(memories.attached[name], memories) for name, cls in classes.items() if cls is not None}

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Role
 from midus_hf.memories.options import DeclaredControl, MemoryOptions
 
 # Name of a control. `frozen-addresses`: only the tensors that make values train. `shuffled-addresses`: the rows of
@@ -22,8 +21,7 @@ class Change:
 
     Args:
         options: Options of the memory's config entry that take new values. Default: none.
-        trainable: Roles that train, in the form of `midus train`'s option `trainable`. Default: empty, the roles that
-            train by default.
+        trainable: Roles that train, as `midus train`'s option `trainable` has them. Default: empty, those that train by default.
         shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes after
             training. Default: none.
     """
@@ -43,11 +41,7 @@ def controls_of(
     be frozen at zero, because the memory could then never add anything. `shuffled-addresses` needs values with two or
     more rows.
 
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-        layers: Indices of the layers that have the memory, ascending; they decide how tables are shared. Default: all
-            layers.
+    `layers` are the indices of the layers that have the memory, ascending, which decide how tables are shared. Default: all layers.
     """
     shared = options.tables(sizes, tuple(range(sizes.num_layers)) if layers is None else layers)
     tensors = {**options.tensors(sizes), **{name: tensor for one in shared for name, tensor in one.tensors.items()}}
@@ -56,9 +50,11 @@ def controls_of(
         for name in get_args(DeclaredControl)
         if (change := options.controls.get(name))
     }
-    trained = _trained_alone(options, tensors)
-    if trained:
-        changes["frozen-addresses"] = Change(trainable=trained)
+    roles = {tensor.role for tensor in tensors.values()} - {"buffer"}
+    frozen = [tensor for tensor in tensors.values() if tensor.role not in options.value_roles]
+    is_cut_off = any(tensor.role == "projection" and tensor.initial == ZEROS for tensor in frozen)
+    if "value" in roles and not is_cut_off and not roles <= {*options.value_roles}:
+        changes["frozen-addresses"] = Change(trainable=tuple(role for role in options.value_roles if role in roles))
     shuffled = tuple(name for name, tensor in tensors.items() if num_value_rows(tensor) > 1)
     if shuffled:
         changes["shuffled-addresses"] = Change(shuffled=shuffled)
@@ -68,13 +64,3 @@ def controls_of(
 def num_value_rows(tensor: DeclaredTensor) -> int:
     """Return the number of rows of values in a tensor, one per slot; 0 if the tensor holds no values."""
     return tensor.shape[-2] if tensor.role == "value" and len(tensor.shape) > 1 else 0
-
-
-def _trained_alone(options: MemoryOptions, tensors: Mapping[str, DeclaredTensor]) -> tuple[Role, ...]:
-    """Return the roles that train in the control `frozen-addresses`; empty if the memory does not have this control."""
-    roles = {tensor.role for tensor in tensors.values()} - {"buffer"}
-    frozen = [tensor for tensor in tensors.values() if tensor.role not in options.value_roles]
-    is_cut_off = any(tensor.role == "projection" and tensor.initial == ZEROS for tensor in frozen)
-    if "value" not in roles or is_cut_off or roles <= {*options.value_roles}:
-        return ()
-    return tuple(role for role in options.value_roles if role in roles)

@@ -14,7 +14,7 @@ from midus_hf.memories.registry import import_beside
 from midus_hf.ops.dispatch.private_torch import keep_address
 
 #: Largest number of elements that a layer of chapters or of UltraMemV2 caches during a generation: 256 MB in float32.
-MOST_CACHED = 1 << 26
+MAX_CACHED = 1 << 26
 
 #: The function that makes the cache of a layer, or None, by the layer's class.
 CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
@@ -23,8 +23,8 @@ CACHES: dict[type[MemoryModule], Callable[[Any], "DecodeCache | None"]] = {}
 def decode_cache_of(layer: type[MemoryModule]) -> Callable[[Any], Any]:
     """Return a decorator for the function that makes the decode cache of a layer.
 
-    The function is in the module `decode_cache` of the memory's folder. It takes the layer, and returns None if nothing is to be
-    cached.
+    The function is in the module `decode_cache` of the memory's folder, which carried code must not name. It takes the layer, and
+    returns None if nothing is to be cached.
     """
 
     def decorate(function: Any) -> Any:
@@ -42,9 +42,8 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
     chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
 
     `generate` of a model with memory opens this context for each call. Nothing else does, because a change of weights cannot be
-    detected (fused optimizers, `.data` and compiled steps leave no trace); the kept tensors have a lifetime instead.
-    Weights must not change within the context. They may change in any way before or after it: no pass then returns
-    results of older weights.
+    detected (fused optimizers, `.data` and compiled steps leave no trace): weights must not change within the context, and may
+    change in any way before or after it.
 
     Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
     be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
@@ -146,12 +145,12 @@ class DecodeCache:
     def _fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
             return
-        sources = self._sources_of(module, tables)
-        if not all(map(_is_whole, sources)):
+        sources = tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
+        if not all(map(_is_local_tensor, sources)):
             return
         with torch.no_grad():
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
-        for tensor in _tensors_of(derived):
+        for tensor in (derived,) if isinstance(derived, torch.Tensor) else derived:
             if tensor.is_cuda:
                 # A captured graph reads the tensor in place, like parameters, instead of copying it at every replay.
                 keep_address(tensor, guard=False)
@@ -176,9 +175,6 @@ class DecodeCache:
                     return None
         return kept
 
-    def _sources_of(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
-
     def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
         """Return whether every parameter exists, and every linear layer is a plain one: an adapter would change its output."""
         parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
@@ -192,10 +188,6 @@ class DecodeCache:
         self.__dict__.update(state, _inside=_Inside())
 
 
-def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
-    return (derived,) if isinstance(derived, torch.Tensor) else derived
-
-
 def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
     """Return the shared tables that memories in a model read, by the `id` of each module, including PEFT's copies."""
     return {
@@ -207,8 +199,8 @@ def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:
     }
 
 
-def _is_whole(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter or buffer is a plain tensor of which this process has the whole."""
+def _is_local_tensor(parameter: torch.Tensor) -> bool:
+    """Return whether a tensor is plain, unsharded and not meta."""
     return (
         type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0
     )

@@ -1,40 +1,133 @@
-"""Floating-point operations of memories, and of a model with its memories for a batch. Lookups in tables are not counted."""
+"""Floating-point operations (FLOPs) of a decoder and its memories, by the rules of Mixture of Chapters (appendix A.2).
 
+A multiplication and an addition count one each, so a matrix product counts two per weight. An elementwise operation has
+a fixed number of FLOPs per element. Where the paper gives none, the number in the paper's code counts. Memory traffic, lookups in
+tables, dropout and the optimizer are not counted.
+
+Attention counts as if every token attended to every token, regardless of causal masks or sliding windows. Work done once
+for all layers, such as rotary angles, is not counted.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.config.flops import Backbone, attention_of, layer_of_base, outside_of_layers
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import InsertedOptions, MemoryOptions
-from midus_hf.memories.registry import import_beside
+from midus_hf.memories.registry import Memories, import_beside
+
+# FLOPs of a softmax per number, and of cross entropy.
+SOFTMAX = 5
+# FLOPs of masking and scaling attention scores, per score.
+MASK_AND_SCALE = 2
+# FLOPs of a sigmoid or a tanh, per number.
+SIGMOID = TANH = 4
+# FLOPs of capping a number softly: a division, a tanh and a product.
+SOFT_CAP = TANH + 2
+# FLOPs of activations per number, by their name in configs.
+ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
 
 #: Functions that count a memory's operations in one layer, and the values that a token reads there, by the class of options.
 FLOPS: dict[type[MemoryOptions], Callable[..., dict[str, int]]] = {}
 VALUES_READ: dict[type[MemoryOptions], Callable[..., int]] = {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """A decoder without its memories, for counting operations.
+
+    Args:
+        sizes: Sizes that memories are built for.
+        vocabulary: V, the number of tokens in the vocabulary.
+        attention_bias: Whether queries, keys and values have biases.
+        output_bias: Whether the output projection of attention has a bias.
+        mlp_bias: Whether the feed-forward network has biases.
+        query_key_norm: Width of the vectors that a norm of queries and keys is over, `(query, key)`; None if there is no norm.
+        input_norms: Whether a norm precedes attention and the feed-forward network.
+        output_norms: Whether a norm follows attention and the feed-forward network.
+        scales_embedding: Whether embeddings are multiplied by a number.
+        caps_scores: Whether a tanh caps attention scores softly.
+        caps_logits: Whether a tanh caps logits softly.
+    """
+
+    sizes: ModelSizes
+    vocabulary: int
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    query_key_norm: tuple[int, int] | None
+    input_norms: bool
+    output_norms: bool
+    scales_embedding: bool
+    caps_scores: bool
+    caps_logits: bool
+
+
+def linear(rows: int, inputs: int, outputs: int, bias: bool = False) -> int:
+    """Return the FLOPs of a linear map of `rows` vectors: a product of `[rows, inputs]` with `[inputs, outputs]`."""
+    return 2 * rows * inputs * outputs + (rows * outputs if bias else 0)
+
+
+def attention_products(batch: int, queries: int, keys: int, width: int) -> int:
+    """Return the FLOPs of attention scores and weighted sums of values, for all heads, whose total width is `width`.
+
+    `queries` and `keys` are numbers per sequence; keys that are masked count.
+    """
+    return 4 * batch * queries * keys * width
+
+
+def attention_weights(batch: int, heads: int, queries: int, keys: int) -> int:
+    """Return the FLOPs of the softmax, mask and scale of all attention scores, with numbers as in `attention_products`."""
+    return batch * heads * queries * keys * (SOFTMAX + MASK_AND_SCALE)
+
+
+def rms_norm(rows: int, width: int) -> int:
+    """Return the FLOPs of an RMSNorm of `rows` vectors."""
+    return rows * (4 * width + 4)
+
+
+def layer_norm(rows: int, width: int) -> int:
+    """Return the FLOPs of a norm that also subtracts the mean, over features or over a batch."""
+    return rows * (8 * width + 8)
+
+
+def top_k(rows: int, candidates: int, k: int) -> int:
+    """Return the FLOPs of the choice of the k largest candidates of each row."""
+    return rows * candidates * max(1, math.ceil(math.log2(k)))
+
+
+def router_losses(choices: int, candidates: int, k: int) -> int:
+    """Return the FLOPs of a router's losses as the paper's code counts them; the paper states no formula.
+
+    For s choices among c candidates, the load-balance loss takes s c (k - 1) + c (s - 1) + c operations for the
+    frequencies of candidates, c (s - 1) + c for mean probabilities and 2 c for their product. The mean of squared
+    probabilities takes s c + c (s - 1) + c, its distance from an even distribution 3 c, the z-loss 5 s c + 2 s, the
+    entropy 4 s c. Squares and entropy count, although neither adds to the loss.
+    """
+    sums = candidates * choices
+    load_balance = sums * (k - 1) + sums + sums + 2 * candidates
+    squares = 2 * sums + 3 * candidates
+    z_loss, entropy = 5 * sums + 2 * choices, 4 * sums
+    return load_balance + squares + z_loss + entropy
+
+
 def flops_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
     """Return a decorator for the function that counts a memory's operations, with the arguments of `memory_flops`."""
-
-    def decorate(function: Any) -> Any:
-        FLOPS[options_class] = function
-        return function
-
-    return decorate
+    return partial(_register, FLOPS, options_class)
 
 
 def values_read_of(options_class: type[MemoryOptions]) -> Callable[[Any], Any]:
     """Return a decorator for the function that counts the values that a token reads, with the arguments of `values_read`."""
+    return partial(_register, VALUES_READ, options_class)
 
-    def decorate(function: Any) -> Any:
-        VALUES_READ[options_class] = function
-        return function
 
-    return decorate
+def _register(table: dict[type[MemoryOptions], Any], options_class: type[MemoryOptions], function: Any) -> Any:
+    table[options_class] = function
+    return function
 
 
 def memory_flops(
@@ -56,7 +149,7 @@ def memory_flops(
     Raises:
         RequestError: If the FLOPs of the memory are unknown.
     """
-    counted = _counted(FLOPS, options)
+    counted = _registered(FLOPS, options)
     if counted is None:
         raise RequestError(
             f"the FLOPs of memory type {options.type!r} are unknown; expected a function with the decorator "
@@ -68,11 +161,11 @@ def memory_flops(
 
 def values_read(options: MemoryOptions, sizes: ModelSizes) -> int | None:
     """Return the number of elements of the values that one token reads in one layer; None if it reads all elements."""
-    counted = _counted(VALUES_READ, options)
+    counted = _registered(VALUES_READ, options)
     return None if counted is None else counted(options, sizes)
 
 
-def _counted(
+def _registered(
     table: Mapping[type[MemoryOptions], Callable[..., Any]], options: MemoryOptions
 ) -> Callable[..., Any] | None:
     """Return the function of the nearest class of options that has one; None if none has."""
@@ -118,13 +211,7 @@ class ModelFlops:
 
 
 def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: int = 1) -> ModelFlops:
-    """Count the floating-point operations of a model for one batch.
-
-    Args:
-        backbone: The model without its memories.
-        memories: Memories of the model.
-        tokens: T, tokens per sequence.
-        batch: B, sequences in the batch. Default: 1.
+    """Count the floating-point operations of a model for one batch, default 1, of sequences of `tokens` tokens.
 
     Raises:
         RequestError: If tokens or batch is below 1, or if the FLOPs of the activation or of a memory are unknown.
@@ -132,15 +219,15 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
     for name, value in (("sequence length", tokens), ("batch", batch)):
         if value < 1:
             raise RequestError(f"{name} is {value}; expected 1 or more.")
-    sizes = backbone.sizes
+    sizes, rows, hidden = backbone.sizes, batch * tokens, backbone.sizes.hidden_size
 
     def layer_parts(layer: int) -> dict[str, int]:
         entry = memories.inserted.get(layer)
         if entry is not None:
             assert isinstance(entry.options, InsertedOptions)
-            parts = attention_of(backbone, batch, tokens, keeps_output=entry.options.output_projection)
+            parts = _attention_flops(backbone, batch, tokens, keeps_output=entry.options.output_projection)
         else:
-            parts = layer_of_base(backbone, batch, tokens)
+            parts = _base_layer_flops(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
             counted = memory_flops(
                 memory.options, sizes, batch, tokens, memory.layers.index(layer), len(memory.layers)
@@ -148,7 +235,55 @@ def estimate_flops(backbone: Backbone, memories: Memories, tokens: int, batch: i
             parts |= {f"{memory.name or memory.options.type}: {part}": count for part, count in counted.items()}
         return {part: count for part, count in parts.items() if count}
 
-    layers = tuple(layer_parts(layer) for layer in range(sizes.num_layers))
+    outside = {
+        "embedding": rows * hidden if backbone.scales_embedding else 0,
+        "final norm": rms_norm(rows, hidden),
+        "language head": linear(rows, hidden, backbone.vocabulary)
+        + (rows * backbone.vocabulary * SOFT_CAP if backbone.caps_logits else 0),
+        # The loss of predicting every token of a sequence except the first.
+        "cross entropy": batch * (tokens - 1) * backbone.vocabulary * SOFTMAX,
+    }
     return ModelFlops(
-        layers, {part: count for part, count in outside_of_layers(backbone, batch, tokens).items() if count}
+        tuple(map(layer_parts, range(sizes.num_layers))), {part: count for part, count in outside.items() if count}
     )
+
+
+def _base_layer_flops(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
+    """Count the operations of a layer of the base, its residual adds included."""
+    hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
+    if backbone.sizes.activation not in ACTIVATIONS:
+        raise RequestError(
+            f"the activation is {backbone.sizes.activation!r}, whose FLOPs are unknown; expected one of: {', '.join(ACTIVATIONS)}."
+        )
+    attention = _attention_flops(backbone, batch, tokens, keeps_output=True)
+    norms = backbone.input_norms + backbone.output_norms
+    return {
+        **attention,
+        "norms": attention["norms"] + norms * rms_norm(rows, hidden),
+        "feed-forward": 2 * linear(rows, hidden, inner, backbone.mlp_bias)
+        + linear(rows, inner, hidden, backbone.mlp_bias)
+        + rows * inner * (ACTIVATIONS[backbone.sizes.activation] + 1),
+        "residual adds": 2 * rows * hidden,
+    }
+
+
+def _attention_flops(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
+    """Count the operations of attention and of the norms before, inside and after attention."""
+    sizes, rows = backbone.sizes, batch * tokens
+    query, key = sizes.num_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    inner_norms = sum(
+        rms_norm(rows * width // norm_width, norm_width)
+        for width, norm_width in zip((query, key), backbone.query_key_norm or (), strict=False)
+    )
+    norms = backbone.input_norms + (keeps_output and backbone.output_norms)
+    scores = batch * sizes.num_heads * tokens * tokens
+    return {
+        "attention": linear(rows, sizes.hidden_size, query, backbone.attention_bias)
+        + 2 * linear(rows, sizes.hidden_size, key, backbone.attention_bias)
+        + (linear(rows, query, sizes.hidden_size, backbone.output_bias) if keeps_output else 0)
+        + attention_products(batch, tokens, tokens, query)
+        + attention_weights(batch, sizes.num_heads, tokens, tokens)
+        + (scores * SOFT_CAP if backbone.caps_scores else 0),
+        "rotary embedding": 3 * rows * (query + key),
+        "norms": inner_norms + norms * rms_norm(rows, sizes.hidden_size),
+    }

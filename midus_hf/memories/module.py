@@ -1,4 +1,4 @@
-"""Base class of all memory layers.
+"""Base class of all memory layers, and modules with declared tensors.
 
 The layer of a memory is a subclass of `MemoryModule` under the decorator `register_layer`; the base class makes the tensors that the
 memory's options declare. A layer must read its tensors in its `forward`, as the hooks of offloading and sharding require. The
@@ -16,15 +16,64 @@ arguments and the result of `forward` depend on the memory's site:
 give.
 """
 
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.options import MemoryOptions
 from midus_hf.memories.registry import layer_class
-from midus_hf.memories.tables import DeclaredModule
+
+
+class DeclaredModule(nn.Module):
+    """Module with declared tensors: parameters and buffers, and a linear layer `NAME` for each tensor called `NAME.weight`."""
+
+    def __init__(self, declared: Mapping[str, DeclaredTensor]):
+        super().__init__()
+        self.declared = dict(declared)
+        for name, tensor in self.declared.items():
+            if name.endswith(".weight"):
+                outputs, inputs = tensor.shape
+                # Unlike `setattr`, this refuses names of what a module has already.
+                self.add_module(name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
+            elif tensor.role == "buffer":
+                dtype = getattr(torch, tensor.dtype) if tensor.dtype else None
+                self.register_buffer(name, torch.empty(tensor.shape, dtype=dtype))
+            else:
+                setattr(self, name, nn.Parameter(torch.empty(tensor.shape)))
+        self.reset_parameters()
+
+    def leave_out(self, name: str) -> None:
+        """Remove a declared tensor from the module."""
+        del self.declared[name]
+        delattr(self, name.removesuffix(".weight"))
+
+    def names_of(self, *roles: Role) -> list[str]:
+        """Return the names of the tensors that have one of the roles."""
+        return [name for name, tensor in self.declared.items() if tensor.role in roles]
+
+    def declared_tensor(self, name: str) -> torch.Tensor:
+        """Return a parameter or buffer by its declared name."""
+        return attrgetter(name)(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter and buffer that no checkpoint has filled, except on the meta device."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
+                with torch.no_grad():
+                    self.declared[name].initial.fill(tensor)
+
+
+class MemoryTables(DeclaredModule):
+    """Tables that several layers read. The model holds them, so they are saved, counted and sharded once."""
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
+        return {name: self.declared_tensor(name) for name in self.declared}
 
 
 class MemoryModule(DeclaredModule):
@@ -66,10 +115,9 @@ class MemoryModule(DeclaredModule):
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Refuse an implementation of attention with which the memory does not work. Default: the memory works with any.
+        """Refuse an implementation of attention, by its name, with which the memory does not work. Default: it works with any.
 
-        Args:
-            implementation: Name of the implementation; None lets Transformers choose.
+        None lets Transformers choose.
 
         Raises:
             RequestError: If the memory does not work with the implementation.
@@ -85,12 +133,12 @@ class MemoryModule(DeclaredModule):
 def build_memory(
     options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1, attention: str | None = None
 ) -> MemoryModule:
-    """Build the layer of a memory.
+    """Build the layer of a memory for a model of these sizes.
 
     Args:
         options: Options of the memory.
         sizes: Sizes of the model.
-        index: Index of the layer among the layers that have the memory. Default: 0.
+        index: Index of the layer among the `count` layers that have the memory. Default: 0.
         count: Number of layers that have the memory. Default: 1.
         attention: The implementation of attention of the model. Default: any but vLLM's.
 
@@ -106,41 +154,30 @@ def build_memory(
 
 
 def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
-    """Refuse a layer that does not fit its options.
-
-    Args:
-        memory: The layer.
-        sizes: Sizes of the model.
-        count: Number of layers that have the memory.
+    """Refuse the layer of a memory of `count` layers that has tensors that its options do not declare, or lacks what they need.
 
     Raises:
-        RequestError: If the layer has tensors that the options do not declare, or lacks a site or a service that they need.
+        RequestError: If a tensor is undeclared, or a site or a service is missing.
     """
-    options = memory.options
-    undeclared = [
-        name for name in dict([*memory.named_parameters(), *memory.named_buffers()]) if name not in memory.declared
-    ]
+    options, of_class = memory.options, type(memory).__name__
+    tensors = dict([*memory.named_parameters(), *memory.named_buffers()])
+    undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:
         raise RequestError(
             f"the layer of memory type {options.type!r} has a tensor {undeclared[0]!r}, which "
             f"{type(options).__name__}.tensors leaves out; expected tensors that are declared. Declare it there."
         )
-    named = {site.name for site in memory.sites}
-    missing = [site for site in options.sites if site not in (*named, "inserted")]
-    if missing:
-        raise RequestError(
-            f"memory type {options.type!r} has the site {missing[0]!r}, which {type(memory).__name__}.sites leaves out; expected its "
-            "class of midus_hf.memories.hosting.sites there."
-        )
-    own = {service.__name__ for service in memory.services}
     needed = {
         "Tables": bool(options.tables(sizes, tuple(range(count)))),
         "WholeSequences": options.reads_ahead,
         "ScaledInitialisation": options.scales_initialisation,
     }
-    for service, is_needed in needed.items():
-        if is_needed and service not in own:
-            raise RequestError(
-                f"memory type {options.type!r} needs the service {service}, which {type(memory).__name__}.services leaves out; "
-                f"expected midus_hf.memories.hosting.service.{service} there."
-            )
+    own = {service.__name__ for service in memory.services}
+    sites = {"inserted", *(site.name for site in memory.sites)}
+    missing = [("sites", site) for site in options.sites if site not in sites]
+    missing += [("services", name) for name, is_needed in needed.items() if is_needed and name not in own]
+    for kind, name in missing:
+        raise RequestError(
+            f"memory type {options.type!r} needs {name}, which {of_class}.{kind} leaves out; expected its class of "
+            f"midus_hf.memories.hosting.{kind} there."
+        )

@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from midus_hf.config.declared_tensors import DeclaredTensor, Role
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes, Role
 
 # Position of a memory in a model. `inserted`: the memory has its own decoder layer, and reads the output of the attention in that
 # layer. At every other site it is attached to a layer of the base (`midus_hf.memories.hosting.sites`).
 SiteName = Literal[
     "inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"
 ]
-
 SITES: tuple[SiteName, ...] = get_args(SiteName)
 
 # Name of a control that options define. `one-row`: the memory has a single row, or one per head if each head has
@@ -23,65 +21,46 @@ DeclaredControl = Literal["one-row", "random-slots"]
 
 @dataclass(kw_only=True)
 class MemoryOptions:
-    """Options of a type of memory, with the tensors and costs that follow from the options.
+    """Options of a type of memory, with the tensors that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
-    `midus_hf.config.options.option` and have defaults. The methods `check`, `check_fit`, `check_layers` and
-    `check_beside` reject invalid values, unsupported models, layers and other memories. Costs are functions in a module `costs` in
-    the same folder, registered for the class by the decorators `flops_of` and `values_read_of` of `midus_hf.memories.flops`. Methods
-    that take `index` and `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
+    `midus_hf.config.options.option` and have defaults. The methods `check`, `check_fit`, `check_layers` and `check_beside` raise a
+    `RequestError` for invalid values, unsupported models, layers and other memories; by default they refuse nothing. Costs are
+    functions in a module `costs` in the same folder, under decorators of `midus_hf.memories.flops`. Methods that take `index` and
+    `count` describe one layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
     #: Name of an attached memory in the names of its tensors, unless its entry gives another.
     default_name: ClassVar[str]
-    #: Class of the memory's layer, once its module has been imported; `register_layer` sets it, and `layer_class` looks it up.
+    #: Class of the memory's layer, once its module has been imported; `register_layer` sets it.
     layer: ClassVar[Any] = None
     #: Sites that the memory can take, the default first.
     sites: ClassVar[tuple[SiteName, ...]] = ()
     #: True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
     attends: ClassVar[bool] = False
-    #: Controls that options define, each with the options that it sets. `midus_hf.memories.controls.controls_of` adds the
-    #: controls that follow from roles.
+    #: Controls that options define, each with the options that it sets (`midus_hf.memories.controls` adds others).
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
     #: Roles of the tensors from which retrieved values are computed. These tensors train in the control `frozen-addresses`.
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
-
-    #: True if a model that is built from a config initialises the projections that write to the residual stream, attention's output
-    #: projection and the down projection of feed-forward networks, with `1 / sqrt(2 L)` times the standard deviation of all other
-    #: projections, L the number of layers. The layer then has the service `ScaledInitialisation`.
+    #: True if a model that is built from a config initialises the projections that write to the residual stream with
+    #: `1 / sqrt(2 L)` times the standard deviation of all others (service `ScaledInitialisation`).
     scales_initialisation: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Refuse options that are out of range. Default: all values pass.
-
-        Raises:
-            RequestError: If an option is out of range. The message names the value and what was expected.
-        """
+        """Refuse options that are out of range."""
 
     def check_fit(self, sizes: ModelSizes) -> None:
-        """Refuse a model that the memory does not support. Default: all models are supported.
-
-        Raises:
-            RequestError: If the memory does not fit. The message names the size, the expected size and a remedy.
-        """
+        """Refuse a model that the memory does not support."""
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse a choice of layers, given by their ascending indices, that does not work. Default: every choice works.
-
-        Raises:
-            RequestError: If the choice does not work. The message names the layers, the expected layers and a remedy.
-        """
+        """Refuse a choice of layers, given by their ascending indices, that does not work."""
 
     def check_beside(self, name: str, others: Mapping[str, "MemoryOptions"]) -> None:
-        """Refuse other memories of the same model that cannot be combined with this one. Default: all can.
-
-        Raises:
-            RequestError: If one does not. The message names both memories.
-        """
+        """Refuse other memories of the same model, by name, that cannot be combined with this one, called `name`."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -93,7 +72,7 @@ class MemoryOptions:
 
         The weight of a linear layer is declared as `NAME.weight`; every other name has no dot.
         """
-        raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
+        raise NotImplementedError
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
         """Return the subset of `tensors` that one layer has. Default: all tensors."""
@@ -108,12 +87,9 @@ class MemoryOptions:
         return ()
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
-        """Return the tables that layers share. The model holds each table once. Default: none.
+        """Return the tables that the memory's layers, given by ascending indices, share; the model holds each once. Default: none.
 
-        Args:
-            sizes: Sizes of the model.
-            layers: Indices of the layers that have the memory, ascending. Only their order decides which layers share a
-                table.
+        Only the order of layers may decide which share a table.
         """
         return ()
 
@@ -134,12 +110,7 @@ def head_projections(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """Tables that several layers read and the model holds once.
-
-    Args:
-        layers: Indices of the layers that read the tables.
-        tensors: Declarations by name, with names as in `MemoryOptions.tensors`.
-    """
+    """Tables that several layers, given by their indices, read and the model holds once, named as in `MemoryOptions.tensors`."""
 
     layers: tuple[int, ...]
     tensors: dict[str, DeclaredTensor]

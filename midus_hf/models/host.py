@@ -18,13 +18,11 @@ from midus_hf.anatomy.record import base_layers
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import Memories, memories_of
 from midus_hf.memories.hosting.layer import MemoryBlock
 from midus_hf.memories.hosting.parts import CACHE, Keywords, MemoryInputs, arguments_of_pass, named_cache
 from midus_hf.memories.hosting.service import HostStack, scale_initial
-from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_class
-from midus_hf.memories.tables import DeclaredModule
+from midus_hf.memories.module import DeclaredModule, MemoryModule
+from midus_hf.memories.registry import Memories, layer_class, memories_of
 from midus_hf.models.listing import show_in_transformers
 
 

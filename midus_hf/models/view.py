@@ -11,11 +11,11 @@ from torch import nn
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from midus_hf.memories.hierarchical.fetching import Banks
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.moda.site import DepthHeads
+from midus_hf.memories.moda.site import ModaSite
+from midus_hf.memories.registry import ATTACHED, NO_MEMORIES, TABLES, Memories
 
 
 class HostedMemory(NamedTuple):
@@ -49,9 +49,9 @@ def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
     return hosts
 
 
-def depth_heads(block: Any) -> DepthHeads | None:
+def depth_heads(block: Any) -> ModaSite | None:
     """Return a decoder layer's part in attention over the depth; None if it has none."""
-    return next((site for site in getattr(block, "attached", ()) if isinstance(site, DepthHeads)), None)
+    return next((site for site in getattr(block, "attached", ()) if isinstance(site, ModaSite)), None)
 
 
 def lacking(model: Any, part: str) -> RequestError:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line, save_as_utf8
+from midus_hf.config.errors import RequestError, first_line, save_as_utf8
 from midus_hf.files.json_text import read_json
 
 _EXPECTED_SOURCES = {

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import install_extra, print_note
+from midus_hf.config.errors import RequestError, install_extra, print_note
 from midus_hf.data.corpus import read_corpus
 from midus_hf.topics.building import (
     BuiltTree,

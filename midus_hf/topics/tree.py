@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import RequestError, first_line
 from midus_hf.files.checkpoint_files import BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 
-from midus_hf.config.wording import print_note
+from midus_hf.config.errors import print_note
 from midus_hf.sources.progress import show_progress
 from midus_hf.training.keys import ENOUGH_STEPS
 

@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 
-from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.config.wording import install_extra, print_note
+from midus_hf.config.errors import RequestError, as_request_error, install_extra, print_note
 from midus_hf.data.corpus import TREE_COLUMN, read_corpus, stream_rows
 from midus_hf.data.packing import PackedTexts, checked_paths, leaf_sequences, packed_sequences
 from midus_hf.data.stream import StreamedSequences

@@ -14,7 +14,7 @@ from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.declared_tensors import Role, TrainedRole
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.training import BLOCKS_GROUP, model_banks
-from midus_hf.memories.tables import DeclaredModule
+from midus_hf.memories.module import DeclaredModule
 from midus_hf.models.view import ModelView
 from midus_hf.training.arguments import Trainable
 from midus_hf.training.keys import Rates

@@ -16,8 +16,7 @@ from huggingface_hub import upload_folder
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few, first_line
+from midus_hf.config.errors import RequestError, first_few, first_line
 from midus_hf.config.yaml_options import read_mapping, write_yaml
 from midus_hf.files.cards import card_example, without_results
 from midus_hf.files.checkpoint_files import (

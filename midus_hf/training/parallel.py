@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import print_note
+from midus_hf.config.errors import RequestError, print_note
 from midus_hf.training.checkpoints import has_optimizer_state
 
 

@@ -15,8 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations import integration_utils
 
-from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.config.wording import first_line
+from midus_hf.config.errors import RequestError, as_request_error, first_line
 from midus_hf.data.packing import collate
 from midus_hf.data.stream import StreamedSequences
 from midus_hf.models.view import ModelView

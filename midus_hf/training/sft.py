@@ -10,8 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, Trainer
 from trl import SFTConfig, SFTTrainer
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_line, print_note
+from midus_hf.config.errors import RequestError, first_line, print_note
 from midus_hf.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.models.host import MemoryConfig

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import print_note
+from midus_hf.config.errors import RequestError, print_note
 from midus_hf.data.corpus import read_rows
 from midus_hf.sources.tokenizers import prefix_ids
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedBatch, initial_block
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import CACHE, MissingPartError, has_heads

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.hierarchical.bank import FetchedBatch, FetchedLayer
 from midus_hf.memories.hosting.layer import get_hidden_states, with_first
 from midus_hf.memories.hosting.parts import CACHE
+from midus_hf.memories.registry import MemoryEntry
 from scripts.anatomy.architecture import (
     LayerParts,
     Projection,

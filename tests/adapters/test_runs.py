@@ -22,7 +22,7 @@ from training.tiny_run import (
 )
 from transformers import AutoModelForCausalLM
 
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.models.view import ModelView
 from midus_hf.training.adapters import add_adapters, read_adapters
 from midus_hf.training.run import run_training

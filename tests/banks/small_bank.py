@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import MemoryBank, create_bank
 from midus_hf.memories.hierarchical.options import BankLayout, HierFFNOptions
 

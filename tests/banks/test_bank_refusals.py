@@ -6,7 +6,7 @@ import pytest
 import torch
 from banks.small_bank import layout_of, made
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import MemoryBank, create_bank
 from midus_hf.memories.hierarchical.options import BankLayout, HierFFNOptions, level_file
 from midus_hf.memories.hierarchical.training import TrainedBank

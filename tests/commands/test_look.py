@@ -20,7 +20,7 @@ from sft.tiny_chats import write_rows
 from training.tiny_run import document, tiny_tokenizer
 
 from midus_hf.cli.options import show_tables
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.look.page import TextTable
 from midus_hf.look.touched import touched_table
 from midus_hf.topics.memory_retriever import MemoryRetriever

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import MemoryEntry, read_memories
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.registry import MemoryEntry, read_memories
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)
 

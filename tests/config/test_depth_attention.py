@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.config.flops import MASK_AND_SCALE
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.moda.options import DepthAttentionOptions, Slot
+from midus_hf.config.declared_tensors import ZEROS, ModelSizes
+from midus_hf.memories.flops import MASK_AND_SCALE
+from midus_hf.memories.moda.options import ModaOptions, Slot
 from upscalers.architecture.flops import count_flops as estimate_flops
 from upscalers.architecture.flops import count_parameters
 
@@ -61,7 +60,7 @@ def test_the_small_models_do_without_the_projection_that_nothing_reads(name, lay
 
 
 def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_projections():
-    options = DepthAttentionOptions(attention_slots="reused")
+    options = ModaOptions(attention_slots="reused")
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
     taken = ("attention_key", "attention_value", "ffn_key", "ffn_value")
@@ -81,7 +80,7 @@ def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_proje
     ],
 )
 def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, gates, silent):
-    tensors = DepthAttentionOptions(joining=joining, attention_slots="projected").tensors(SIZES)
+    tensors = ModaOptions(joining=joining, attention_slots="projected").tensors(SIZES)
     assert ("depth_gate" in tensors) == gates
     assert {name for name, tensor in tensors.items() if tensor.initial == ZEROS} - {"depth_gate"} == silent
     assert not gates or tensors["depth_gate"].initial == ZEROS

@@ -9,23 +9,22 @@ import torch
 from config.reading import SIZES, read_entry
 from tiny import FAMILIES, save_tiny_model
 
-from midus_hf.memories.entries import read_memories
-from midus_hf.memories.midus_hml.options import HeadwiseOptions
-from midus_hf.memories.registry import MEMORY_TYPES, memory_type
+from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.registry import MEMORY_TYPES, memory_type, read_memories
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base
 
 
 def test_an_entry_names_a_type_its_options_a_site_and_layers():
     entry = read_entry({"type": "midus-hml", "layers": [1, 4], "n": 8, "k": 2})
-    assert entry.options == HeadwiseOptions(n=8, k=2)
+    assert entry.options == MidusHmlOptions(n=8, k=2)
     assert (entry.options.type, entry.site, entry.layers) == ("midus-hml", "inserted", (1, 4))
     assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
     assert len(read_memories([depth(0, 2, name="a"), depth(1, 3, name="b")], SIZES).entries) == 2
 
 
 def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_without_that():
-    assert read_entry({"type": "midus-hml", "layers": [1], "value_bits": None}).options == HeadwiseOptions()
+    assert read_entry({"type": "midus-hml", "layers": [1], "value_bits": None}).options == MidusHmlOptions()
 
 
 @pytest.mark.parametrize("name", MEMORY_TYPES)
@@ -37,7 +36,7 @@ def test_an_entry_written_out_is_read_as_what_it_was(name):
 BLOCK = {"type": "midus-hml", "site": "inserted", "layers": [1]}
 IN_A_BLOCK = "memory 'ultramem' is attached to layer 1, which was inserted for a memory"
 NO_NAME = "expected words joined by hyphens, and no word of a torch"
-BEHIND = "expected a layer to add behind for each"
+AFTER = "a layer to add after"
 OF_LEVELS = "expected a size for each level of the tree, 0 or more, and not all of them 0, such as [256, 64, 16, 0]."
 OTHER = "levels, and 'hier-ffn' by one of branching 3 and 2 levels; expected one tree, by whose nodes a text fetches from both."
 
@@ -95,12 +94,12 @@ WRONG = [
     ([BLOCK, tables(0, site="skip", into=[1])], IN_A_BLOCK),
     ([tables(0), tables(0)], "two memories have the name 'ultramem'; expected a separate name for each"),
     ([tables(0), fetched(name="ultramem")], "two memories have the name 'ultramem'"),
-    ([tables(0, 1, site="skip", into=[2])], rf"'ultramem-v2' reads at layers \[0, 1\] and adds behind \[2\]; {BEHIND}"),
+    ([tables(0, 1, site="skip", into=[2])], rf"'ultramem-v2' reads at layers \[0, 1\] and adds after \[2\]; .* {AFTER}"),
     (
         [tables(1, 2, site="skip", into=[2, 1])],
-        rf"reads at layers \[1, 2\] and adds behind \[2, 1\]; {BEHIND}, at or after it",
+        rf"reads at layers \[1, 2\] and adds after \[2, 1\]; .* {AFTER}, at or after it",
     ),
-    ([tables(0, site="skip")], f"'ultramem-v2' has no 'into'; {BEHIND}"),
+    ([tables(0, site="skip")], f"'ultramem-v2' has no 'into'; expected {AFTER}"),
     ([tables(0, site="skip", into=[6])], "'ultramem-v2' names layer 6; expected 0 <= layer < 6"),
     ([tables(0, site="skip", into=1)], "into is 1; expected a list of layer indices"),
     ([tables(0, site="inside-ffn")], "'ultramem-v2' has site = 'inside-ffn'; expected one of: beside-ffn"),

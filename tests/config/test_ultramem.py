@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from midus_hf.memories.ultramem_v2.statistics import MEASURED, UniformCores, best_scores
 
 LAYERS = 24
@@ -15,7 +15,7 @@ TABLE_10 = {1: {24, 1, 2, 3}, 2: {1, 2, 3, 4}, 3: {2, 3, 4, 5}, 4: {3, 4, 5, 6},
 
 def tables_read(share: str, layer: int) -> set[int]:
     """The tables, counted from 1, that a layer, counted from 1, reads."""
-    options = UltraMemOptions(n=8, k=2, share=share)
+    options = UltraMemV2Options(n=8, k=2, share=share)
     stored = 1 if share == "all" else LAYERS
     first = options.first_row(layer - 1, stored * 64) // 64
     return {(first + number) % stored + 1 for number in range(options.group)}
@@ -32,7 +32,7 @@ def test_every_layer_reads_its_own_table_and_every_table_is_read_by_as_many(grou
 
 @pytest.mark.parametrize(("share", "num_layers"), [("all", 6), ("ring:2", 6), ("ring:3", 6), ("ring:4", 8)])
 def test_every_row_of_a_stored_table_is_read_by_some_layer(share, num_layers):
-    options = UltraMemOptions(n=8, k=2, share=share)
+    options = UltraMemV2Options(n=8, k=2, share=share)
     total = 64 if share == "all" else num_layers * 64
     starts = [options.first_row(layer, total) for layer in range(num_layers)]
     assert {(start + row) % total for start in starts for row in range(options.num_rows)} == set(range(total))
@@ -107,7 +107,7 @@ def test_memories_of_every_kind_start_with_mean_score_one_and_the_variance_of_eq
     (depth, changes), inner, hidden = KINDS[kind], 3, 128
     sizes = ModelSizes(hidden_size=hidden, num_heads=4, intermediate_size=inner * hidden, num_layers=depth)
     sides = {"n": 64, "k": 16, "value_width": 64, "pre_value_width": 64, "zero": "none"}
-    options, scores, squares = UltraMemOptions(**{**sides, **changes}), [], []
+    options, scores, squares = UltraMemV2Options(**{**sides, **changes}), [], []
     for seed in range(6):
         torch.manual_seed(seed)
         memory, states = build_memory(options, sizes), torch.randn(1, 256, hidden)

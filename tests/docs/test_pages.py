@@ -15,7 +15,7 @@ from material.smollm2 import GGUF_NAME, GGUF_SHA256, PACKAGE
 from midus_hf.cli import upscale
 from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.options import Comparison
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft import SftArguments
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, SHOWN_LANGUAGES, TAKEN, blocks_in, blocks_of, pages

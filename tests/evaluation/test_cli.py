@@ -19,7 +19,7 @@ from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import evaluate as cli
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.card import write_results
 from midus_hf.evaluation.report import comparison_table

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.options import read_options
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.registry import MEMORY_TYPES

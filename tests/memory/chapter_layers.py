@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hosting.parts import TokenPlaces
-from midus_hf.memories.moc.layer import Chapters
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.layer import MocMemory
+from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.module import build_memory
 
 WIDTH, HEADS = 8, 2
@@ -21,11 +21,11 @@ SMALL: dict[str, Any] = {"memory_tokens": 16, "chapters": 8, "k": 2, "chunk_size
 EPS = 1e-6
 
 
-def layer(**options: Any) -> Chapters:
+def layer(**options: Any) -> MocMemory:
     """A small layer that has a bank of its own unless the options say otherwise, whose every tensor acts."""
     torch.manual_seed(0)
     sizes = ModelSizes(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // HEADS)
-    made = build_memory(ChaptersOptions(**{**SMALL, **options}), sizes).double()
+    made = build_memory(MocOptions(**{**SMALL, **options}), sizes).double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -59,7 +59,7 @@ class Read:
 
 
 def by_loops(
-    memory: Chapters, hidden_states: torch.Tensor, documents: list[list[list[int]]] | None = None
+    memory: MocMemory, hidden_states: torch.Tensor, documents: list[list[list[int]]] | None = None
 ) -> dict[tuple[int, int], Read]:
     """What each token gets, by row and index; each row has documents of indices, padding in none, by default one of all tokens."""
     options, reads = memory.options, {}
@@ -84,7 +84,7 @@ def normalised(states: torch.Tensor) -> torch.Tensor:
     return states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def read_by_loops(memory: Chapters, state: torch.Tensor, pooled: torch.Tensor) -> Read:
+def read_by_loops(memory: MocMemory, state: torch.Tensor, pooled: torch.Tensor) -> Read:
     """What a token reads whose chapters a pooled state chooses."""
     options, tensors, heads = memory.options, dict(memory.named_parameters()), (memory.num_heads, -1)
     logits = tensors["router_weight"] @ pooled + tensors["router_bias"]

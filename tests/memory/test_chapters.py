@@ -4,10 +4,10 @@ import pytest
 import torch
 from memory.chapter_layers import WIDTH, assert_reads, by_loops, layer, states
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.moc.decode_cache import projected_bank
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.module import build_memory
 
 ROUTINGS = ("chunk", "token", "sequence")
@@ -84,11 +84,11 @@ def test_nothing_is_projected_again_that_is_kept(routing):
 
 def test_the_bank_of_the_paper_is_shared_and_too_large_to_be_kept():
     sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
-    options = ChaptersOptions(**ChaptersOptions.presets["paper"])
+    options = MocOptions(**MocOptions.presets["paper"])
     (tables,) = options.tables(sizes, (2, 6, 10, 14))
     assert tables.layers == (2, 6, 10, 14) and tables.tensors["bank"].shape == (262_208, 768)
     with torch.device("meta"):
-        assert projected_bank(build_memory(ChaptersOptions(), sizes)) is not None
+        assert projected_bank(build_memory(MocOptions(), sizes)) is not None
         assert projected_bank(build_memory(options, sizes)) is None
 
 

@@ -15,10 +15,10 @@ from models.cases import CASES, CLOSE, GREEDY
 from pairs import by_default, in_turn
 from tiny import logits, prompt
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule, build_memory
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 
 
 def headwise() -> Any:
@@ -30,7 +30,7 @@ def headwise() -> Any:
 
 def ultramem(**options: Any) -> Any:
     sizes = {"n": 8, "k": 3, "key_width": 6, "value_width": 6, "pre_value_width": 2, "zero": "none"}
-    return build_memory(UltraMemOptions(**sizes, **options), ModelSizes(hidden_size=32, num_heads=4))
+    return build_memory(UltraMemV2Options(**sizes, **options), ModelSizes(hidden_size=32, num_heads=4))
 
 
 @dataclass(frozen=True)

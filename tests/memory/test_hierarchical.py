@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import read_memories
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedBatch
 from midus_hf.memories.hierarchical.options import (
     BankLayout,
@@ -19,6 +18,7 @@ from midus_hf.memories.hierarchical.options import (
     block_layouts,
 )
 from midus_hf.memories.module import build_memory
+from midus_hf.memories.registry import read_memories
 from midus_hf.ops import op_choices
 from midus_hf.ops.block_linear.op import block_linear
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.state import MemoryState

@@ -5,10 +5,10 @@ import torch
 from memory.building import RETRIEVING, retrieving
 from memory.chapter_layers import layer as chapter_layer
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import build_memory
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 
 TOKENS = 4000
 HIDDEN = 64
@@ -22,7 +22,7 @@ def build(memory_type, **options):
 
 def build_ultramem(**options):
     sizes = ModelSizes(hidden_size=HIDDEN, num_heads=4, intermediate_size=128, num_layers=2)
-    return build_memory(UltraMemOptions(**options), sizes)
+    return build_memory(UltraMemV2Options(**options), sizes)
 
 
 def slots_read(memory_type, addressing):

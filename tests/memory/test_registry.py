@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes
 from midus_hf.memories.hierarchical.options import HierarchicalOptions
 from midus_hf.memories.hosting.sites import BehindLayer
-from midus_hf.memories.midus_hml.layer import HeadwiseMemory
-from midus_hf.memories.midus_hml.options import HeadwiseOptions
+from midus_hf.memories.midus_hml.layer import MidusHmlMemory
+from midus_hf.memories.midus_hml.options import MidusHmlOptions
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import MEMORY_TYPES, layer_class, register_layer
@@ -36,22 +35,22 @@ def test_options_that_have_a_layer_are_refused_another():
     class Rival(MemoryModule):
         """Another layer of the same options."""
 
-    with pytest.raises(ValueError, match="HeadwiseOptions already has the layer HeadwiseMemory; choose other options"):
-        register_layer(HeadwiseOptions)(Rival)
-    assert HeadwiseOptions.layer is HeadwiseMemory
+    with pytest.raises(ValueError, match="MidusHmlOptions already has the layer MidusHmlMemory; choose other options"):
+        register_layer(MidusHmlOptions)(Rival)
+    assert MidusHmlOptions.layer is MidusHmlMemory
 
 
 def test_a_layer_that_is_defined_again_takes_its_own_place(monkeypatch):
-    monkeypatch.setattr(HeadwiseOptions, "layer", HeadwiseMemory)
-    names = {"__qualname__": "HeadwiseMemory", "__module__": HeadwiseMemory.__module__}
-    again = type("HeadwiseMemory", (HeadwiseMemory,), names)
-    assert register_layer(HeadwiseOptions)(again) is again
-    assert layer_class(HeadwiseOptions()) is again
+    monkeypatch.setattr(MidusHmlOptions, "layer", MidusHmlMemory)
+    names = {"__qualname__": "MidusHmlMemory", "__module__": MidusHmlMemory.__module__}
+    again = type("MidusHmlMemory", (MidusHmlMemory,), names)
+    assert register_layer(MidusHmlOptions)(again) is again
+    assert layer_class(MidusHmlOptions()) is again
 
 
 def test_options_that_extend_others_need_a_layer_of_their_own():
     @dataclass(kw_only=True)
-    class WiderOptions(HeadwiseOptions):
+    class WiderOptions(MidusHmlOptions):
         type = "wider"
 
     with pytest.raises(
@@ -91,7 +90,7 @@ class Nowhere(Strange):
     sites = ()
 
 
-LEFT_OUT = r"needs the service {0}, which Strange\.services leaves out; expected midus_hf\..*\.{0} there"
+LEFT_OUT = r"needs {0}, which Strange\.services leaves out; expected its class of midus_hf\..* there"
 NEEDS = {
     "WholeSequences": {"reads_ahead": True},
     "ScaledInitialisation": {"scales_initialisation": True},
@@ -103,7 +102,7 @@ NEEDS = {
     ("layer", "changes", "message"),
     [
         (Secretive, {}, "has a tensor 'hidden_table', which StrangeOptions.tensors leaves out; expected"),
-        (Nowhere, {}, r"has the site .behind-layer., which Nowhere\.sites leaves out"),
+        (Nowhere, {}, r"needs behind-layer, which Nowhere\.sites leaves out"),
         *((Strange, changes, LEFT_OUT.format(service)) for service, changes in NEEDS.items()),
     ],
     ids=["tensor", "site", *NEEDS],

@@ -138,7 +138,7 @@ def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
 
 
 def test_their_text_names_the_options_that_differ_from_defaults():
-    assert repr(retrieving("midus-hml")) == "HeadwiseMemory(k=2, n=6)"
+    assert repr(retrieving("midus-hml")) == "MidusHmlMemory(k=2, n=6)"
     assert "\n  k=2, query_norm=none, n=6\n" in repr(retrieving("midus-pkm"))
     assert "\n  k=2, slots=6\n" in repr(retrieving("midus-linear", query_norm="batch"))
 

@@ -10,8 +10,7 @@ from memory.chapter_layers import assert_reads, by_loops, indices, layer, places
 
 from midus_hf.memories.hosting.parts import TokenPlaces, token_places
 from midus_hf.memories.hosting.state import MemoryState
-from midus_hf.memories.moc.pooling import ChunkSizes
-from midus_hf.memories.moc.segments import EqualSegments, PaddedSegments
+from midus_hf.memories.moc.pooling import ChunkSizes, EqualSegments, PaddedSegments
 from midus_hf.ops.moc import op as chapter_attention
 
 TOKENS = 14

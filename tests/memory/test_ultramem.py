@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from midus_hf.memories.ultramem_v2.statistics import best_scores
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
@@ -21,7 +21,7 @@ KINDS = {
 
 def build(index=0, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    memory = build_memory(UltraMemOptions(**{**SMALL, **options}), SIZES, index, 4)
+    memory = build_memory(UltraMemV2Options(**{**SMALL, **options}), SIZES, index, 4)
     with torch.no_grad():
         for name, parameter in memory.named_parameters():
             if "norm" in name:
@@ -139,7 +139,7 @@ def test_narrow_dtypes_and_autocast_stay_near(kind, way):
 
 
 def test_where_all_slots_are_chosen_scores_start_as_far_apart_as_one():
-    options = UltraMemOptions(n=4, k=16, value_width=64, pre_value_width=64, zero="none")
+    options = UltraMemV2Options(n=4, k=16, value_width=64, pre_value_width=64, zero="none")
     memory = build_memory(options, ModelSizes(hidden_size=128, num_heads=4, intermediate_size=256, num_layers=8))
     with torch.no_grad():
         weights, _ = memory.retrieve(torch.randn(1, 512, 128))

@@ -7,8 +7,8 @@ from models.hosting import host_of
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
-from midus_hf.memories.moc.layer import Chapters
-from midus_hf.memories.tables import MemoryTables
+from midus_hf.memories.moc.layer import MocMemory
+from midus_hf.memories.module import MemoryTables
 
 SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 LAYERS = (1, 3)
@@ -53,13 +53,13 @@ def act(model: torch.nn.Module, seed: int = 3) -> None:
     """Fill every tensor of the memories."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, Chapters | MemoryTables):
+        if isinstance(module, MocMemory | MemoryTables):
             for name, parameter in module.named_parameters():
                 spread = _SPREAD.get(name, 0.3)
                 with torch.no_grad():
                     parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
 
 
-def memories_of(model: torch.nn.Module) -> list[Chapters]:
+def memories_of(model: torch.nn.Module) -> list[MocMemory]:
     """The layers of Mixture of Chapters of a model."""
-    return [module for module in model.modules() if isinstance(module, Chapters)]
+    return [module for module in model.modules() if isinstance(module, MocMemory)]

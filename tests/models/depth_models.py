@@ -7,7 +7,7 @@ from models.hosting import host_of
 from tiny import NUM_LAYERS, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.memories.moda.layer import DepthAttention
+from midus_hf.memories.moda.layer import ModaMemory
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -37,7 +37,7 @@ def depth_model(
     native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {}))
     model = host_of(native, entry)
     for memory in model.modules():
-        if isinstance(memory, DepthAttention):
+        if isinstance(memory, ModaMemory):
             start = set() if acting else {name for name, made in memory.declared.items() if made.initial == ZEROS}
             with torch.no_grad():
                 for name, value in memory.named_parameters():

@@ -13,7 +13,7 @@ from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.training.sft import REFUSED, SftArguments
 from midus_hf.training.sft_rows import CHATML
 

@@ -13,9 +13,9 @@ from tiny import logits, prompt, tiny_model
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.memories.hosting.parts import CarriedKey, MemoryInputs
 from midus_hf.memories.hosting.service import Tables
-from midus_hf.memories.midus_hml.layer import HeadwiseMemory
-from midus_hf.memories.tables import DeclaredModule
-from midus_hf.memories.ultramem_v2.layer import UltraMem
+from midus_hf.memories.midus_hml.layer import MidusHmlMemory
+from midus_hf.memories.module import DeclaredModule
+from midus_hf.memories.ultramem_v2.layer import UltraMemV2Memory
 from midus_hf.training.adapters import lora_config
 from midus_hf.training.keys import Rates
 from midus_hf.training.optim import parameter_groups, set_trainable
@@ -174,7 +174,7 @@ MASK[0, :5] = 0
 PADDED = {"input_ids": prompt().masked_fill(MASK == 0, 0), "attention_mask": MASK}
 
 
-@pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMem), ("midus-hml", HeadwiseMemory)])
+@pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMemV2Memory), ("midus-hml", MidusHmlMemory)])
 def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_beam(
     case, layer_class, tmp_path, monkeypatch
 ):
@@ -203,15 +203,15 @@ def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_be
 
 @torch.no_grad()
 def test_an_argument_that_the_model_takes_as_well_reaches_both(tmp_path, monkeypatch):
-    make, seen, honest = CASES["ultramem own"].model, [], UltraMem.forward
+    make, seen, honest = CASES["ultramem own"].model, [], UltraMemV2Memory.forward
     expected = make("llama", tmp_path)(prompt(), attention_mask=MASK).logits
 
     def forward(self, hidden_states, *, attention_mask=None, **rest):
         seen.append(attention_mask)
         return honest(self, hidden_states, **rest)
 
-    monkeypatch.setattr(UltraMem, "forward", forward)
-    monkeypatch.setattr(UltraMem, "forward_arguments", ("attention_mask",))
+    monkeypatch.setattr(UltraMemV2Memory, "forward", forward)
+    monkeypatch.setattr(UltraMemV2Memory, "forward_arguments", ("attention_mask",))
     model = make("llama", tmp_path)
     assert not torch.equal(expected, model(prompt()).logits)
     seen.clear()

@@ -6,9 +6,9 @@ import re
 import pytest
 from config.reading import SIZES
 
-from midus_hf.memories.entries import read_memories
 from midus_hf.memories.options import SharedTables
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.registry import read_memories
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from tests.upscalers.checkpoints import unverified
 
 LAYERS = (
@@ -58,7 +58,7 @@ def test_layers_that_are_memory_blocks_are_refused(layers, base, command, refuse
 
 def test_shared_tables_that_no_layer_could_be_given_are_refused(monkeypatch):
     two = (SharedTables((0, 1), {}), SharedTables((1, 2), {}))
-    monkeypatch.setattr(UltraMemOptions, "tables", lambda self, sizes, layers: two)
+    monkeypatch.setattr(UltraMemV2Options, "tables", lambda self, sizes, layers: two)
     message = r"layer 1 reads two shared tables of memory 'ultramem'; expected at most one\. Declare"
     with pytest.raises(ValueError, match=message):
         read_memories([{"type": "ultramem-v2", "layers": [0, 1, 2]}], SIZES)

@@ -12,7 +12,7 @@ from pairs import by_default
 from topics.trees import random_tree
 
 from midus_hf.cli.clusters import nodes_with_words
-from midus_hf.config.wording import install_extra
+from midus_hf.config.errors import install_extra
 from midus_hf.data.corpus import read_corpus
 from midus_hf.topics import run
 from midus_hf.topics import tree as tree_module

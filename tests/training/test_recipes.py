@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.cli.run_arguments import read_arguments
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.memories.entries import read_memories
-from midus_hf.memories.moc.options import PAPER, ChaptersOptions
+from midus_hf.memories.moc.options import PAPER, MocOptions
+from midus_hf.memories.registry import read_memories
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.sft import SftArguments
 from upscalers.architecture.flops import count_parameters
@@ -137,7 +137,7 @@ def test_a_config_has_every_option_of_its_memory_written_out(name):
     (declared,) = read_memories([entry], sizes).entries
     assert entry == declared.to_dict()
     assert declared.layers == ((2, 6, 10, 14) if name == "moc-371m" else tuple(range(layers)))
-    assert name != "moc-371m" or declared.options == ChaptersOptions(**PAPER)
+    assert name != "moc-371m" or declared.options == MocOptions(**PAPER)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pairs import by_default, taking_turns
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from midus_hf.anatomy.types import UnknownType
-from midus_hf.memories.tables import DeclaredModule
+from midus_hf.memories.module import DeclaredModule
 from midus_hf.models.families import COMPOSITE_FAMILIES
 from midus_hf.models.saved_models import load_model
 from midus_hf.training.optim import set_trainable

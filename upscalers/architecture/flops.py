@@ -5,8 +5,7 @@ from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
-from midus_hf.config.flops import Backbone
-from midus_hf.memories.flops import ModelFlops, estimate_flops, values_read
+from midus_hf.memories.flops import Backbone, ModelFlops, estimate_flops, values_read
 from upscalers.architecture.layer_tensors import family_of
 from upscalers.architecture.layout import layout_of
 

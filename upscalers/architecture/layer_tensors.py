@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, ModelType, model_type_of
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import NO_MEMORIES, Memories
 from midus_hf.memories.options import InsertedOptions
+from midus_hf.memories.registry import NO_MEMORIES, Memories
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]

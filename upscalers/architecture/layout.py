@@ -13,11 +13,10 @@ from typing import Any
 
 from midus_hf.anatomy.record import record_of
 from midus_hf.anatomy.types import MAIN_TYPES, MEMORY_PREFIX, model_type_of
-from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, read_memories
 from midus_hf.memories.options import InsertedOptions
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, read_memories
 from upscalers.architecture.layer_tensors import (
     GIVES_KEYS,
     LAYER_INDEX_KEYS,

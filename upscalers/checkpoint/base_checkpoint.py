@@ -9,8 +9,7 @@ from pathlib import Path
 
 from midus_hf.anatomy.record import LANGUAGE_KEY
 from midus_hf.anatomy.types import ModelType
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, CONFIG_FILE
 from midus_hf.files.json_text import read_json
 from midus_hf.files.outputs import write_text

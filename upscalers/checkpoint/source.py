@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import (
     ADAPTER_CONFIG,
     CARD,
@@ -28,7 +27,7 @@ from midus_hf.files.checkpoint_files import (
     named_modules,
     refuse_lfs_pointers,
 )
-from midus_hf.memories.bank import Bank, bank_patterns
+from midus_hf.memories.bank import MemoryFiles, bank_patterns
 from midus_hf.sources.names import answer_of_hub, gguf_refusal
 from upscalers.checkpoint.safetensors_format import missing_weights
 from upscalers.request import Progress, one_line
@@ -224,18 +223,18 @@ def push_folder(folder: Path, repository: str) -> str:
     return str(commit.commit_url)
 
 
-def copy_banks(source: Path, folder: Path, banks: Mapping[str, Bank]) -> None:
+def copy_banks(source: Path, folder: Path, banks: Mapping[str, MemoryFiles]) -> None:
     """Copy banks from the checkpoint `source` to another folder."""
     for bank in banks.values():
         bank.copy(source, folder)
 
 
-def tie_banks(folder: Path, banks: Mapping[str, Bank]) -> None:
+def tie_banks(folder: Path, banks: Mapping[str, MemoryFiles]) -> None:
     """Write the layers and the base of the model into the banks in its checkpoint's folder."""
     for bank in banks.values():
-        bank.tie(folder)
+        bank.bind_to_base(folder)
 
 
-def bytes_of_banks(folder: Path, banks: Mapping[str, Bank]) -> int:
+def bytes_of_banks(folder: Path, banks: Mapping[str, MemoryFiles]) -> int:
     """Return the bytes that banks take on disk."""
     return sum(bank.num_bytes(folder) for bank in banks.values())

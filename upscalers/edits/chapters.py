@@ -12,8 +12,8 @@ from typing import Any
 
 from midus_hf.anatomy.record import UpscaleRecord, record_of
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import ATTACHED, TABLES, MemoryEntry
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.options import MocOptions
+from midus_hf.memories.registry import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.safetensors_format import read_tensor
 from upscalers.checkpoint.source import resolve_source
@@ -44,7 +44,7 @@ class ChapterMemory:
 
     model: BaseCheckpoint
     entry: MemoryEntry
-    options: ChaptersOptions
+    options: MocOptions
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
-        if isinstance(entry.options, ChaptersOptions)
+        if isinstance(entry.options, MocOptions)
     }
     if not memories:
         raise RequestError(

@@ -19,8 +19,7 @@ from midus_hf.files.checkpoint_files import CARD, CARD_FILE, CODE, CONFIG, RECOR
 from midus_hf.files.outputs import write_text
 from midus_hf.memories.bank import banks_of
 from midus_hf.memories.controls import num_value_rows
-from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES
-from midus_hf.memories.registry import memory_type
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, memory_type
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.source import bytes_of_banks, copy_travelling_files, resolve_source, travelling_files

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, one_of
 from midus_hf.config.plugins import load_plugins
-from midus_hf.config.wording import one_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.plan.layer_config import follow_plan

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.errors import RequestError, as_request_error
+from midus_hf.config.errors import RequestError, as_request_error, first_few
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
-from midus_hf.memories.entries import TABLES, MemoryEntry
+from midus_hf.memories.registry import TABLES, MemoryEntry
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import Paper, register_method

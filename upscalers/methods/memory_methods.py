@@ -9,8 +9,8 @@ from midus_hf.anatomy.types import MEMORY_PREFIX, ModelType
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
-from midus_hf.memories.entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.memories.options import InsertedOptions, MemoryOptions, SiteName
+from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, MemoryEntry
 from upscalers.architecture.layer_tensors import Config, kept_roles, projections_of, roles_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import METHODS, Method, Paper

@@ -1,7 +1,7 @@
 """MIDUS with the head-wise memory of the paper, and with the memories that the paper compares it to."""
 
-from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
-from midus_hf.memories.midus_hml.options import HeadwiseOptions
+from midus_hf.memories.midus_baselines.options import MidusLinearOptions, MidusPkmOptions
+from midus_hf.memories.midus_hml.options import MidusHmlOptions
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import InsertedMemoryMethod
 
@@ -11,7 +11,7 @@ class MidusHml(InsertedMemoryMethod):
     """Blocks with a separate memory for each attention head (section 4.2)."""
 
     summary = "memory blocks: attention of the next layer, then a product-key memory per head (identity at start)"
-    options_class = HeadwiseOptions
+    options_class = MidusHmlOptions
 
 
 @register_method("midus-linear")
@@ -19,7 +19,7 @@ class MidusLinear(InsertedMemoryMethod):
     """Blocks whose heads compare their query with one key per slot and share full-width values (eq. 4 and 5, section 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then a key per slot over shared values (identity at start)"
-    options_class = LinearOptions
+    options_class = MidusLinearOptions
 
 
 @register_method("midus-pkm")
@@ -27,4 +27,4 @@ class MidusPkm(InsertedMemoryMethod):
     """Blocks whose heads have separate product keys and share full-width values, which are summed (sections 4.2 and 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then product keys over shared values (identity at start)"
-    options_class = ProductKeyOptions
+    options_class = MidusPkmOptions

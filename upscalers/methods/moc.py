@@ -1,6 +1,6 @@
 """Mixture of Chapters: a routed bank of latent memory tokens, attached to some layers."""
 
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.options import MocOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -23,7 +23,7 @@ class MixtureOfChapters(AttachedMemoryMethod):
         booktitle="ICLR Workshop on New Frontiers in Associative Memories",
     )
     identity = True
-    memory_options = ChaptersOptions
+    memory_options = MocOptions
     default_layers = 0.25
 
     def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:

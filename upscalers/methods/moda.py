@@ -1,7 +1,7 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.moda.options import DepthAttentionOptions
+from midus_hf.memories.moda.options import ModaOptions
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -23,7 +23,7 @@ class MoDA(AttachedMemoryMethod):
         reference="arXiv:2603.15619",
     )
     identity = True
-    memory_options = DepthAttentionOptions
+    memory_options = ModaOptions
     default_layers = "all"
 
     def check(self, base: BaseCheckpoint) -> None:

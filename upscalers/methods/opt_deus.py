@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, install_extra
 from midus_hf.config.options import option
-from midus_hf.config.wording import install_extra
 from midus_hf.sources.names import usable_device
 from upscalers.architecture.layer_tensors import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint

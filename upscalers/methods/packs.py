@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, first_few, format_count
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few, format_count
 from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer

@@ -4,9 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.config.options import option
-from midus_hf.config.wording import first_few
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.dense_block import DenseMethod

@@ -1,7 +1,7 @@
 """UltraMemV2: a large table of values in parallel to every feed-forward network."""
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.methods.contract import Paper, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -23,7 +23,7 @@ class UltraMemV2(AttachedMemoryMethod):
         reference="arXiv:2508.18756",
     )
     identity = True
-    memory_options = UltraMemOptions
+    memory_options = UltraMemV2Options
     default_layers = "all"
 
     def check(self, base: BaseCheckpoint) -> None:

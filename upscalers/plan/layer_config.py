@@ -5,7 +5,7 @@ from typing import Any
 
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
-from midus_hf.memories.entries import MemoryEntry
+from midus_hf.memories.registry import MemoryEntry
 from upscalers.architecture.layer_tensors import (
     LAYER_INDEX_KEYS,
     LEADING_LAYERS_KEYS,

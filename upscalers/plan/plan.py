@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import one_of
-from midus_hf.memories.entries import ATTACHED, NO_MEMORIES, TABLES, Memories
+from midus_hf.config.errors import RequestError, one_of
+from midus_hf.memories.registry import ATTACHED, NO_MEMORIES, TABLES, Memories
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 

@@ -10,7 +10,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_yaml, write_yaml
 from midus_hf.files.cards import card_example
 from midus_hf.files.checkpoint_files import CARD_FILE
-from midus_hf.memories.entries import Memories
+from midus_hf.memories.registry import Memories
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.source import Source, check_repo_id
 from upscalers.checkpoint.tokenizer import has_tokenizer

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 
 from midus_hf.anatomy.record import RECORD_KEY
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Shape
 from upscalers.architecture.layout import change_of_settings, layout_of

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.anatomy.types import MAIN_TYPES
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.hosting.parts import decoder_of
 from midus_hf.models.saved_models import auto_class_of

@@ -12,7 +12,7 @@ from midus_hf.anatomy.types import MEMORY_PREFIX
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import CARD_FILE, Kind
 from midus_hf.files.outputs import OutputFolder
-from midus_hf.memories.bank import Bank, bank_patterns, banks_of
+from midus_hf.memories.bank import MemoryFiles, bank_patterns, banks_of
 from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
@@ -202,7 +202,7 @@ def written_from(
     model: BaseCheckpoint,
     folder: CheckpointFolder,
     shards: dict[str, list[OutputTensor]],
-    banks: Mapping[str, Bank],
+    banks: Mapping[str, MemoryFiles],
     progress: Progress,
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,

@@ -6,8 +6,7 @@ from typing import Any
 
 from midus_hf.cli.look.request import Model, Texts
 from midus_hf.cli.options import needing_harness
-from midus_hf.config.errors import RequestError, as_request_error
-from midus_hf.config.wording import format_count
+from midus_hf.config.errors import RequestError, as_request_error, format_count
 from midus_hf.look.page import Answer
 
 

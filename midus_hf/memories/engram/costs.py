@@ -1,9 +1,8 @@
 """FLOPs of an n-gram memory, and the values that a token reads."""
 
-from midus_hf.config.flops import ACTIVATIONS, SIGMOID, linear, rms_norm
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.engram.options import EngramOptions
-from midus_hf.memories.flops import flops_of, values_read_of
+from midus_hf.memories.flops import ACTIVATIONS, SIGMOID, flops_of, linear, rms_norm, values_read_of
 
 
 @values_read_of(EngramOptions)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.engram.options import TOKEN_NUMBER_LIMIT, EngramOptions
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import States, Tables, Tokens

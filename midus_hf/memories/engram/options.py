@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory

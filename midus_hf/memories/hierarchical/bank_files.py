@@ -7,15 +7,15 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import read_json
-from midus_hf.memories.bank import Bank, bank_of
-from midus_hf.memories.entries import Memories, MemoryEntry
+from midus_hf.memories.bank import MemoryFiles, register_memory_files
 from midus_hf.memories.hierarchical.options import BankLayout, HierarchicalOptions, block_layouts
+from midus_hf.memories.registry import Memories, MemoryEntry
 
 _LEVELS = ("level-[0-9].safetensors", "level-[0-9][0-9].safetensors")
 
 
-@bank_of(HierarchicalOptions)
-class BlockFiles(Bank):
+@register_memory_files(HierarchicalOptions)
+class BlockFiles(MemoryFiles):
     """Bank of blocks, in files of levels and a description; with the tree whose paths trained it, if there is one."""
 
     files = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, *_LEVELS))
@@ -61,7 +61,7 @@ class BlockFiles(Bank):
             bank.grow(None, tree.fingerprint, tree.grown_from)
         bank.save(self.folder(folder), tree_folder=tree_folder, deleted=deleted)
 
-    def tie(self, folder: Path) -> None:
+    def bind_to_base(self, folder: Path) -> None:
         from midus_hf.memories.hierarchical.bank import write_description
 
         bank = self.folder(folder)

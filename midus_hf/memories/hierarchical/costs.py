@@ -1,8 +1,7 @@
 """FLOPs of hierarchical memories."""
 
-from midus_hf.config.flops import ACTIVATIONS, attention_products, attention_weights, linear
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import ACTIVATIONS, attention_products, attention_weights, flops_of, linear
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions, HierLoraOptions
 
 

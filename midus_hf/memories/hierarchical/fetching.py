@@ -9,12 +9,12 @@ import torch
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.hierarchical.bank import GENERIC, FetchedBatch, MemoryBank
 from midus_hf.memories.hierarchical.options import BankLayout, block_layouts
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import BankService, HostStack
 from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import Memories
 
 # Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that were fetched before.
 IDS, BLOCKS = "memory_ids", "memory_blocks"

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from transformers.activations import ACT2FN
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hierarchical.bank import FetchedLayer
 from midus_hf.memories.hierarchical.fetching import BlockService
 from midus_hf.memories.hierarchical.options import (

@@ -5,13 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, TruncatedNormal, Uniform
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, TruncatedNormal, Uniform
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.options import MemoryOptions, head_projections
-from midus_hf.memories.registry import register_memory
+from midus_hf.memories.registry import Memories, register_memory
 
 _BLOCK_STD = 0.02
 _MAX_LEAVES = 2**63

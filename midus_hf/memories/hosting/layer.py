@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.parts import (
     Arguments,
     CarriedKey,
@@ -28,7 +27,7 @@ from midus_hf.memories.hosting.parts import (
 )
 from midus_hf.memories.module import MemoryModule, build_memory
 from midus_hf.memories.options import InsertedOptions
-from midus_hf.memories.registry import layer_class
+from midus_hf.memories.registry import Memories, MemoryEntry, layer_class
 
 
 @dataclasses.dataclass

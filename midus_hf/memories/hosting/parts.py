@@ -12,8 +12,8 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import MemoryEntry
 from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import MemoryEntry
 
 # Positional and keyword arguments of a call, and what a layer or its part returns: hidden states, or a tuple that begins with them.
 Arguments = tuple[Any, ...]

@@ -16,12 +16,11 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import CACHE, Keywords, TokenPlaces, projection_name, token_places
 from midus_hf.memories.hosting.state import MemoryState, crop_error, refuse_one_row, states_in
-from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.tables import MemoryTables
+from midus_hf.memories.module import MemoryModule, MemoryTables
+from midus_hf.memories.registry import Memories
 
 # Memories by their name, empty for an inserted one, and the index of their layer.
 Hosted = Mapping[tuple[str, int], MemoryModule]

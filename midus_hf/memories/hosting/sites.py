@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import Attention, AttentionFunction, HeadsOutput, get_attention_host, unrotated
 from midus_hf.memories.hosting.layer import HostLayer, Site, get_hidden_states, hidden_states_argument, with_first
 from midus_hf.memories.hosting.parts import Arguments, CarriedKey, Keywords, PartOutput, skip_sources
+from midus_hf.memories.registry import Memories, MemoryEntry
 
 
 class ChangesProjections(Site):

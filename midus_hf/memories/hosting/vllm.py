@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
 from midus_hf.memories.hosting.parts import Keywords
 from midus_hf.memories.hosting.service import HostStack, Service
 from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.registry import Memories
 
 if TYPE_CHECKING:  # vLLM may be absent
     from vllm.config import VllmConfig

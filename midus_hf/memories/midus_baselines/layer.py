@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from midus_hf.memories.midus_baselines.options import LinearOptions, ProductKeyOptions
+from midus_hf.memories.midus_baselines.options import MidusLinearOptions, MidusPkmOptions
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import RetrievalMemory
 from midus_hf.ops.gather.op import weighted_gather
@@ -12,12 +12,7 @@ from midus_hf.ops.product_key.reference import flat_key_topk
 
 
 class SharedValueMemory(RetrievalMemory):
-    """A memory with a query projection, keys per head, and one table of values that all heads read and sum over.
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+    """A memory with a query projection, keys per head, and one table of values that all heads read and sum over."""
 
     query_projection: nn.Linear
 
@@ -42,30 +37,19 @@ class SharedValueMemory(RetrievalMemory):
         return output if residual is None else (residual + output).to(residual.dtype)
 
 
-@register_layer(LinearOptions)
-class LinearMemory(SharedValueMemory):
-    """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
+@register_layer(MidusLinearOptions)
+class MidusLinearMemory(SharedValueMemory):
+    """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5)."""
 
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
-
-    options: LinearOptions
     slot_keys: torch.Tensor
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return flat_key_topk(query, self.slot_keys, self.k)
 
 
-@register_layer(ProductKeyOptions)
-class ProductKeyMemory(SharedValueMemory):
-    """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+@register_layer(MidusPkmOptions)
+class MidusPkmMemory(SharedValueMemory):
+    """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019)."""
 
     row_keys: torch.Tensor
     column_keys: torch.Tensor

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal, Uniform
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Normal, Uniform
 from midus_hf.config.options import option
 from midus_hf.memories.registry import register_memory
 from midus_hf.memories.retrieval.options import (
@@ -43,7 +42,7 @@ class SharedValueOptions(RetrievalOptions):
 
 @register_memory("midus-linear")
 @dataclass(kw_only=True)
-class LinearOptions(SharedValueOptions):
+class MidusLinearOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 4 and 5)."""
 
     controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
@@ -64,7 +63,7 @@ class LinearOptions(SharedValueOptions):
 
 @register_memory("midus-pkm")
 @dataclass(kw_only=True)
-class ProductKeyOptions(SharedValueOptions):
+class MidusPkmOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 11 to 15; Lample et al. 2019)."""
 
     controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}

@@ -1,26 +1,42 @@
-"""FLOPs of head-wise memory, and the values that a token reads."""
+"""FLOPs of head-wise memory, which the baselines share in part, and the values that a token reads. Carried code does not name it."""
 
-from midus_hf.config.flops import linear
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of, values_read_of
-from midus_hf.memories.midus_hml.options import HeadwiseOptions
-from midus_hf.memories.retrieval.costs import sub_key_flops, weighing_flops
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import SOFTMAX, flops_of, layer_norm, linear, top_k, values_read_of
+from midus_hf.memories.midus_hml.options import MidusHmlOptions
+from midus_hf.memories.retrieval.options import RetrievalOptions
 
 
-@values_read_of(HeadwiseOptions)
-def headwise_values_read(options: HeadwiseOptions, sizes: ModelSizes) -> int:
+def weighing_flops(options: RetrievalOptions, sizes: ModelSizes, rows: int) -> dict[str, int]:
+    """Count the operations of the query norm, the softmax over slots and the residual adds.
+
+    The query norm has one count, whether its statistics come from features, from a batch or from running statistics.
+    """
+    queries = rows * sizes.num_heads
+    return {
+        "query norm": 0 if options.query_norm == "none" else layer_norm(queries, options.query_width(sizes)),
+        "weights": queries * options.k * SOFTMAX,
+        "residual adds": rows * sizes.hidden_size * (2 if options.inner_residual else 1),
+    }
+
+
+def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
+    """Count the operations that find the k best pairs of sub-keys: k rows, k columns, then k of the k * k sums of both."""
+    return {
+        "scores": 2 * linear(queries, query_width // 2, n),
+        "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
+    }
+
+
+@values_read_of(MidusHmlOptions)
+def midus_hml_values_read(options: MidusHmlOptions, sizes: ModelSizes) -> int:
     return sizes.num_heads * options.k * (sizes.hidden_size // sizes.num_heads)
 
 
-@flops_of(HeadwiseOptions)
-def headwise_flops(
-    options: HeadwiseOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+@flops_of(MidusHmlOptions)
+def midus_hml_flops(
+    options: MidusHmlOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the operations as `flops` does.
-
-    Like the op, this applies transforms to the retrieved sum of each token, or to each row of the bank if rows are
-    fewer.
-    """
+    """Count the operations; like the op, transform the retrieved sum of each token, or each row of the bank if rows are fewer."""
     rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
     transformed = min(rows, options.n * options.n) * sizes.num_heads
     return {

@@ -4,28 +4,26 @@ import math
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.midus_hml.options import HeadwiseOptions
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.midus_hml.options import MidusHmlOptions
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import RetrievalMemory
 from midus_hf.ops.midus_hml.op import headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 
 
-@register_layer(HeadwiseOptions)
-class HeadwiseMemory(RetrievalMemory):
+@register_layer(MidusHmlOptions)
+class MidusHmlMemory(RetrievalMemory):
     """A memory per head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
 
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model. `head_dim`, the width of one head's share of the attention output, need not be D / H.
+    The width of one head's share of the attention output need not be D / H.
     """
 
     row_keys: torch.Tensor
     column_keys: torch.Tensor
     value_transform: torch.Tensor
 
-    def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
+    def __init__(self, options: MidusHmlOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
 

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.options import option
 from midus_hf.memories.registry import register_memory
 from midus_hf.memories.retrieval.options import (
@@ -18,7 +17,7 @@ from midus_hf.memories.retrieval.options import (
 
 @register_memory("midus-hml")
 @dataclass(kw_only=True)
-class HeadwiseOptions(RetrievalOptions):
+class MidusHmlOptions(RetrievalOptions):
     """Size of the memory: one bank of values, which each head transforms (HIVE).
 
     Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach

@@ -2,28 +2,29 @@
 
 import math
 
-from midus_hf.config.flops import (
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import (
     SOFTMAX,
     attention_products,
     attention_weights,
+    flops_of,
     linear,
     rms_norm,
     router_losses,
     top_k,
+    values_read_of,
 )
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of, values_read_of
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.options import MocOptions
 
 
-@values_read_of(ChaptersOptions)
-def chapters_values_read(options: ChaptersOptions, sizes: ModelSizes) -> int:
+@values_read_of(MocOptions)
+def moc_values_read(options: MocOptions, sizes: ModelSizes) -> int:
     return (options.shared_chapters + options.k) * options.chapter_tokens * sizes.hidden_size
 
 
-@flops_of(ChaptersOptions)
-def chapters_flops(
-    options: ChaptersOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+@flops_of(MocOptions)
+def moc_flops(
+    options: MocOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
     """Count the operations as `flops` does.
 

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memories.hosting.parts import TokenPlaces
 from midus_hf.memories.hosting.service import Reports, RouterReport, Service, States, Tables, Tokens, WholeSequences
 from midus_hf.memories.hosting.sites import BehindAttention, BehindLayer
 from midus_hf.memories.hosting.state import MemoryState
-from midus_hf.memories.moc.options import ChaptersOptions
+from midus_hf.memories.moc.options import MocOptions
 from midus_hf.memories.moc.pooling import (
     ChunkSizes,
+    Numbers,
     PooledStates,
     Routing,
     pool_chunks,
     pool_sequence,
     pool_tokens,
 )
-from midus_hf.memories.moc.segments import Numbers
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
@@ -33,20 +33,15 @@ _RMS_EPS = 1e-6
 _MANY_TIMES = 4
 
 
-@register_layer(ChaptersOptions)
-class Chapters(MemoryModule):
-    """Cross-attention of tokens to the chapters of a bank that a router chose for them (section 5, algorithm 1).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+@register_layer(MocOptions)
+class MocMemory(MemoryModule):
+    """Cross-attention of tokens to the chapters of a bank that a router chose for them (section 5, algorithm 1)."""
 
     is_croppable = False
     sites = (BehindAttention, BehindLayer)
     services: tuple[type[Service], ...] = (Tables, Tokens, States, WholeSequences, Reports)
 
-    options: ChaptersOptions
+    options: MocOptions
     #: Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
     sparse_gradient: bool
     bank: torch.Tensor  # where layers do not share one
@@ -58,7 +53,7 @@ class Chapters(MemoryModule):
     value_projection: nn.Linear
     output_projection: nn.Linear
 
-    def __init__(self, options: ChaptersOptions, sizes: ModelSizes):
+    def __init__(self, options: MocOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.num_heads, self.head_dim = sizes.num_heads, sizes.hidden_size // sizes.num_heads
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
@@ -82,7 +77,7 @@ class Chapters(MemoryModule):
             tables: The bank, if layers share one. Default: the layer's bank.
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
-            report: Called with the router's logits and loss. Default: not reported.
+            report: Receives the router's logits and losses. Default: not reported.
 
         Returns:
             `[B, T, D]`, to be added to the hidden states.
@@ -222,7 +217,7 @@ class Chapters(MemoryModule):
 
 
 def _memory_rows(
-    options: ChaptersOptions,
+    options: MocOptions,
     bank: torch.Tensor,
     chapters: torch.Tensor | None,
     dtype: torch.dtype,
@@ -239,7 +234,7 @@ def _memory_rows(
 
 
 def derive_all(
-    options: ChaptersOptions, bank: torch.Tensor, key_weight: torch.Tensor, value_weight: torch.Tensor
+    options: MocOptions, bank: torch.Tensor, key_weight: torch.Tensor, value_weight: torch.Tensor
 ) -> torch.Tensor:
     """Return keys and values `[2, C, M, H * d]` of a whole bank, from the bank and the weights of both projections."""
     rows = _memory_rows(options, bank, None, key_weight.dtype)

@@ -5,9 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
@@ -34,7 +33,7 @@ _FIRST_CHUNK = 8
 
 @register_memory("moc", default_name="chapters")
 @dataclass(kw_only=True)
-class ChaptersOptions(MemoryOptions):
+class MocOptions(MemoryOptions):
     """Size of the bank, choice of chapters, and attention to memory tokens.
 
     The output projection starts at zero, so that the memory adds zero; all other tensors start as in the release. As in

@@ -1,48 +1,131 @@
-"""Pooling of hidden states, for each scope of routing, into the states by which chapters are chosen.
+"""Pooling of hidden states into the states by which chapters are chosen, and the segments of tokens that read the same chapters.
 
 Hidden states are divided by their root mean square first, and elements are clamped to -1 ... 1. The first token of a document is
 left out unless it is the only one: in trained models it is an attention sink, whose state is large and similar in all texts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from midus_hf.memories.hosting.parts import TokenPlaces
-from midus_hf.memories.moc.segments import EqualSegments, Segments, padded
 from midus_hf.ops.dispatch.calling import wide_dtype
+from midus_hf.ops.moc.op import min_together
+
+# Numbers of segments: a slice, or `[S]`, int64.
+Numbers = slice | torch.Tensor
+
+# Function that reads for tokens `[S, L, ...]`, one row for each of the numbered segments, and returns `[S, L, ...]`.
+Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a pass in any order, so that every token reads separately.
+
+    `segment_of_token` `[B, T]`, int64, is the number of each token's segment, from 0 to N - 1.
+    """
+
+    segment_of_token: torch.Tensor
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        """Read for tokens `[B, T, ...]`, each in its segment, and return `[B, T, ...]`."""
+        separate = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
+        return read(separate, self.segment_of_token.flatten()).squeeze(1).unflatten(0, self.segment_of_token.shape)
+
+
+@dataclass(frozen=True)
+class EqualSegments(Segments):
+    """Segments of `length` tokens each that follow each other."""
+
+    length: int
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        by_segment = tokens.reshape(-1, self.length, *tokens.shape[2:])
+        output = read(by_segment, slice(None))
+        return output.reshape(*tokens.shape[:2], *output.shape[2:])
+
+
+@dataclass(frozen=True)
+class PaddedSegments(Segments):
+    """Segments of different lengths, which are padded to equal length.
+
+    Args:
+        numbers: `[S]`, int64, number of the segment of each row; several rows may have one segment.
+        room: L, number of tokens per row.
+        places: `[B * T]`, int64, position of each token among the S * L; S * L for padding, which reads nothing.
+    """
+
+    numbers: torch.Tensor
+    room: int
+    places: torch.Tensor
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        flat = tokens.flatten(0, 1)
+        count = len(self.numbers) * self.room
+        laid_out = flat.new_zeros(count + 1, *flat.shape[1:]).index_copy(0, self.places, flat)[:count]
+        output = read(laid_out.unflatten(0, (len(self.numbers), self.room)), self.numbers).flatten(0, 1)
+        with_nothing = torch.cat([output, output.new_zeros(1, *output.shape[1:])])
+        return with_nothing.index_select(0, self.places).unflatten(0, tokens.shape[:2])
+
+
+def padded(
+    segment_of_token: torch.Tensor,
+    first_tokens: torch.Tensor,
+    room: int,
+    *,
+    alike: torch.Tensor | None = None,
+    alike_room: int = 0,
+    shrinks: bool = False,
+) -> Segments:
+    """Lay segments of consecutive tokens side by side, padded to equal length.
+
+    Args:
+        segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
+        first_tokens: `[N]`, int64, position of each segment's first token among the B * T tokens.
+        room: Largest number of tokens in a segment.
+        alike: `[B, T]`, bool, the tokens of segment 0, which need not be consecutive. Default: segment 0 is like all others.
+        alike_room: Largest number of tokens in segment 0, which gets as many rows as these tokens fill. Default: 0.
+        shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
+
+    Returns:
+        The segments; plain `Segments` if `room` is too small for padding to pay off.
+    """
+    flat = segment_of_token.flatten()
+    every = torch.arange(len(flat), device=flat.device)
+    if shrinks:
+        at_once = flat if alike is None else flat.masked_fill(alike.flatten(), -1)
+        longest = int((every - first_tokens[flat.clamp(min=0)]).masked_fill(at_once < 0, 0).max()) + 1
+        room = min(room, max(longest, min_together()))  # shorter rows would be read token by token
+    if room < min_together():
+        return Segments(segment_of_token.clamp(min=0))
+    copies, skipped = -(-alike_room // room), 0 if alike is None else 1
+    others = torch.arange(skipped, len(first_tokens), device=flat.device)
+    numbers = torch.cat([others.new_zeros(copies), others])
+    places = (copies + flat - skipped) * room + every - first_tokens[flat.clamp(min=0)]
+    if alike is not None:
+        places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
+    places = torch.where(flat >= 0, places, len(numbers) * room)
+    return PaddedSegments(segment_of_token.clamp(min=0), numbers, room, places)
 
 
 class PooledStates(NamedTuple):
-    """Pooled states, by which chapters are chosen.
+    """Pooled states, by which chapters are chosen, one for each segment of tokens that is routed as one."""
 
-    Args:
-        states: `[N, D]`, float32 at least, one state for each segment of tokens that is routed as one.
-        segments: The tokens of each segment.
-        counts: `[N]`, float32, number of tokens in each segment, without padding.
-        kept: Tensors of this pass that the next pass needs, by name.
-    """
-
-    states: torch.Tensor
+    states: torch.Tensor  # [N, D], float32 at least
     segments: Segments
-    counts: torch.Tensor
-    kept: dict[str, torch.Tensor]
+    counts: torch.Tensor  # [N], float32, tokens in each segment, without padding
+    kept: dict[str, torch.Tensor]  # tensors that the next pass needs
 
 
 class Routing(NamedTuple):
-    """Chapters that the segments of tokens read.
+    """Chapters that the segments of tokens read."""
 
-    Args:
-        logits: `[N, C]`, float32 at least, the router's logits.
-        chosen: `[N, k]`, int64, the routed chapters, the best first.
-        log_weights: `[N, k]`, logarithms of the weights of these chapters, which add up to 1.
-        pooled: The states by which chapters were chosen.
-    """
-
-    logits: torch.Tensor
-    chosen: torch.Tensor
-    log_weights: torch.Tensor
+    logits: torch.Tensor  # [N, C], float32 at least
+    chosen: torch.Tensor  # [N, k], int64, the routed chapters, the best first
+    log_weights: torch.Tensor  # [N, k], logarithms of their weights, which add up to 1
     pooled: PooledStates
 
 
@@ -67,13 +150,9 @@ class ChunkSizes(NamedTuple):
         return torch.where(position < self.first, 0, start.clamp(min=self.first))
 
     def most(self, tokens: int, rows: int, *, continues: bool, holds_documents: bool) -> int:
-        """Return the largest number of guided chunks that rows can have, whatever their documents.
+        """Return the largest number of guided chunks that B rows of T tokens can have, whatever their documents.
 
-        Args:
-            tokens: T, number of tokens per row.
-            rows: B, number of rows.
-            continues: Whether a row may continue a document that began in an earlier pass.
-            holds_documents: Whether a row may hold several documents.
+        A row may continue a document of an earlier pass if it `continues`, and have several if it `holds_documents`.
         """
         if continues:  # at most: the last token of a chunk, and then whole chunks
             within = min(tokens, (tokens + self.size - 2) // self.size + 1)
@@ -109,7 +188,7 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
         means, counts = _row_means(states, places.real)
         return PooledStates(means, _equal_segments(batch, tokens, states.device), counts, {"seen": counts})
     real = _real(states, places)
-    document = _documents(states, places)  # [B, T]
+    document = (_marks(places, states).flatten().cumsum(0) - 1).view(batch, tokens)
     number = batch * tokens if torch.compiler.is_compiling() else int(document[-1, -1]) + 1
     position = _positions(places, real, None)
     sizes = torch.zeros(number, dtype=torch.int64, device=states.device)
@@ -195,7 +274,10 @@ def pool_chunks(
     last = torch.where(real, torch.arange(real.shape[1], device=states.device), 0).amax(1)  # [B]
     has_token = real.any(1)
     new_count = torch.where(has_token, position[rows, last] + 1, count)
-    new_total = _sums_of_last_documents(values, marks, total)
+    document_of_row = marks.cumsum(1)  # [B, T]
+    is_last = document_of_row == document_of_row[:, -1:]
+    went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)  # from an earlier pass
+    new_total = (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
     next_start = sizes.start(new_count)
     new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[chunk_of_token[rows, last]])
     new_before = torch.where((next_start == 0).unsqueeze(-1), 0, new_before)
@@ -206,10 +288,9 @@ def pool_chunks(
 def _guided_chunks(
     places: TokenPlaces, sizes: ChunkSizes, real: torch.Tensor, position: torch.Tensor, continues: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return where guided chunks are.
+    """Return where guided chunks are: whether each token is in one, `[B, T]`; the number of the last one begun, from 1, `[B * T]`.
 
-    They are: whether each token is in one, `[B, T]`; the number of the last one that has begun, from 1, `[B * T]`; the first token
-    of each segment, `[N]`, 0 for segment 0; and the number of tokens of first chunks, or the largest possible number.
+    Also the first token of each segment, `[N]`, 0 for segment 0; and the number of tokens of first chunks, or the largest possible.
     """
     batch, tokens = real.shape
     guided = real & (position >= sizes.first)
@@ -231,7 +312,7 @@ def _guided_chunks(
 def _sums_before_chunks(
     values: torch.Tensor, marks: torch.Tensor, number: torch.Tensor, first_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum of the values of each document's tokens before each chunk, `[N, D]`, of this pass alone."""
+    """Return the sum of the values of each document's tokens before each chunk, `[N, D]`, of this pass only."""
     all_chunks, device = first_tokens.shape[0], values.device
     document = marks.flatten().cumsum(0) - 1
     document_of = document[first_tokens].index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), -1)  # [N]
@@ -245,14 +326,6 @@ def _sums_before_chunks(
     is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
     first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
     return (up_to - up_to[(first_of_document - 1).clamp(min=0)]).to(values.dtype)
-
-
-def _sums_of_last_documents(values: torch.Tensor, marks: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the values of each row's last document, `[B, D]`, with the kept `total` if that began in an earlier pass."""
-    document_of_row = marks.cumsum(1)  # [B, T]
-    is_last = document_of_row == document_of_row[:, -1:]
-    went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)
-    return (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
 
 
 def _pool_step(
@@ -315,11 +388,6 @@ def _marks(places: TokenPlaces, states: torch.Tensor) -> torch.Tensor:
     first = torch.arange(states.shape[1], device=states.device) == 0
     first = first.expand(states.shape[:2])
     return first if places.starts is None else first | places.starts
-
-
-def _documents(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
-    """Return the number of the document that each token is in, `[B, T]`."""
-    return (_marks(places, states).flatten().cumsum(0) - 1).view(states.shape[:2])
 
 
 def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:

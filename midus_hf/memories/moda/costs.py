@@ -1,14 +1,13 @@
 """FLOPs of attention over the depth."""
 
-from midus_hf.config.flops import attention_products, attention_weights, linear
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of
-from midus_hf.memories.moda.options import DepthAttentionOptions
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import attention_products, attention_weights, flops_of, linear
+from midus_hf.memories.moda.options import ModaOptions
 
 
-@flops_of(DepthAttentionOptions)
-def depth_attention_flops(
-    options: DepthAttentionOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+@flops_of(ModaOptions)
+def moda_flops(
+    options: ModaOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
     slots, width = len(options.slots_read(index)), sizes.num_heads * sizes.head_dim
     written = len(options.projected) if index + 1 < count else 0

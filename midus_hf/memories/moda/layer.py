@@ -5,30 +5,25 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hosting.heads import HeadsOutput, SequenceHeads, require_log_sum_exp
-from midus_hf.memories.moda.options import DepthAttentionOptions, SlotSource
-from midus_hf.memories.moda.site import DepthHeads
+from midus_hf.memories.moda.options import ModaOptions, SlotSource
+from midus_hf.memories.moda.site import ModaSite
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.ops.moda.op import depth_attention
 from midus_hf.ops.moda.reference import join_factors, joint_attention
 
 
-@register_layer(DepthAttentionOptions)
-class DepthAttention(MemoryModule):
-    """A layer's part of attention over the depth: a gate per head, and projections of the slots that the layer writes.
+@register_layer(ModaOptions)
+class ModaMemory(MemoryModule):
+    """A layer's part of attention over the depth: a gate per head, and projections of the slots that the layer writes."""
 
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+    sites = (ModaSite,)
 
-    sites = (DepthHeads,)
+    options: ModaOptions
 
-    options: DepthAttentionOptions
-
-    def __init__(self, options: DepthAttentionOptions, sizes: ModelSizes):
+    def __init__(self, options: ModaOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.kv_heads = sizes.num_key_value_heads
 

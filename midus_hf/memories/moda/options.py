@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, head_projections
 from midus_hf.memories.registry import register_memory
@@ -31,7 +30,7 @@ class Slot(NamedTuple):
 
 @register_memory("moda", default_name="depth-attention")
 @dataclass(kw_only=True)
-class DepthAttentionOptions(MemoryOptions):
+class ModaOptions(MemoryOptions):
     """Slots that layers write, slots that later layers read, and the way in which heads join the depth with the sequence."""
 
     sites = ("inside-attention",)

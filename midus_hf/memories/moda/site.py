@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from midus_hf.memories.entries import Memories, MemoryEntry
 from midus_hf.memories.hosting.heads import (
     Attention,
     AttentionFunction,
@@ -20,13 +19,14 @@ from midus_hf.memories.hosting.heads import (
 from midus_hf.memories.hosting.layer import HostLayer, LayerCall, hidden_states_argument
 from midus_hf.memories.hosting.parts import CACHE, KEY_NORMS, Arguments, CarriedKey, Keywords, PartOutput
 from midus_hf.memories.hosting.sites import InsideAttention
-from midus_hf.memories.moda.options import DepthAttentionOptions, Slot, SlotSource
+from midus_hf.memories.moda.options import ModaOptions, Slot, SlotSource
+from midus_hf.memories.registry import Memories, MemoryEntry
 
 # A key and a value per key/value head and token, both `[B, K, T, d]`.
 Heads = tuple[torch.Tensor, torch.Tensor]
 
 
-class DepthHeads(InsideAttention):
+class ModaSite(InsideAttention):
     """Slots that a layer reads and writes in every pass.
 
     A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
@@ -37,7 +37,7 @@ class DepthHeads(InsideAttention):
     def __init__(self, layer: HostLayer, config: PreTrainedConfig, memories: Memories):
         super().__init__(layer, config, memories)
         entry = next(entry for entry in memories.attached_to(layer.layer_idx) if entry.options.attends)
-        assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
+        assert isinstance(entry.options, ModaOptions), "memories that attend have slots"
         self.memory, self.options = entry.name, entry.options
         self.layers, self.index = entry.layers, entry.layers.index(layer.layer_idx)
         # Keys under which the key and the value of each slot are carried: of slots that the layer reads, from the oldest to the

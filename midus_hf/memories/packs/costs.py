@@ -1,8 +1,7 @@
 """FLOPs of packs, for tokens that read the largest number of packs that options allow, of `TOKENS` tokens each."""
 
-from midus_hf.config.flops import attention_products, attention_weights
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import attention_products, attention_weights, flops_of
 from midus_hf.memories.packs.options import PacksOptions
 
 TOKENS = 128

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import first_few
+from midus_hf.config.errors import RequestError, first_few
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.outputs import atomic_write

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from midus_hf.anatomy.record import iter_recorded_options, record_entry
 from midus_hf.config.errors import RequestError
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import (
     Attention,
     AttentionFunction,
@@ -41,7 +40,7 @@ from midus_hf.memories.packs.opening import (
 )
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, Pack, PackReader, Recording, open_packs
-from midus_hf.memories.registry import register_layer
+from midus_hf.memories.registry import Memories, register_layer
 from midus_hf.ops.moda.reference import joint_attention, sequence_scores, shares_of_both
 
 _NO_TOKEN = -1

@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.declared_tensors import DeclaredTensor, ModelSizes
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.files.checkpoint_files import GLOSSARY_FILE
-from midus_hf.memories.bank import Bank, bank_of
-from midus_hf.memories.entries import Memories
+from midus_hf.memories.bank import MemoryFiles, register_memory_files
 from midus_hf.memories.options import MemoryOptions, head_projections
-from midus_hf.memories.registry import register_memory
+from midus_hf.memories.registry import Memories, register_memory
 
 
 @register_memory("packs")
@@ -53,8 +51,8 @@ class PacksOptions(MemoryOptions):
                 raise RequestError(f"{name} is {getattr(self, name)}; expected {expected}.")
 
 
-@bank_of(PacksOptions)
-class GlossaryFile(Bank):
+@register_memory_files(PacksOptions)
+class GlossaryFile(MemoryFiles):
     """The glossary, one file in the folder of the weights."""
 
     files = (GLOSSARY_FILE,)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from midus_hf.config.errors import RequestError
-from midus_hf.memories.entries import Memories
 from midus_hf.memories.hosting.heads import SequenceHeads
 from midus_hf.memories.hosting.parts import Keywords, arguments_of_pass
 from midus_hf.memories.hosting.service import HostStack, folder_of_checkpoint
@@ -37,7 +36,7 @@ from midus_hf.memories.packs.opening import (
 )
 from midus_hf.memories.packs.options import PacksOptions
 from midus_hf.memories.packs.reading import RECORDING, KeptPacks, OpenPacks, PackPart
-from midus_hf.memories.registry import register_paged_layer
+from midus_hf.memories.registry import Memories, register_paged_layer
 
 _CACHES = ("auto", "float16", "bfloat16", "float32")
 # Maximum tokens of a prompt that attend at once.

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.retrieval.options import RetrievalOptions
 from midus_hf.ops.dispatch.private_torch import is_in_backward
@@ -13,12 +13,7 @@ _BATCH_MOMENTUM, _BATCH_EPS = 0.1, 1e-5
 
 
 class RetrievalMemory(MemoryModule):
-    """A memory that looks slots up by a query per head, and weights their values by a softmax.
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+    """A memory that looks slots up by a query per head, and weights their values by a softmax."""
 
     value_bank: torch.Tensor
     query_norm_weight: torch.Tensor
@@ -37,29 +32,23 @@ class RetrievalMemory(MemoryModule):
         return self.value_bank.shape[-2]
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """Return the query of each head.
+        """Return the query of each head, `[B, T, H, query_width]`, for an attention output `[B, T, W]`.
 
-        Args:
-            attention_output: `[B, T, W]`.
-            track_statistics: Whether a batch norm that trains updates its statistics with these tokens; false for tokens
-                that are only inspected. Default: true.
-
-        Returns:
-            `[B, T, H, query_width]`.
+        A batch norm that trains updates its statistics with these tokens, unless `track_statistics` is false.
         """
-        raise TypeError(f"{type(self).__name__} does not say what it asks with.")
+        raise NotImplementedError
 
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; no side effects.
 
-        If addressing is random, the slots are drawn for this call, and differ from the slots of any other pass.
+        Slots of random addressing are drawn for this call only.
         """
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
         return scores.softmax(dim=-1), slots
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
-        raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
+        raise NotImplementedError
 
     def addressed(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the vectors to look slots up by: the query `[..., H, query_width]` after its norm, or random ones of its length."""
@@ -95,13 +84,7 @@ def random_directions(vectors: torch.Tensor) -> torch.Tensor:
     """Return random directions with the lengths of `vectors`; no gradient flows back to `vectors`.
 
     Directions are drawn from torch's generator of the device, whose state activation checkpointing restores, so a layer that
-    is computed twice reads the same slots. The same seed gives the same directions.
-
-    Args:
-        vectors: `[..., d]`, of any floating dtype.
-
-    Returns:
-        `[..., d]`, in the dtype of `vectors`.
+    is computed twice reads the same slots. The result has the shape and the dtype of `vectors`, `[..., d]`.
     """
     wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
     drawn = torch.randn_like(wide)

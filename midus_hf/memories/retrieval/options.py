@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Uniform
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, ModelSizes, Uniform
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import DeclaredControl, InsertedOptions
 
@@ -82,12 +81,7 @@ def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTens
 
 
 def check_size(options: RetrievalOptions, name: str, description: str) -> None:
-    """Refuse a size below one, or a `k` above it.
-
-    Args:
-        name: Name of the option that bounds `k`.
-        description: Singular noun for what the option counts, for the message.
-    """
+    """Refuse a size below one, or a `k` above it; `name` is the option that bounds `k`, and `description` what it counts."""
     size = getattr(options, name)
     if size < 1:
         raise RequestError(f"{name} is {size}; expected at least one {description}.")

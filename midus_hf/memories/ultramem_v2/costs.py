@@ -1,20 +1,19 @@
 """FLOPs of UltraMemV2, and the values that a token reads."""
 
-from midus_hf.config.flops import linear, rms_norm, top_k
-from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memories.flops import flops_of, values_read_of
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.config.declared_tensors import ModelSizes
+from midus_hf.memories.flops import flops_of, linear, rms_norm, top_k, values_read_of
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 
 
-@values_read_of(UltraMemOptions)
-def ultramem_values_read(options: UltraMemOptions, sizes: ModelSizes) -> int:
+@values_read_of(UltraMemV2Options)
+def ultramem_v2_values_read(options: UltraMemV2Options, sizes: ModelSizes) -> int:
     widths = options.width("value_width", sizes) + options.width("pre_value_width", sizes)
     return options.heads * options.k * widths
 
 
-@flops_of(UltraMemOptions)
-def ultramem_flops(
-    options: UltraMemOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
+@flops_of(UltraMemV2Options)
+def ultramem_v2_flops(
+    options: UltraMemV2Options, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
     """Count the operations as `flops` does.
 

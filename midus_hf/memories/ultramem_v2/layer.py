@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.hosting.service import ScaledInitialisation, Tables
 from midus_hf.memories.hosting.sites import BesideFeedForward, Skip
 from midus_hf.memories.module import MemoryModule
 from midus_hf.memories.registry import register_layer
 from midus_hf.memories.retrieval.layer import random_directions
-from midus_hf.memories.ultramem_v2.options import UltraMemOptions
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
 from midus_hf.ops.dispatch.calling import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.gather.op import gathered_products, weighted_gather
@@ -21,19 +21,14 @@ from midus_hf.ops.ultramem_v2.reference import leading_vectors
 _QUERY_EPS = 1e-6
 
 
-@register_layer(UltraMemOptions)
-class UltraMem(MemoryModule):
-    """Slots of a large table, retrieved by Tucker-decomposed scores, whose values are scaled and summed (section 3, equation 15).
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-    """
+@register_layer(UltraMemV2Options)
+class UltraMemV2Memory(MemoryModule):
+    """Slots of a large table, retrieved by Tucker-decomposed scores, whose values are scaled and summed (section 3, equation 15)."""
 
     sites = (BesideFeedForward, Skip)
     services = (Tables, ScaledInitialisation)
 
-    options: UltraMemOptions
+    options: UltraMemV2Options
     query_projection: nn.Linear
     row_keys: torch.Tensor
     column_keys: torch.Tensor
@@ -47,7 +42,7 @@ class UltraMem(MemoryModule):
     value_table: torch.Tensor
     pre_value_table: torch.Tensor
 
-    def __init__(self, options: UltraMemOptions, sizes: ModelSizes):
+    def __init__(self, options: UltraMemV2Options, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.num_heads, self.num_slots = options.heads, options.num_rows
         self.key_width = options.width("key_width", sizes)

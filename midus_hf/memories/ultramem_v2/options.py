@@ -12,10 +12,10 @@ from midus_hf.config.declared_tensors import (
     DeclaredTensor,
     Initial,
     LateInitial,
+    ModelSizes,
     Normal,
 )
 from midus_hf.config.errors import RequestError
-from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
@@ -35,7 +35,7 @@ _MOST_SLOTS = 2**31 - 1
 
 @register_memory("ultramem-v2", default_name="ultramem")
 @dataclass(kw_only=True)
-class UltraMemOptions(MemoryOptions):
+class UltraMemV2Options(MemoryOptions):
     """Size of the table, retrieval of slots, and use of values (sections 3.1 to 3.5, appendices B and E).
 
     A layer that reads g value tables of n * n rows has sqrt(g) * n row keys, rounded down, and as many column keys, one pair for

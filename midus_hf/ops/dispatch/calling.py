@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.errors import RequestError
-from midus_hf.config.wording import one_of
+from midus_hf.config.errors import RequestError, one_of
 from midus_hf.ops.dispatch.library import NATIVE_DTYPES, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 

@@ -6,14 +6,14 @@ import torch
 from safetensors.torch import save_file
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
-from midus_hf.memories.bank import Bank, bank_of
+from midus_hf.memories.bank import MemoryFiles, register_memory_files
 from tests.upscalers.offset.options import OffsetOptions
 
 FILE = "vector.safetensors"
 
 
-@bank_of(OffsetOptions)
-class OffsetFile(Bank):
+@register_memory_files(OffsetOptions)
+class OffsetFile(MemoryFiles):
     """The vector, in one file."""
 
     files = (f"{BANKS_FOLDER}/*/{FILE}",)

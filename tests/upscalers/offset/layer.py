@@ -8,7 +8,7 @@ from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hosting.service import BankService
 from midus_hf.memories.hosting.sites import BehindLayer
 from midus_hf.memories.module import MemoryModule
-from midus_hf.memories.registry import layer_of
+from midus_hf.memories.registry import register_layer
 from tests.upscalers.offset.options import OffsetOptions
 
 
@@ -41,7 +41,7 @@ class OpensOffset(BankService):
         return {"vector": value[name]}
 
 
-@layer_of(OffsetOptions)
+@register_layer(OffsetOptions)
 class OffsetMemory(MemoryModule):
     """Adds the vector."""
 
