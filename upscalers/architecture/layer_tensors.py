@@ -220,17 +220,6 @@ def check_lists(config: Mapping[str, Any]) -> None:
             check_list(key, values, num_layers)
 
 
-def per_layer_lists(values: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """Return the lists that describe single layers, by key, among the values of a config as transformers resolved it."""
-    return {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, list)
-        and key not in NOT_PER_LAYER_KEYS
-        and (key in LAYER_INDEX_KEYS or len(value) == num_layers)
-    }
-
-
 def family_of(config: Config) -> ModelType:
     """Return the type of the model that a config describes, whether or not the model already hosts memory.
 

@@ -31,7 +31,6 @@ from upscalers.architecture.layer_tensors import (
     Settings,
     Shape,
     kept_roles,
-    per_layer_lists,
 )
 
 _LAYERS = "model.layers."
@@ -118,7 +117,13 @@ def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]
     """Return the layout of a model by its resolved config and its layers' tensors; `described` has other fields of `Layout`."""
     values = vars(config)
     types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
-    lists = per_layer_lists(values, len(layers))
+    lists = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, list)
+        and key not in NOT_PER_LAYER_KEYS
+        and (key in LAYER_INDEX_KEYS or len(value) == len(layers))
+    }
     stated = {getattr(config, "attribute_map", {}).get(key, key) for key, value in native.items() if value is not None}
     kinds = [
         [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
@@ -253,14 +258,18 @@ def known_layout(native: Config) -> dict[str, Any] | None:
 
 def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bool:
     """Return whether a config has no value that the row does not cover, or that transformers might refuse."""
-    num_layers, pad = values["num_hidden_layers"], values.get("pad_token_id")
-    period = native.get(_PERIOD_KEY, 1)
-    activations = [values[key] for key in ("hidden_act", "hidden_activation") if key in kinds]
+    num_layers, pad, period = values["num_hidden_layers"], values.get("pad_token_id"), native.get(_PERIOD_KEY, 1)
     ropes = [native.get("rope_scaling"), native.get("rope_parameters")]
     if native["model_type"] == "gemma3_text" and isinstance(ropes[1], dict):
         if not ropes[1].keys() <= _NESTED_ROPE:
             return False
         ropes = [ropes[0], *ropes[1].values()]
+    numbers = [native.get(key, 1) for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")]
+    for rope in (rope for rope in ropes if rope is not None):
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+        if not isinstance(kind, str) or kind not in _ROPE_NEEDS or not _ROPE_NEEDS[kind] <= rope.keys():
+            return False
+        numbers += [value for key, value in rope.items() if key not in ("type", "rope_type")]
     return (
         _UNUSUAL.isdisjoint(native)
         and all(type(native[key]).__name__ in kinds[key] for key in native.keys() & kinds.keys())
@@ -276,32 +285,10 @@ def _is_usual(native: Config, values: Config, kinds: dict[str, list[str]]) -> bo
         and (pad is None or -1 <= pad < values["vocab_size"])
         and type(period) is int
         and period > 0
-        and all(activation in _ACTIVATIONS for activation in activations)
+        and all(values[key] in _ACTIVATIONS for key in ("hidden_act", "hidden_activation") if key in kinds)
         and all(native.get(key) in _DTYPES for key in ("dtype", "torch_dtype"))
-        and all(
-            _is_number(native.get(key, 1)) for key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
-        )
-        and all(map(_is_usual_rope, ropes))
+        and all(type(number) in (int, float) and number > 0 for number in numbers)
     )
-
-
-def _is_usual_rope(rope: Any) -> bool:
-    if rope is None:
-        return True
-    if not isinstance(rope, dict):
-        return False
-    numbers = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return (
-        isinstance(kind, str)
-        and kind in _ROPE_NEEDS
-        and _ROPE_NEEDS[kind] <= numbers.keys()
-        and all(map(_is_number, numbers.values()))
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
 
 
 def _implied_types(values: Config) -> list[str] | None:

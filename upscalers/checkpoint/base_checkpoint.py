@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,9 +112,9 @@ class BaseCheckpoint:
         return "AutoModelForCausalLM" if self.composite is None else self.composite.auto_class
 
     @property
-    def surroundings(self) -> Mapping[str, Shape]:
+    def outer_shapes(self) -> Mapping[str, Shape]:
         """Shapes of the tensors of the composite model outside the language model, by full name; they are copied to the result."""
-        return {} if self.composite is None else self.composite.spelling.others
+        return {} if self.composite is None else self.composite.names.others
 
     def whole_config(self, config: Config) -> Config:
         """Return the content of `config.json` for a config of the language model: around it, that of the composite model, if any."""
@@ -124,23 +124,18 @@ class BaseCheckpoint:
         """Return the name under which a checkpoint stores a tensor of this model, or of a model made from it."""
         if self.tied_head is not None and name == self.embedding_name:
             name = self.tied_head
-        return name if self.composite is None else self.composite.spelling.stored_name(name)
+        return name if self.composite is None else self.composite.names.stored_name(name)
 
     def by_name(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return stored tensors of this model, or of a model made from it, by full name."""
         named = dict(stored)
         if self.composite is not None:
-            named = {self.composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
-        return named if self.tied_head is None else _renamed(named, self.tied_head, self.embedding_name)
+            named = {self.composite.names.language_name(name): tensor for name, tensor in stored.items()}
+        return {self.embedding_name if name == self.tied_head else name: tensor for name, tensor in named.items()}
 
     def new_name(self, layer: int, name: str) -> str:
         """Return the full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
-
-
-def _renamed(tensors: Mapping[str, StoredTensor], old: str, new: str) -> dict[str, StoredTensor]:
-    """Return tensors with another name for one of them."""
-    return {new if name == old else name: tensor for name, tensor in tensors.items()}
 
 
 def read_config(path: Path) -> Config:
@@ -148,21 +143,19 @@ def read_config(path: Path) -> Config:
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
-            raise RequestError(f"{folder} has no config.json{_held_instead(folder)}")
+            raise RequestError(f"{folder} has no config.json{_describe_folder(folder)}")
     config = read_json(path)
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
     return config
 
 
-def _held_instead(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     """Return what a folder without `config.json` contains and what was expected, as the end of a message."""
     if (folder / ADAPTER_CONFIG).is_file():
         return f", but a PEFT adapter (adapter_config.json); expected a whole model. {MERGE_ADAPTER}"
     ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        return f", but {gguf_refusal(ggufs[0])}"
-    return "; expected a Hugging Face checkpoint folder or a hub id."
+    return f", but {gguf_refusal(ggufs[0])}" if ggufs else "; expected a Hugging Face checkpoint folder or a hub id."
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -171,18 +164,42 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
-    """Open a checkpoint's folder, and check that it is complete and can be upscaled."""
-    config, composite = _read_language_config(folder)
-    _refuse_adapter_in(folder)
+    """Open a checkpoint's folder, and check that it is complete and can be upscaled.
+
+    Args:
+        folder: The folder.
+        needs_weights: Whether weights are needed; without any, tensors are planned from the config. Default: True.
+
+    Raises:
+        RequestError: If something is missing, does not belong together, or cannot be upscaled.
+    """
+    config, composite = read_config(folder), None
+    if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
+        composite = composite_model_of(config)
+    check_readable(config)
+    if composite is not None:
+        config = composite.language_config
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise RequestError(
+            "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
+            f"expected only a model. {MERGE_ADAPTER} Or remove the file."
+        )
     stored = stored_tensors(folder, needs_weights)
-    family = family_of(config)
-    _check_number_of_layers(config)
-    layout = layout_of(config)
-    expected, carried = _expected_shapes(layout), dict[str, Shape]()
+    family, layers = family_of(config), config.get("num_hidden_layers")
+    if type(layers) is not int or not 1 <= layers <= MOST_LAYERS:
+        raise RequestError(
+            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
+        )
+    layout, outside = layout_of(config), dict[str, Shape]()
+    expected = layout.outer | {
+        f"{_PREFIX}layers.{layer}.{name}": tensor.shape
+        for layer, tensors in enumerate(layout.layers)
+        for name, tensor in tensors.items()
+    }
     if composite is not None:
         composite = composite.with_stored_names(stored or ())
-        carried = dict(composite.spelling.others)
-        expected |= carried
+        outside = dict(composite.names.others)
+        expected |= outside
     if stored is None:
         named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = SAFETENSORS_NAMES.get(named, "F32")
@@ -190,112 +207,60 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseCheckpoint:
         return BaseCheckpoint(folder, config, family, layout, planned, composite=composite)
 
     if composite is not None:
-        stored = {composite.spelling.language_name(name): tensor for name, tensor in stored.items()}
-    _refuse_task_head(stored)
-    prefix, integers = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else "", layout.integers
-    if not prefix:
-        expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
-        integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
-    stored, tied_head = _with_embedding(stored, f"{prefix}{_EMBEDDING}", expected, layout)
-    _check_complete(stored, expected, config)
-    expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
-    _check_shapes_and_dtypes(stored, expected, carried, integers)
-    unexpected = tuple(name for name in stored if name not in expected)
-    _refuse_further_layers(unexpected, config)
-    return BaseCheckpoint(folder, config, family, layout, stored, unexpected, composite, prefix, tied_head)
-
-
-def _read_language_config(folder: Path) -> tuple[Config, CompositeModel | None]:
-    """Return the config of a folder's language model, and the composite model around it, if there is one."""
-    config = read_config(folder)
-    composite: CompositeModel | None = None
-    if isinstance(config.get(LANGUAGE_KEY), dict) and isinstance(config.get("model_type"), str):
-        composite = composite_model_of(config)
-    check_readable(config)
-    return (config if composite is None else composite.language_config), composite
-
-
-def _refuse_adapter_in(folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG).is_file():
-        raise RequestError(
-            "the base holds a PEFT adapter (adapter_config.json), which transformers would load with the result; "
-            f"expected only a model. {MERGE_ADAPTER} Or remove the file."
-        )
-
-
-def _check_number_of_layers(config: Config) -> None:
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
-        raise RequestError(
-            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
-        )
-
-
-def _expected_shapes(layout: Layout) -> dict[str, Shape]:
-    """Return the shapes of the tensors that a layout must have, by full name."""
-    expected = dict(layout.outer)
-    for layer, tensors in enumerate(layout.layers):
-        expected |= {f"{_PREFIX}layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
-    return expected
-
-
-def _refuse_task_head(stored: Mapping[str, StoredTensor]) -> None:
-    task_head = next((name for name in stored if name in _TASK_HEADS), None)
-    if task_head is not None:
+        stored = {composite.names.language_name(name): tensor for name, tensor in stored.items()}
+    if (task_head := next((name for name in stored if name in _TASK_HEADS), None)) is not None:
         raise RequestError(
             f"the checkpoint has {task_head}, the head of a classifier, reward or question-answering model, which the result would "
             "lack; expected a language model. Upscale the language model, and load the result with "
             "AutoModelForSequenceClassification or a similar class."
         )
-
-
-def _with_embedding(
-    stored: dict[str, StoredTensor], embedding: str, expected: Mapping[str, Shape], layout: Layout
-) -> tuple[dict[str, StoredTensor], str | None]:
-    """Return tensors with the embedding under the embedding's name, and the head's name if it was stored only under that."""
-    if embedding not in expected or embedding in stored:
-        return stored, None
-    # Where duplicates were removed, the head may be the one that is left; transformers ties the embedding to it.
-    held = (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding])
-    tied_head = next(held, None)
-    return (stored if tied_head is None else _renamed(stored, tied_head, embedding)), tied_head
-
-
-def _check_complete(stored: Mapping[str, StoredTensor], expected: Mapping[str, Shape], config: Config) -> None:
-    missing = [name for name in expected if name not in stored]
-    if missing:
+    prefix, integers, tied_head = (
+        _PREFIX if any(name.startswith(_PREFIX) for name in stored) else "",
+        layout.integers,
+        None,
+    )
+    if not prefix:
+        expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
+        integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
+    embedding = f"{prefix}{_EMBEDDING}"
+    if embedding in expected and embedding not in stored:
+        # Where duplicates were removed, the head may be the one that is left; transformers ties the embedding to it.
+        held = (name for name, shape in layout.tied.items() if name in stored and shape == expected[embedding])
+        tied_head = next(held, None)
+        stored = {embedding if name == tied_head else name: tensor for name, tensor in stored.items()}
+    if missing := [name for name in expected if name not in stored]:
         check_lists(config)
         raise RequestError(
             f"the base lacks {len(missing)} tensors that its config requires, {first_few(missing)}. Download or save it again, or "
-            f"correct config.json, which has num_hidden_layers = {config['num_hidden_layers']}."
+            f"correct config.json, which has num_hidden_layers = {layers}."
         )
+    expected |= {name: shape for name, shape in layout.tied.items() if name in stored}
+    unexpected = _check_tensors(stored, expected, outside.keys(), integers, config)
+    return BaseCheckpoint(folder, config, family, layout, stored, unexpected, composite, prefix, tied_head)
 
 
-def _check_shapes_and_dtypes(
+def _check_tensors(
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, Shape],
-    carried: Mapping[str, Shape],
+    outside: Collection[str],
     integers: Mapping[str, str],
-) -> None:
-    """Check the shapes of tensors, and that all tensors hold weights except those that are only copied."""
+    config: Config,
+) -> tuple[str, ...]:
+    """Check shapes and dtypes of expected tensors (those `outside` are only copied); return the names of unexpected ones."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(
                 f"{name} is {list(stored[name].shape)} in the base; expected {list(shape)} by its config. "
                 "Weights and config.json do not belong together."
             )
-        if name in carried:
-            continue
         form = stored[name].dtype
-        if form not in TORCH_NAMES and (name not in integers or INTEGER_NAMES.get(form) != integers[name]):
+        is_readable = form in TORCH_NAMES or (name in integers and INTEGER_NAMES.get(form) == integers[name])
+        if not is_readable and name not in outside:
             wanted = integers.get(name, "float32, float16 or bfloat16")
             raise RequestError(
                 f"{name} is stored as {form}; expected {wanted} weights. Start from the unquantised checkpoint."
             )
-
-
-def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
-    """Refuse tensors of layers that the config does not count."""
+    unexpected = tuple(name for name in stored if name not in expected)
     layers, predicting = config["num_hidden_layers"], config.get(_PREDICTING) or 0
     for name in unexpected:
         if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting:
@@ -304,3 +269,4 @@ def _refuse_further_layers(unexpected: Iterable[str], config: Config) -> None:
                 f"the base holds {name}, but config.json has num_hidden_layers = {layers}{also}. "
                 "Weights and config.json do not belong together."
             )
+    return unexpected

@@ -26,7 +26,7 @@ _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map"
 
 
 @dataclass(frozen=True)
-class Spelling:
+class TensorNames:
     """Names of tensors in a composite model's checkpoint: prefixes of the language model's stack and head, and all others."""
 
     stack: str
@@ -56,19 +56,19 @@ class CompositeModel:
 
     config: Config
     language_config: Config
-    spellings: tuple[Spelling, ...]
+    known_names: tuple[TensorNames, ...]
     auto_class: str
 
     @property
-    def spelling(self) -> Spelling:
-        """The spelling of the checkpoint."""
-        return self.spellings[0]
+    def names(self) -> TensorNames:
+        """The names that the checkpoint uses."""
+        return self.known_names[0]
 
     def with_stored_names(self, stored: Iterable[str]) -> "CompositeModel":
-        """Return the model with only the spelling that the checkpoint uses for tensors of the stack."""
-        names = tuple(stored)
-        present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
-        return dataclasses.replace(self, spellings=(next(present, self.spelling),))
+        """Return the model with only the names that the checkpoint uses for tensors of the stack."""
+        stored = tuple(stored)
+        present = (each for each in self.known_names if any(name.startswith(each.stack) for name in stored))
+        return dataclasses.replace(self, known_names=(next(present, self.names),))
 
     def check_hosts(self) -> None:
         """Make the classes with which the language model hosts memory within the composite model, or raise `RequestError`."""
@@ -180,17 +180,17 @@ def _built(native: str) -> CompositeModel:
         return next(iter(revert_weight_conversion(model, {name: held[name]})))
 
     outside = {name: tensor for name, tensor in held.items() if not name.startswith((f"{paths[0]}.", f"{heads[0]}."))}
-    written = Spelling(
+    written = TensorNames(
         stored(f"{embedding}.weight").removesuffix(f"{standard}.weight"),
         stored(f"{heads[0]}.weight").removesuffix("weight"),
         _shapes(revert_weight_conversion(model, outside)),
     )
-    direct = Spelling(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
+    direct = TensorNames(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
     values = {key: value for key, value in language_config.to_dict().items() if key not in _OF_FILE}
     if (tied := getattr(model.config, "tie_word_embeddings", None)) is not None:
         values["tie_word_embeddings"] = tied
-    spellings = (written,) if written == direct else (written, direct)
-    return CompositeModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
+    known_names = (written,) if written == direct else (written, direct)
+    return CompositeModel(json.loads(native), json.loads(json.dumps(values)), known_names, auto_class)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:

@@ -116,5 +116,5 @@ def _followed_values(config: Config, plan: Plan) -> Config:
 def _undeclared(path: str, description: str) -> RequestError:
     return RequestError(
         f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
-        "upscalers/architecture/per_layer.py."
+        "upscalers/architecture/layer_tensors.py."
     )

@@ -150,6 +150,6 @@ def _check_recipes(where: str, base: BaseCheckpoint, shapes: Mapping[str, Shape]
             if held != shape and not isinstance(recipe, LayerBlocks):
                 raise MethodError(f"{subject} is made from {source}, which is {list(held)}; expected {list(shape)}.")
     for name, recipe in recipes.items():
-        carried = isinstance(recipe, Copy) and recipe.source in {*base.unexpected, *base.surroundings}
+        carried = isinstance(recipe, Copy) and recipe.source in {*base.unexpected, *base.outer_shapes}
         if name not in shapes and not carried:
             raise MethodError(f"{where}: there is a recipe for {name}; expected none except for {', '.join(shapes)}.")

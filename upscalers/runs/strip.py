@@ -222,7 +222,7 @@ def extract(
                 f"{source.folder} is a separate language model, of type {opened.config['model_type']!r}; expected one within a "
                 "composite model. Use it as it is."
             )
-        outside = {*opened.surroundings, *opened.unexpected}
+        outside = {*opened.outer_shapes, *opened.unexpected}
         tensors = [
             OutputTensor(name, Copy(stored.shape, name), stored.dtype)
             for name, stored in opened.tensors.items()

@@ -126,7 +126,7 @@ def upscale(
         if opened.composite is not None:
             progress.note(
                 f"the base is a {opened.composite.config['model_type']} model. Its language model ({opened.config['model_type']}) "
-                f"is upscaled; {len(opened.surroundings)} other tensors are copied byte for byte."
+                f"is upscaled; {len(opened.outer_shapes)} other tensors are copied byte for byte."
             )
         for remark in chosen.remarks(opened):
             progress.note(remark)
