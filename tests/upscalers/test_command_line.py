@@ -85,12 +85,8 @@ def test_methods_lists_options_paper_and_start(command):
     lines = [line.split() for line in command("methods").out.splitlines()]
     starts = {line[0]: line[1] for line in lines if line and line[0] in METHODS}
     assert starts.keys() == METHODS.keys()
-    assert [starts[name] for name in ("midus-hml", "packs", "solar", "lesa")] == [
-        "exact",
-        "exact*",
-        "changed",
-        "changed*",
-    ]
+    expected = {"midus-hml": "exact", "packs": "exact*", "solar": "changed", "lesa": "changed*"}
+    assert expected.items() <= starts.items()
 
 
 def test_summary_names_what_was_done(command, base, tmp_path):
@@ -120,14 +116,8 @@ def test_corpus_option_needs_a_method_that_reads_one(command, base, tmp_path, mo
         command("--base", base, "--method", "packs", *words, "--config", tmp_path / "request.yaml")
     assert [request["options"] for request in requests] == [{"corpus": str(rows), "links": False}] * 2
     for words, said in (
-        (
-            ["--method", "solar"],
-            "--corpus is given, and method 'solar' reads no corpus; expected one of engram, packs. Leave",
-        ),
-        (
-            ["--method", "packs", "--set", f"corpus={rows}"],
-            "--corpus and --set corpus= are given, which are the same; expected one",
-        ),
+        (["--method", "solar"], "method 'solar' reads no corpus; expected one of engram, packs. Leave"),
+        (["--method", "packs", "--set", f"corpus={rows}"], "--corpus and --set corpus= are given, which are the same"),
         ([], "--method is missing"),
     ):
         refused = command("--base", base, *words, "--corpus", rows)
@@ -150,16 +140,9 @@ def test_help_has_an_example_and_every_option(command):
     assert "upscale --base meta-llama/Llama-3.2-1B --method midus-hml --output DIR" in beginning
     keys = {*signature(upscale).parameters} - {"progress"}
     assert {field.name for field in fields(RunRequest)} == keys
-    keys -= {"options"}
-    options = (
-        "--config",
-        "--set",
-        "--corpus",
-        "--json",
-        "--no-verify",
-        *(f"--{key.replace('_', '-')}" for key in keys),
-    )
-    assert all(word in shown for word in (*options, "methods", "inspect", "strip"))
+    options = {f"--{key.replace('_', '-')}" for key in keys - {"options"}}
+    words = {*options, "--config", "--set", "--corpus", "--json", "--no-verify", "methods", "inspect", "strip"}
+    assert all(word in shown for word in words)
 
 
 def test_json_report_has_the_promised_keys(command, tmp_path):

@@ -137,24 +137,17 @@ def project(folder, config="{}"):
 
 
 NOT_OURS = (
-    "was not written by upscale or strip, so --overwrite will not delete it: its config.json has no 'upscale' entry, and it has no "
-    "upscale.json of theirs. Choose another folder, or remove it yourself."
+    "was not written by upscale or strip, so --overwrite will not delete it: .*Choose another folder, or remove it"
 )
-NO_CHECKPOINT_HAS = (
-    "contains files that no checkpoint has, which --overwrite would delete: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 "
-    "more; expected only weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
-)
+FOREIGN = "contains files that no checkpoint has, .* delete: .git/HEAD, deep/mine, notes.txt, src/deep/x.py and 2 more; .*Move it"
 
 
 @pytest.mark.parametrize(
     ("config", "record", "message"),
     [
-        *(
-            (config, None, NOT_OURS)
-            for config in ("{}", '{"model_type": "llama"}', "no JSON", "[]", '{"upscale": true}')
-        ),
+        *((config, None, NOT_OURS) for config in ("{}", "no JSON", "[]", '{"upscale": true}')),
         *(("{}", record, NOT_OURS) for record in ("no JSON", '{"midus_hf": "0.1.0"}', "[]")),
-        (text("ours"), None, NO_CHECKPOINT_HAS),
+        (text("ours"), None, FOREIGN),
     ],
 )
 def test_foreign_folder_is_not_replaced(tmp_path, config, record, message):
@@ -165,9 +158,8 @@ def test_foreign_folder_is_not_replaced(tmp_path, config, record, message):
         (output / name).mkdir()
         (output / name / "mine").touch()
     before = file_digests(output)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=f"output {output} {message}"):
         CheckpointFolder(output, overwrite=True)
-    assert f"output {output} {message}" in str(refused.value)
     assert file_digests(output) == before
 
 

@@ -82,8 +82,7 @@ def test_card_has_request_layers_counts_and_citation(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     body = card.split("\n---\n", 1)[1]
     assert body.startswith("\n# base, upscaled with midus-hml\n")
-    message = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
-    assert message in body
+    assert "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:" in body
     assert yaml.safe_load(recipe_of(tmp_path / "out")) == {
         "method": "midus-hml",
         "placement": [0, 2, 6],
@@ -91,19 +90,15 @@ def test_card_has_request_layers_counts_and_citation(tmp_path):
         "seed": 4,
         "dtype": "auto",
     }
-    for row in (
-        "| **0** | **new, beside base 0, made from 0** |",
-        "| 1 | base 0 |",
-        "| **2** | **new, between base 0 and base 1, made from 1** |",
-        "| **6** | **new, beside base 3, made from 3** |",
-    ):
-        assert row in body
     counts = report.parameters
-    assert f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |" in body
-    assert "Before any training it computes exactly the same as the base." in body
-    assert "MIDUS: Memory-Infused Depth Up-Scaling (arXiv:2512.13751)." in body
-    assert "@article{midus," in body
-    assert "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)" in body
+    for part in (
+        "| **0** | **new, beside base 0, made from 0** |\n| 1 | base 0 |\n| **2** | **new, between base 0 and base 1,",
+        f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |",
+        "MIDUS: Memory-Infused Depth Up-Scaling (arXiv:2512.13751).",
+        "@article{midus,",
+        "AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)",
+    ):
+        assert part in body
 
 
 def test_config_names_memory_and_classes(shared_base, tmp_path):
@@ -164,20 +159,38 @@ def metadata_from(base, command, tmp_path):
     return make
 
 
+CARRIED = {
+    "license": "other",
+    "license_name": "qwen-research",
+    "license_link": "https://example.org/licence",
+    "language": ["en", "no"],
+    "base_model": "org/first",
+    "base_model_relation": "finetune",
+}
+SEVERAL = (
+    "license: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]\nlanguage: en\nmodel-index:\n- broken"
+)
+WRONG_TYPES = "---\nlicense:\nlanguage: [3, {a: b}]\ntags: [7]\n---\n"
+# The base's card, the metadata that the result's card has in addition, and its licence, or how a warning ends.
+CARDS = [
+    *((card, {}, None) for card in (None, "# Only words", "---\n---\nnothing", WRONG_TYPES)),
+    (CARD, CARRIED, "qwen-research (https://example.org/licence)"),
+    (f"---\n{SEVERAL}\n---\n", {"license": ["mit", "apache-2.0"], "base_model": ["org/a", "org/b"], "language": "en",
+                               "base_model_relation": "finetune"}, "mit, apache-2.0."),
+    *(
+        (card, {}, "its licence and languages are not carried over. Add them to README.md of the output.")
+        for card in ("---\nlicense: [mit\n---\n", "---\n- a list\n---\n", "---\n1: x\n---\n", b"---\nlicense: \xff\xfe\n---\n")
+    ),
+]  # fmt: skip
+
+
 def test_card_keeps_licence_languages_and_base(metadata_from):
-    metadata, text, warned = metadata_from(CARD)
-    assert metadata == {
-        **PLAIN,
-        "language": ["en", "no"],
-        "license": "other",
-        "license_name": "qwen-research",
-        "license_link": "https://example.org/licence",
-        "base_model": "org/first",
-        "base_model_relation": "finetune",
-    }
-    assert "qwen-research (https://example.org/licence)" in text
-    assert "The base's own words" not in text
-    assert warned == ""
+    for card, carried, told in CARDS:
+        metadata, text, warned = metadata_from(card)
+        assert metadata == {**PLAIN, **carried}, card
+        assert ("## Licence" in text, warned != "") == (bool(carried), told is not None and not carried), card
+        assert told is None or told in (text if carried else " ".join(warned.split())), card
+        assert "The base's own words" not in text
 
 
 def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
@@ -194,38 +207,9 @@ def test_card_names_and_links_a_base_on_the_hub(hub, base, command, tmp_path):
     assert (tmp_path / "out" / "LICENSE").read_text() == "terms"
 
 
-def test_card_of_a_base_without_metadata_claims_nothing(metadata_from):
-    wrong_types = "---\nlicense:\nlanguage: [3, {a: b}]\ntags: [7]\n---\n"
-    for card in (None, "", "# Only words", "---\n---\nnothing", wrong_types):
-        metadata, text, warned = metadata_from(card)
-        assert (metadata, warned) == (PLAIN, "") and "## Licence" not in text, card
-
-
-def test_unreadable_card_metadata_is_warned_of(metadata_from):
-    for card in (
-        "---\nlicense: [mit\n---\n",
-        "---\n- a list\n---\n",
-        "---\n1: x\n---\n",
-        b"---\nlicense: \xff\xfe\n---\n",
-    ):
-        metadata, _, warned = metadata_from(card)
-        warned = " ".join(warned.split())
-        assert metadata == PLAIN, card
-        assert "warning: the metadata of the base's model card cannot be read (" in warned
-        assert "its licence and languages are not carried over. Add them to README.md of the output." in warned
-
-
-def test_card_keeps_several_licences_and_hub_bases(metadata_from):
-    bases = "license: [mit, apache-2.0]\nbase_model: [org/a, /tmp/checkpoint, org/b]"
-    metadata, text, warned = metadata_from(f"---\n{bases}\nlanguage: en\nmodel-index:\n- broken\n---\n")
-    assert (metadata["license"], metadata["base_model"]) == (["mit", "apache-2.0"], ["org/a", "org/b"])
-    assert (metadata["language"], warned) == ("en", "") and "mit, apache-2.0." in text
-
-
-def test_second_upscaling_keeps_licence_and_base(metadata_from, command, tmp_path):
+def test_second_upscaling_keeps_licence_and_base(metadata_from, tmp_path):
     metadata_from(CARD)
-    done = command("--base", tmp_path / "out", "--method", "midus-pkm", "--output", tmp_path / "again", *REQUEST[4:])
-    assert done.status == 0, done.err
+    unverified(tmp_path / "out", tmp_path / "again", method="midus-pkm")
     metadata = ModelCard.load(tmp_path / "again" / "README.md").data
     assert (metadata.license_name, metadata.base_model) == ("qwen-research", "org/first")
     assert metadata.tags == ["midus-hf", "midus-pkm", "upscaled"]

@@ -71,7 +71,6 @@ def test_resized_base_is_upscaled_like_any_other(base, tmp_path):
 
 def test_cast_tensors_stay_cast_and_are_warned_of(base, tmp_path):
     progress = Recorder()
-
     strip(unverified(base, tmp_path / "out", dtype="bfloat16"), tmp_path / "stripped", progress=progress)
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "stripped").values()} == {torch.bfloat16}
     assert progress.warnings == [
@@ -89,13 +88,13 @@ def test_tampered_record_decides_nothing(base, tmp_path):
     elsewhere = ("../evil.safetensors", "/tmp/evil.safetensors", "config.json", "sub/model.safetensors")
     wrong = [
         *({name: names} for name in elsewhere),
-        *({"model.safetensors": each} for each in (5, [["x"]])),
+        {"model.safetensors": 5},
+        {"model.safetensors": [["x"]]},
         [],
-        "x",
         None,
     ]
     tampered = [{**record, "base": {**record["base"], "files": files}} for files in wrong]
-    for content in (*tampered, 5, {}, {"base": 5}, {"base": {}}, []):
+    for content in (*tampered, 5, {"base": 5}, {"base": {}}):
         (model / "upscale.json").write_text(json.dumps(content))
         told = [base.name] if content in tampered else [None, "unknown: upscale.json is gone"]
         assert inspect_checkpoint(model)["base"] in told
@@ -137,7 +136,7 @@ def test_tampered_entry_is_refused(base, tmp_path):
 
 def test_inspect_shows_what_was_done(command, base, tmp_path):
     model = unverified(base, tmp_path / "out", placement="0,2,6", seed=7)
-    before, tensors = file_digests(model), read_tensors(model)
+    tensors = read_tensors(model)
     inspected = command("inspect", model, "--json").json()
     assert inspected == inspect_checkpoint(model)
     assert (inspected["model"], inspected["seed"], inspected["trainable"]) == (str(model), 7, "new")
@@ -146,8 +145,6 @@ def test_inspect_shows_what_was_done(command, base, tmp_path):
     shown = command("inspect", model).out
     words = ("k=2, query_norm=none", "inner_residual=false", "n=8", "new, between base 0 and base 1", "base 3")
     assert all(word in shown for word in words)
-    inside = command("strip", model, "--output", model / "stripped")
-    assert inside.status == 2 and "is inside the base" in inside.err and file_digests(model) == before
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()
@@ -185,7 +182,7 @@ def saved_again(folder, output, train=()):
 def test_tampered_digest_confirms_nothing(base, tmp_path):
     model = unverified(base, tmp_path / "out")
     record, entry = record_of(model), config_of(model)["upscale"]
-    for number, digest in enumerate(("", "0" * 64, 5, ["x"])):
+    for number, digest in enumerate(("0" * 64, 5)):
         edit_config(model, upscale={**entry, "base_sha256": digest})
         assert stripped(model, tmp_path / f"stripped-{number}") == (False, None)
     edit_config(model, upscale=entry)
@@ -255,11 +252,14 @@ def test_inspect_shows_what_was_stripped(command, base, tmp_path):
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not restore the record of the base"
-    shown = {name: " ".join(command("inspect", tmp_path / name).out.split()) for name in ("base-again", "back")}
-    took_out = "back, upscaled with midus-hml; took out layers 1, 4"
-    for words in ("stripped from", took_out, "its weights were the base's, byte for byte", "llama"):
-        assert words in shown["base-again"]
-    assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in shown["back"]
+    for name, told in (
+        (
+            "base-again",
+            "stripped from back, upscaled with midus-hml; took out layers 1, 4 its weights were the base's, byte for byte",
+        ),
+        ("back", "stripped from twice, upscaled with midus-hml; took out layers 0, 4, 8"),
+    ):
+        assert told in " ".join(command("inspect", tmp_path / name).out.split())
 
 
 def test_digests_fail_on_a_short_file_and_stop(base, tmp_path):
@@ -284,25 +284,15 @@ def test_digests_fail_on_a_short_file_and_stop(base, tmp_path):
 
 
 FROM = {
-    "midus-hml": {
-        0: "new, beside base 0, made from 0",
-        2: "new, between base 0 and base 1, made from 1",
-        6: "new, beside base 3, made from 3",
-    },
-    "solar": {3: "base 1, repeated", 4: "base 2, repeated"},
     "stack": {2: "base 0, repeated", 3: "base 1, repeated", 6: "base 2, repeated"},
     "llama-pro": {2: "new, between base 1 and base 2, made from 1", 5: "new, beside base 3, made from 3"},
-    "avg-deus": {
-        2: "new, between base 1 and base 2, made from 1 and 2",
-        4: "new, between base 2 and base 3, made from 2 and 3",
-    },
-}
+    "avg-deus": {2: "new, between base 1 and base 2, made from 1 and 2", 4: "new, between base 2 and base 3, made from 2 and 3"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", FROM)
 def test_inspect_shows_repeats_copies_and_fusions(method, base, tmp_path):
-    request = {"options": SMALL_MEMORY, "placement": "0,2,6"} if method == "midus-hml" else REQUESTS[method]
-    upscale(base=base, method=method, output=tmp_path / "out", verify=False, **request)
+    upscale(base=base, method=method, output=tmp_path / "out", verify=False, **REQUESTS[method])
     rows = inspect_checkpoint(tmp_path / "out")["layers"]
     assert {row["index"]: row["from"] for row in rows if row["new"]} == FROM[method]
     assert all(row["from"].startswith("base ") for row in rows if not row["new"])
