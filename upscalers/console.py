@@ -68,9 +68,7 @@ class Console(Progress):
             self._lines.update(num_steps)
 
     def warn(self, message: str) -> None:
-        self._console.print(
-            f"{self._command}: warning: {without_secrets(message)}", markup=False, highlight=False, soft_wrap=True
-        )
+        self.note(f"{self._command}: warning: {message}")
 
     def note(self, message: str) -> None:
         self._console.print(without_secrets(message), markup=False, highlight=False, soft_wrap=True)
@@ -147,17 +145,9 @@ def _print_measurements(measurements: list[dict[str, Any]]) -> None:
 def print_method_list(methods: list[dict[str, Any]]) -> None:
     """Print a line per method: its name, whether its model starts as the base, and its summary."""
     for method in methods:
-        start = _starts_as(method)
-        start = (
-            "changed"
-            if start == "no"
-            else "exact"
-            if start == "exact at the start"
-            else "exact*"
-            if method["identity"]
-            else "changed*"
-        )
-        _print_text(f"{method['name']:<20} {start:<9} {method['summary'].removesuffix(' (identity at start)')}")
+        start, qualification = _start_of(method)
+        summary = method["summary"].removesuffix(" (identity at start)")
+        _print_text(f"{method['name']:<20} {start + '*' * bool(qualification):<9} {summary}")
     _print_text(
         "\nexact: until it is trained, the model computes the same as the base; exact*: except for some texts; "
         "changed*: exact with --set identity=auto."
@@ -169,8 +159,9 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
     """Print methods and their options."""
     for method in methods:
         new = "the new layers" if method["adds_layers"] else "what is new"
+        start, qualification = _start_of(method)
         rows = [
-            ("identity", _starts_as(method)),
+            ("identity", f"{'exact at the start' if start == 'exact' else 'no'}{qualification}"),
             ("trains", "everything" if method["trainable"] == "all" else new),
             ("placement", method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers")),
         ]
@@ -183,12 +174,13 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
         print()
 
 
-def _starts_as(method: dict[str, Any]) -> str:
+def _start_of(method: dict[str, Any]) -> tuple[str, str]:
+    """Return whether the model of a method starts as the base, `exact` or `changed`, and what qualifies this, or an empty text."""
     if method["identity"]:
         left_out = method["identity_except"]
-        return "exact at the start" if left_out is None else f"exact at the start, but for {left_out}"
+        return "exact", "" if left_out is None else f", but for {left_out}"
     chosen = any(option["name"] == "identity" for option in method["options"])
-    return "no; exact with --set identity=auto" if chosen else "no"
+    return "changed", "; exact with --set identity=auto" if chosen else ""
 
 
 def _yaml(value: Any) -> str:
@@ -264,18 +256,13 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 
 
 def print_stripped(result: dict[str, Any]) -> None:
-    """Print what `strip` took out, and whether the weights left equal the base's."""
-    removed = _removed(result["removed_layer_indices"], result["removed_memories"])
-    model = f"{result['model_type']} with {result['num_layers']} layers"
-    _print_text(f"{result['output']}: {model}; took out {removed}. Its weights {_confirmation(result, 'are')}.")
-
-
-def print_extracted(result: dict[str, Any]) -> None:
-    """Print which language model was extracted."""
-    model = f"{result['model_type']} with {result['num_layers']} layers"
-    _print_text(
-        f"{result['output']}: {model}; left out {format_count(result['left_out'], 'tensor')} of the composite model."
-    )
+    """Print what `strip` took out, and whether the weights left equal the base's; or which language model was extracted."""
+    if "left_out" in result:
+        done = f"left out {format_count(result['left_out'], 'tensor')} of the composite model."
+    else:
+        removed = _removed(result["removed_layer_indices"], result["removed_memories"])
+        done = f"took out {removed}. Its weights {_confirmation(result, 'are')}."
+    _print_text(f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; {done}")
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:

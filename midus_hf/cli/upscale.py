@@ -213,10 +213,10 @@ def extract(
     json_: Json = False,
 ) -> None:
     """Save the language model of a composite model as a separate checkpoint."""
-    from upscalers.console import Console, print_extracted
+    from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import extract as extract_checkpoint
 
-    show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_extracted)
+    show(extract_checkpoint(model, output, overwrite, progress=Console()), json_, print_stripped)
 
 
 @app.command(hidden=True)

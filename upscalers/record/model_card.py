@@ -61,15 +61,33 @@ def model_card(
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
         for index, description in enumerate(described)
     ]
-    measured = _measured(measurements) if measurements else []
-    paper = method.paper
+    measured: list[str] = []
+    if measurements:
+        header, *lines = summary_table(
+            measurements, with_seconds=False
+        )  # so that the same request gives the same card
+        lines = [header, ["---"] * len(header), *lines]
+        told = "Mean over layers, with lowest and highest value; `upscale.json` has every layer."
+        measured = [
+            "## Measurements of the new layers",
+            "",
+            told,
+            "",
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+        ]
+    paper, licence = method.paper, list[str]()
+    if names := _words(carried.get("license_name") or carried.get("license")):
+        links = "".join(f" ({link})" for link in _words(carried.get("license_link")))
+        terms = f"That of the base, whose terms apply to this model too: {', '.join(names)}{links}."
+        licence = ["## Licence", "", terms, ""]
     bank = (
         f"The checkpoint comes with a bank of {counts.bank or 0:,} parameters, of which each text fetches {counts.fetched or 0:,} "
         "by its path in a tree of topics: `model(input_ids, memory_ids=paths)`."
     )
     return "\n".join(
         [
-            front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
+            _front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
             "",
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
@@ -93,7 +111,7 @@ def model_card(
             else f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:",
             "",
             _REQUEST.rstrip(),
-            f"{_in_yaml(request)}```",
+            f"{write_yaml(request, flow=None)}```",
             "",
             "## Layers",
             "",
@@ -103,7 +121,7 @@ def model_card(
             "",
             *(_ADAPTERS if plan.renumbers else []),
             *measured,
-            *licence_section(carried),
+            *licence,
             *(
                 []
                 if paper is None
@@ -113,20 +131,16 @@ def model_card(
     )
 
 
-def _in_yaml(request: Any) -> str:
-    return write_yaml(request, flow=None)
-
-
 def with_request(card: str, change: Callable[[Any], None]) -> str:
-    """Return a card with a change of the request of which `upscale` made the model; as it is if it has none."""
-    before, begin, behind = card.partition(_REQUEST)
-    text, end, after = behind.partition("```")
+    """Change the request recorded in a card, if there is one."""
+    before, begin, rest = card.partition(_REQUEST)
+    text, end, after = rest.partition("```")
     try:
         request = read_yaml(text, "the request of the card")
     except RequestError:  # of another author
         return card
     change(request)
-    return f"{before}{begin}{_in_yaml(request)}{end}{after}" if end else card
+    return f"{before}{begin}{write_yaml(request, flow=None)}{end}{after}" if end else card
 
 
 def _change(plan: Plan, memories: Memories) -> str:
@@ -134,19 +148,6 @@ def _change(plan: Plan, memories: Memories) -> str:
         return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
     attached = [memories.attached[name] for name in plan.new_memories]
     return "with memory " + ", ".join(f"{entry.site} of {len(entry.layers)} of them" for entry in attached)
-
-
-def _measured(measurements: Sequence[Measurement]) -> list[str]:
-    header, *rows = summary_table(measurements, with_seconds=False)  # so that the same request gives the same card
-    lines = [header, ["---"] * len(header), *rows]
-    return [
-        "## Measurements of the new layers",
-        "",
-        "Mean over layers, with lowest and highest value; `upscale.json` has every layer.",
-        "",
-        *(f"| {' | '.join(line)} |" for line in lines),
-        "",
-    ]
 
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -171,13 +172,19 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
         )
         return {}
     carried = {key: _words(card.get(key)) for key in (*_LICENCE_KEYS, "language", "base_model")}
-    carried["license_link"] = [_absolute_link(link, base) for link in carried["license_link"]]
+    # A link to a file that stays in the base's repository is made absolute.
+    carried["license_link"] = [
+        link
+        if base.revision is None or urlsplit(link).scheme or (base.folder / link).is_file()
+        else f"https://huggingface.co/{base.label}/blob/{base.revision}/{link.removeprefix('./')}"
+        for link in carried["license_link"]
+    ]
     carried["base_model"] = [name for name in carried["base_model"] if _is_hub_id(name)]
     # A single entry is not wrapped in a list: the hub takes lists for some keys only.
     return {key: texts if len(texts) > 1 else texts[0] for key, texts in carried.items() if texts}
 
 
-def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
+def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
     """Return the YAML at the top of a card, with entries `carried` over from the base's; a base on the hub is the `base_model`."""
     from huggingface_hub import ModelCardData
 
@@ -195,27 +202,11 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
     return f"---\n{data.to_yaml()}\n---"
 
 
-def licence_section(carried: dict[str, Any]) -> list[str]:
-    """Return the lines of a card that name the licence; none if the base's card names none."""
-    names = _words(carried.get("license_name") or carried.get("license"))
-    if not names:
-        return []
-    links = "".join(f" ({link})" for link in _words(carried.get("license_link")))
-    return ["## Licence", "", f"That of the base, whose terms apply to this model too: {', '.join(names)}{links}.", ""]
-
-
 def _words(value: Any) -> list[str]:
     """Return the texts of a text or a list, without blank ones; `no`, Norwegian, is restored, which YAML reads as false."""
     entries = value if isinstance(value, list) else [value]
     texts = ["no" if entry is False else entry for entry in entries]
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
-
-
-def _absolute_link(link: str, base: Source) -> str:
-    """Return a link to a file that stays in the base's repository as an absolute address; other links unchanged."""
-    if base.revision is None or urlsplit(link).scheme or (base.folder / link).is_file():
-        return link
-    return f"https://huggingface.co/{base.label}/blob/{base.revision}/{link.removeprefix('./')}"
 
 
 def _is_hub_id(name: str) -> bool:
