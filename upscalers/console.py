@@ -27,7 +27,7 @@ _MAX_ENTRY_CHARACTERS = 60
 
 
 class Console(Progress):
-    """A bar of the current stage on standard error, if not a terminal a line each minute; warnings begin with `command`."""
+    """Progress on standard error: a bar, or a line each minute if it is no terminal."""
 
     def __init__(self, command: str = "upscale") -> None:
         self._command = command
@@ -136,7 +136,7 @@ def _except(report: UpscaleReport) -> str:
 
 
 def _print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """Print the measurements of solvers, one row per kind of tensor: mean, lowest and highest value over the new layers."""
+    """Print a row of measurements per kind of tensor: mean, lowest and highest value over new layers."""
     if measurements:
         header, *rows = summary_table(measurements)
         _print_table(header, rows)
@@ -175,7 +175,7 @@ def print_methods(methods: list[dict[str, Any]]) -> None:
 
 
 def _start_of(method: dict[str, Any]) -> tuple[str, str]:
-    """Return whether the model of a method starts as the base, `exact` or `changed`, and what qualifies this, or an empty text."""
+    """Return whether a method's model starts as the base, `exact` or `changed`, and a qualification."""
     if method["identity"]:
         left_out = method["identity_except"]
         return "exact", "" if left_out is None else f", but for {left_out}"
@@ -256,7 +256,7 @@ def _confirmation(record: dict[str, Any], verb: str) -> str:
 
 
 def print_stripped(result: dict[str, Any]) -> None:
-    """Print what `strip` took out, and whether the weights left equal the base's; or which language model was extracted."""
+    """Print what `strip` or `extract` left, and whether the weights equal the base's."""
     if "left_out" in result:
         done = f"left out {format_count(result['left_out'], 'tensor')} of the composite model."
     else:
@@ -266,7 +266,7 @@ def print_stripped(result: dict[str, Any]) -> None:
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
-    """Return as text what `strip` took out: inserted layers, and memories that were attached to layers of the base."""
+    """Return as text what `strip` took out."""
     return " and ".join(
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))

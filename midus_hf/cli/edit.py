@@ -159,7 +159,7 @@ _RELATED_BLOCKS = {
 
 
 def _describe_remains(result: dict[str, Any]) -> list[str]:
-    """Return lines about what remains after deletion: other parts that were trained on the topics' texts, and copies."""
+    """Return lines about what remains: other parts trained on the topics' texts, and copies."""
     taught = result["also_taught"]
     lines = [
         f"also trained on its texts, and kept: {what.format(first_few(taught[where]))}; to delete: {remedy}"

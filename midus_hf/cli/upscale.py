@@ -28,7 +28,7 @@ Overwrite = Annotated[bool, _OVERWRITE]
 
 @dataclasses.dataclass
 class RunRequest:
-    """Keys of a YAML file: the arguments of `upscalers.upscale`, which has their defaults; `placement` may be one index too."""
+    """Keys of a YAML file: the arguments of `upscalers.upscale`; `placement` may be one index too."""
 
     base: str | None = None
     method: str | None = None

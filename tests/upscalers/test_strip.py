@@ -305,4 +305,4 @@ def test_strip_notes_files_that_are_not_compared(base, tmp_path, command):
     for model, told in ((twice, True), (once, False)):
         done = command("strip", model, "--output", tmp_path / f"stripped-{told}")
         assert done.status == 0 and "are the base's, byte for byte" in done.out
-        assert ("the files of hier-ffn beside the weights stay as they are now" in " ".join(done.err.split())) == told
+        assert ("the files of hier-ffn next to the weights stay as they are now" in " ".join(done.err.split())) == told

@@ -113,7 +113,7 @@ def delete(request: EditRequest, nodes: Sequence[str], subtree: bool = False) ->
 def _find_related_blocks(
     banks: Mapping[str, "MemoryBank"], left: Mapping[str, set[Node]], topics: Sequence[Node]
 ) -> dict[str, list[str]]:
-    """Find the remaining blocks that texts of the topics read too, by where they are: on their paths, or the generic memory."""
+    """Find what else trained on the topics' texts: blocks that are left, by where they are."""
     kept: dict[str, set[Node]] = {"above": set(), "same": set(), "below": set(), "generic": set()}
     for name, nodes in left.items() if topics else ():
         k = banks[name].layout.blocks.branching
@@ -130,7 +130,7 @@ def _find_related_blocks(
 
 
 def _trained_weights(folder: Path) -> bool | None:
-    """Return whether the recorded run trained other weights than blocks, including merged adapters; None if no record says so."""
+    """Return whether the recorded run trained other weights than blocks; None if that is unknown."""
     if not (folder / RUN_CONFIG).is_file():
         return None
     run, opened = read_mapping(folder / RUN_CONFIG), open_base(folder, needs_weights=False)
@@ -151,7 +151,7 @@ def _trained_weights(folder: Path) -> bool | None:
 
 
 def _find_copies(folder: Path, model: str) -> list[str]:
-    """Find other places that may contain what an edit deletes, or texts that taught it, by the record of a checkpoint's run."""
+    """Find other places that may contain what an edit deletes, by the record of a checkpoint's run."""
     run = read_mapping(folder / RUN_CONFIG) if (folder / RUN_CONFIG).is_file() else {}
     named: list[Any] = [run.get(key) or () for key in ("corpus", "dataset_name")]
     corpora = [str(name) for each in named for name in ([each] if isinstance(each, str) else each)]
@@ -174,7 +174,7 @@ def _tree_of(folder: Path) -> "ClusterTree | None":
 
 
 def _centroids(tree: "ClusterTree", topics: Sequence[Node], left: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Return the topics whose centroids are deleted, with all below, and those whose centroids lead to blocks that are left."""
+    """Return the topics whose centroids are deleted, and those whose centroids lead to other blocks."""
     left = [node for node in left if node[1] != GENERIC]
     k, centroids = tree.branching, tree.centroids
     nodes = [node for node in topics if not centroids[node[0] - 1][node[1]].isnan().any()]
@@ -231,7 +231,7 @@ def _describe_bank(name: str, bank: "MemoryBank") -> dict[str, Any]:
 
 
 def _parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool) -> list[Node]:
-    """Return the nodes with blocks named by `LEVEL:NODE` or `LEVEL:generic`, ascending; with `subtree` all below, too."""
+    """Return the named nodes that have blocks, ascending; with `subtree` all below, too."""
     if not names:
         raise RequestError("no node is given; expected one or more, each LEVEL:NODE, such as 2:52.")
     nodes: set[Node] = set()
@@ -259,7 +259,7 @@ def _parse_node(name: str, layout: BankLayout) -> Node:
 
 
 def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:
-    """Yield a node and all nodes below, at levels with blocks. A generic node has the deeper generic nodes below it."""
+    """Yield a node and all nodes below at levels with blocks; below a generic node, the generic ones."""
     k = layout.blocks.branching
     for deeper in range(level, layout.num_levels + 1):
         if deeper in layout.levels:

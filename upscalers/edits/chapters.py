@@ -73,7 +73,7 @@ class ChapterMemory:
 
 
 def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = False) -> list[ChapterMemory]:
-    """Return a checkpoint's memories of chapters, or the named one; refuse if there is none, or several if `only` one may be."""
+    """Return the chapter memories of a model, or the named one; refuse none, and several if `only`."""
     memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.layout.memories.attached.items()
@@ -91,7 +91,7 @@ def find_memories(model: BaseCheckpoint, name: str | None = None, only: bool = F
 
 
 def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Set the rows of chapters to zero, in every bank. Routers still open these chapters, and attention gives them a share.
+    """Set the rows of chapters to zero in every bank; routers still open them.
 
     Args:
         request: The checkpoint to read and the folder to make.
@@ -116,7 +116,7 @@ def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
 
 
 def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Remove chapters with their router weights and biases, in every bank. The chapters after them move up.
+    """Remove chapters and their router weights in every bank; later chapters move up.
 
     Arguments and result are as for `zero`.
 
@@ -162,7 +162,7 @@ def _arranged(
 
 
 def _ranges(origins: Origins, rows: int, name: str) -> tuple[RowRange, ...]:
-    """Return the row ranges of chapters with `rows` rows each; chapters that follow one another in their source are one range."""
+    """Return row ranges of chapters of `rows` rows each; successive chapters are one range."""
 
     def distance(entry: tuple[int, int | None]) -> int | None:
         position, origin = entry

@@ -77,7 +77,7 @@ class EditDetails:
 def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[BaseCheckpoint], EditDetails]
 ) -> dict[str, Any]:
-    """Write a copy of a checkpoint with the edit that `decide` returns, listed as `command` in config, record and card."""
+    """Write a copy of a checkpoint with an edit, which config, record and card list as `command`."""
     started, output = time.perf_counter(), request.required_output()
     progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
@@ -113,7 +113,7 @@ def edit_checkpoint(
 def shuffle(
     model: str | Path, output: str | Path, seed: int = 0, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Permute the rows of all tables of values, so that a selected slot yields the value of another slot: a null control.
+    """Permute the rows of all tables of values, so that a slot yields another slot's value.
 
     All tables of one memory in one layer, or in one table that layers share, get the same order if they have the same number of rows,
     so that a slot's pre-value stays with its value. Every row is moved. One table is in memory at a time.
@@ -172,7 +172,7 @@ def row_order(rows: int, seed: int) -> "torch.Tensor":
 
 
 def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTensor]]:
-    """Yield the full name of each table of values, its memory (the name, or the type of an inserted one), and its declaration."""
+    """Yield each table of values: full name, memory (name, or type if inserted), and declaration."""
     memories = model.layout.memories
     for entry in memories.entries:
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
@@ -187,7 +187,7 @@ def _value_tables(model: BaseCheckpoint) -> Iterator[tuple[str, str, DeclaredTen
 
 
 def files_without_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint without those of banks, and without states to resume from, which contain blocks."""
+    """Return the files of a checkpoint without banks and states to resume from, which contain blocks."""
     weights, kinds = indexed_weights(folder), (WEIGHTS, CONFIG, CODE, RECORD, CARD)
     own = [path for path in folder.iterdir() if path.name in weights or is_of(path.name, *kinds)]
     return sorted({*own, *travelling_files(folder)})
@@ -195,7 +195,7 @@ def files_without_banks(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Path]:
-    """Make the output of an edit of banks, and yield it with all other files, the card without results, since they no longer hold."""
+    """Yield the output of an edit of banks, with all other files, and the card without results."""
     source, files = model.folder, files_without_banks(model.folder)
     folder = CheckpointFolder(request.required_output(), source, request.overwrite)
     folder.check_space(
@@ -221,7 +221,7 @@ def remove_results(folder: Path) -> None:
 def _write_siblings(
     model: BaseCheckpoint, partial: Path, edit: dict[str, Any], options: Mapping[str, Any], progress: Progress
 ) -> None:
-    """Write the files other than weights: config, record and card with the edit, code, and copies of the other files."""
+    """Write config, record and card with the edit, code, and copies of the other files."""
     config = model.whole_config(_edited_config(model.config, edit, options))
     copy_travelling_files(model.folder, partial, progress)
     write_config(partial, config)
@@ -237,7 +237,7 @@ def _write_siblings(
 
 
 def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, Any]) -> Config:
-    """Return the config after an edit, with the edit recorded; if memories of the base are edited, in the base's config too."""
+    """Return the config with an edit recorded; an edit of the base's memories is in its config too."""
     config = copy.deepcopy(config)
     entries = config.get("memory") or []
     memories = [(_name_in(entry), entry) for entry in entries]
@@ -253,7 +253,7 @@ def _edited_config(config: Config, edit: dict[str, Any], options: Mapping[str, A
 
 
 def _name_in(entry: Mapping[str, Any]) -> str:
-    """Return the name in edits of a memory by its entry in a config: that of an attached one, or the type of an inserted one."""
+    """Return the name of a memory in edits, by its entry in a config."""
     kind = memory_type(entry["type"])
     return entry.get("name") or (kind.type if entry.get("site", kind.sites[0]) == "inserted" else kind.default_name)
 

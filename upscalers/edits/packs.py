@@ -194,7 +194,7 @@ def _edit(
 
 @contextlib.contextmanager
 def _open_folder(request: EditRequest) -> Iterator[Path]:
-    """Make the folder of a request's checkpoint available; if it is to be changed, refuse what cannot be, and lock it."""
+    """Yield the folder of a request's checkpoint, locked if it is changed in place."""
     if request.output is not None:
         with resolve_source(str(request.model)) as source:
             yield source.folder
@@ -258,7 +258,7 @@ def _left(glossary: "Glossary", deleted: Sequence["Entry"], output: Path) -> dic
 
 
 def _find_copies(deleted: Iterable["Entry"], source: Path, output: Path) -> dict[str, Any]:
-    """Return the files that still have a name and a line of the text of a deleted entry, and the folders that were searched."""
+    """Find files that still have a name and a text line of a deleted entry, and say what was searched."""
     from midus_hf.data.corpus import ROW_SUFFIXES
 
     wanted = [

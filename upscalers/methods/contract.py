@@ -151,7 +151,7 @@ class Method(ABC):
         return (source,)
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
-        """Return the arguments of a request, such as `placement`, with which the method would make this plan again."""
+        """Return the arguments of a request, such as `placement`, that make this plan again."""
         return {} if self.default_placement is None else {"placement": plan.new_indices}
 
     def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
@@ -194,7 +194,7 @@ class Method(ABC):
         return 0
 
     def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:  # noqa: B027 - most have none
-        """Fill the banks of the result, after its other files have been written and it was compared with the base."""
+        """Fill the banks of the result, after it was written and compared with the base."""
 
     def new_layer_recipes(self, base: BaseCheckpoint, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor of the new layer `index`, by its name within the layer.
@@ -227,7 +227,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
 
 
 def load_plugin_methods() -> None:
-    """Register the methods of other packages, including those registered with a memory; warn of one that cannot be imported."""
+    """Register the methods and memories of other packages; warn of those that cannot be imported."""
     for group in ("midus_hf.memories", "upscalers.methods"):
         load_plugins(group, refuse=False)
 

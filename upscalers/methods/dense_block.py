@@ -38,7 +38,7 @@ class FusionOptions:
 
 
 class DenseMethod(Method):
-    """Method that inserts blocks of the family's classes, so that the result is saved as the native architecture."""
+    """Method that inserts blocks of the family's classes; the result has the native architecture."""
 
     def __init__(self, options: Any):
         super().__init__(options)
@@ -112,7 +112,7 @@ class DenseMethod(Method):
         }
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
-        """Return the recipe of a tensor of a new layer that the identity does not fill. By default, copy the first source."""
+        """Return the recipe of a tensor that the identity does not fill: by default the first source's."""
         source = base.layer_names[layer.sources[0]][name]
         return Copy(base.tensors[source].shape, source)
 
@@ -132,7 +132,7 @@ def whole_layer(base: BaseCheckpoint, layer: int, index: int) -> int:
 
 
 class FusionMethod(DenseMethod):
-    """Method that makes each new block from the base layers on both sides; its options are or extend `FusionOptions`."""
+    """Method that makes each new block from the base layers on both sides, with `FusionOptions`."""
 
     default_placement = "top-heavy"
 
@@ -191,7 +191,7 @@ class FusionMethod(DenseMethod):
         )
 
     def tensor_recipe(self, base: BaseCheckpoint, layer: New, name: str, tensor: LayerTensor) -> Recipe:
-        """Return the recipe of a tensor of a new layer: by default the mean of its sources' tensors; a buffer is copied."""
+        """Return the recipe of a tensor: by default the mean of its sources'; a buffer is copied."""
         if tensor.role == "buffer":
             return super().tensor_recipe(base, layer, name, tensor)
         terms = tuple((base.layer_names[source][name], 1.0 / len(layer.sources)) for source in layer.sources)

@@ -14,7 +14,7 @@ _FETCHED = "fetched for a text from a bank by its topic (identity at start)"
 
 
 class FetchedMemoryMethod(AttachedMemoryMethod):
-    """Method in which layers of the base also compute with blocks that each text fetches, one per level of a tree of topics."""
+    """Method whose layers also compute with blocks that texts fetch, one per level of a tree of topics."""
 
     paper = Paper(
         key="hierarchicalmemories",

@@ -58,7 +58,7 @@ class LesaOptions(FusionOptions):
 
 @register_method("lesa")
 class Lesa(MatrixMethod):
-    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share."""
+    """New layers whose matrices a network predicts from their neighbours, in a shared basis."""
 
     summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
     paper = Paper(
@@ -150,7 +150,7 @@ def _worst(measurements: Sequence[Measurement], key: str) -> str:
 
 
 class MatrixPrediction(Solver):
-    """Solver of one matrix [out, in] of every new layer; it needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes of memory."""
+    """Solver of a matrix [out, in] of all new layers; needs `8 max(5 out^2, 2 out^2 + 5 out in)` bytes."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ _SPAN = 1
 
 
 class HostedMemoryMethod(Method):
-    """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
+    """Method whose result is a model of the family that hosts one more memory."""
 
     def check(self, base: BaseCheckpoint) -> None:
         if base.composite is not None:
@@ -31,10 +31,10 @@ class HostedMemoryMethod(Method):
     @classmethod
     @abstractmethod
     def positions(cls) -> list[tuple[SiteName, str]]:
-        """Return the sites where the method can add its memory, the default first, each with the memory's type."""
+        """Return the sites for the memory, the default first, each with the memory's type."""
 
     def check_proven(self, row: ModelType, site: SiteName) -> None:
-        """Refuse a model type that is not proven with the memory at a site, and list the methods that support the type.
+        """Refuse a model type that is not proven with the memory at a site.
 
         Raises:
             RequestError: If the type was not proven so.
@@ -65,7 +65,7 @@ class HostedMemoryMethod(Method):
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
-    """Return the recipe that fills a new tensor of a memory with its declared initial values. Zeros become a hole in the file."""
+    """Return the recipe of a memory's declared initial values; zeros become a hole in the file."""
     if tensor.initial == ZEROS:
         return Fill(tensor.shape, 0.0)
     return Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
@@ -89,7 +89,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make the class of the method's options: those of its memory type, of the memory's position, and of the method."""
+        """Make the class of the options of the memory type, of its position, and of the method."""
         super().__init_subclass__(**kwargs)
         if "memory_options" not in vars(cls):
             return
@@ -121,7 +121,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(self.sites)}.")
         if "skip" in self.sites and self.options.site != "skip" and self.options.span != _SPAN:
             raise RequestError(
-                f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
+                f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, the only one with a span. Pass "
                 "--set site=skip, or leave span out."
             )
         self.check_proven(base.family, self.options.site)
@@ -180,12 +180,12 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
 
     def _projections(self, base: BaseCheckpoint) -> dict[str, tuple[int, int]]:
-        """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
+        """Return the widths of projections that a layer needs, by role; none outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
         return self._memory().layer_projections(base.layout.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseCheckpoint) -> list[int]:
-        """Return the layers that can have the memory: for a memory inside a part, those whose projections have the needed widths."""
+        """Return the layers that can have the memory: those with projections of the needed widths."""
         widths, hosting = self._projections(base), []
         for layer in _layers_of_base(base):
             matrices = {(each.role, each.shape) for each in projections_of(base.layout.backbone_layers[layer])}
@@ -236,7 +236,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
 
 def _layers_of_base(base: BaseCheckpoint) -> list[int]:
-    """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
+    """Return the layers that were not inserted for a memory, and so have a feed-forward network."""
     return [layer for layer in range(base.num_layers) if layer not in base.layout.memories.inserted]
 
 
@@ -268,7 +268,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseCheckpoint, layer: New, index: int) -> tuple[int, ...]:
-        """Return the nearest base layer, after or else before, that has an attention and all tensors of it that a block keeps.
+        """Return the nearest base layer, after or else before, with all attention tensors of a block.
 
         Layers of another kind may have no attention, and memory blocks of an earlier upscaling may lack its output projection.
         """

@@ -16,7 +16,7 @@ class MidusHml(InsertedMemoryMethod):
 
 @register_method("midus-linear")
 class MidusLinear(InsertedMemoryMethod):
-    """Blocks whose heads compare their query with one key per slot and share full-width values (eq. 4 and 5, section 5.2)."""
+    """Blocks with one key per slot for each head, and shared full-width values (eq. 4, 5, section 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then a key per slot over shared values (identity at start)"
     options_class = MidusLinearOptions
@@ -24,7 +24,7 @@ class MidusLinear(InsertedMemoryMethod):
 
 @register_method("midus-pkm")
 class MidusPkm(InsertedMemoryMethod):
-    """Blocks whose heads have separate product keys and share full-width values, which are summed (sections 4.2 and 5.2)."""
+    """Blocks with product keys per head, and shared full-width values (sections 4.2 and 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then product keys over shared values (identity at start)"
     options_class = MidusPkmOptions

@@ -9,7 +9,7 @@ from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 @register_method("moda")
 class MoDA(AttachedMemoryMethod):
-    """Attention heads that read the sequence, and also keys and values that earlier layers wrote at the same position."""
+    """Attention heads that also read keys and values of earlier layers at the same position."""
 
     summary = "heads that also read, at their own position, what earlier layers wrote (identity at start)"
     paper = Paper(

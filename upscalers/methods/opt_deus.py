@@ -64,7 +64,7 @@ class OptDeusOptions(FusionOptions):
 
 @register_method("avg-deus")
 class AvgDeus(FusionMethod):
-    """New layers with each tensor the mean of its neighbours' tensors (the averaging baseline of OpT-DeUS)."""
+    """New layers that are the mean of their neighbours (the averaging baseline of OpT-DeUS)."""
 
     summary = "new layers are the mean of the layers on both sides"
     paper = OPT_DEUS
@@ -74,7 +74,7 @@ class AvgDeus(FusionMethod):
 
 @register_method("opt-deus")
 class OptDeus(MatrixMethod):
-    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows."""
+    """New layers of matrices `(T^T W_previous + W_next) / 2`, T being the transport plan between rows."""
 
     summary = "new layers fuse the layers on both sides, neurons matched by optimal transport"
     paper = OPT_DEUS
@@ -117,7 +117,7 @@ class OptDeus(MatrixMethod):
 
 
 class BlockFusion(Solver):
-    """Solver that fuses the layers around a new block; it needs `b (6 n^2 + 4 n D)` bytes for n rows and b bytes per number."""
+    """Solver that fuses the layers around a new block; needs `b (6 n^2 + 4 n D)` bytes for n rows."""
 
     def __init__(self, base: BaseCheckpoint, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
         super().__init__(f"layer {index}")
@@ -192,7 +192,7 @@ class BlockFusion(Solver):
     def _transport(
         self, role: str, source: "torch.Tensor", target: "torch.Tensor", scratch: Scratch, original: "torch.Tensor"
     ) -> "Transport":
-        """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, to measure it."""
+        """Compute and measure the plan between rows; `original` is the source before its inputs were mapped."""
         from upscalers.solvers.transport import assignment, sinkhorn
 
         options, started = self._options, time.perf_counter()
@@ -234,7 +234,7 @@ class BlockFusion(Solver):
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":
-        """Return the mean of the source rows' values for each target row, weighted by the plan, whose scale cancels out."""
+        """Return the mean of the source rows' values for each target row, weighted by the plan."""
         import torch
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))

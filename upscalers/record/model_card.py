@@ -185,7 +185,7 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
 
 
 def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """Return the YAML at the top of a card, with entries `carried` over from the base's; a base on the hub is the `base_model`."""
+    """Return the YAML at the top of a card, with entries `carried` over from the base's."""
     from huggingface_hub import ModelCardData
 
     base_model = base.label if base.revision is not None else carried.get("base_model")
@@ -203,7 +203,7 @@ def _front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str
 
 
 def _words(value: Any) -> list[str]:
-    """Return the texts of a text or a list, without blank ones; `no`, Norwegian, is restored, which YAML reads as false."""
+    """Return the texts of a text or a list; `no`, Norwegian, is restored, which YAML reads as false."""
     entries = value if isinstance(value, list) else [value]
     texts = ["no" if entry is False else entry for entry in entries]
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]

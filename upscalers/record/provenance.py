@@ -22,7 +22,7 @@ EDITS_KEY = "edits"
 
 
 def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, reads_ahead: bool) -> UpscaleRecord:
-    """Return the record for an upscaled config, from which training knows what to train and `strip` restores the base."""
+    """Return the record of an upscaled config, which training and `strip` read."""
     return UpscaleRecord(
         method=method.name,
         new_layers=tuple(plan.new_indices),
@@ -39,7 +39,7 @@ def upscale_record(method: Method, base: BaseCheckpoint, plan: Plan, seed: int, 
 
 
 def base_record(base: BaseCheckpoint, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
-    """Return the record of the base: its name, the digest of each of its weights, and the layout of its files."""
+    """Return the record of the base: its name, digests of its weights, and layout of its files."""
     files: dict[str, list[tuple[int, str]]] = {}
     for tensor_name, tensor in base.tensors.items():
         assert tensor.file is not None
@@ -59,7 +59,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None if it is missing, as where only a model was saved, or not an object. Invalid JSON is refused."""
+    """Read `upscale.json`; None if it is missing or not an object; invalid JSON is refused."""
     path = folder / RECORD_FILE
     if not path.is_file():
         return None
@@ -108,7 +108,7 @@ def read_plan(record: UpscaleRecord, model: BaseCheckpoint) -> Plan:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters; a tied head counts once. `fetched` and `bank` are of new banks, `trainable` of all that train."""
+    """Numbers of parameters; a tied head counts once; `fetched` and `bank` are of new banks."""
 
     base: int
     new: int
@@ -128,7 +128,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whether the result computes the same as the base: what was compared, the largest difference, and both sides in words."""
+    """What was compared with the base, the largest difference, and both sides in words."""
 
     checked: str | None
     max_abs_diff: float | None

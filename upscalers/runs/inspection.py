@@ -86,7 +86,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
 
 def _count_entries(folder: Path) -> dict[str, int]:
-    if not (folder / GLOSSARY_FILE).is_file():  # without packs, or of the Hub, of which only the config is fetched
+    if not (folder / GLOSSARY_FILE).is_file():  # without packs, or on the Hub, where only the config is fetched
         return {}
     from midus_hf.memories.packs.glossary import read_glossary
 

@@ -63,7 +63,7 @@ class Job:
         self.new_banks = {name: bank for name, bank in self.banks.items() if name in plan.new_memories}
 
     def _check(self, layers: list[dict[str, Recipe]], outer: dict[str, Recipe]) -> None:
-        """Refuse recipes that are missing, of a wrong shape, or superfluous for the new config, and layers that cannot move."""
+        """Refuse recipes that do not fit the new config, and layers that cannot move."""
         base, method, layout, plan = self.base, self.method, self.layout, self.plan
         for subject, number in (
             ("a config with num_hidden_layers =", self.config.get("num_hidden_layers")),

@@ -102,7 +102,7 @@ def strip(
                 )
             if kept:
                 progress.note(
-                    f"the files of {', '.join(kept)} beside the weights stay as they are now, and are not compared."
+                    f"the files of {', '.join(kept)} next to the weights stay as they are now, and are not compared."
                 )
             removal: dict[str, Any] = {
                 "model": source.label,
@@ -129,7 +129,7 @@ def strip(
 def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
-    """Return the base's config, with the dtype of the tensors if these were cast, and the vocabulary's size if it was resized."""
+    """Return the base's config, with a dtype or a vocabulary's size that was changed since."""
     config, dtype = upscaled.whole_base_config, TORCH_NAMES[dtype_of_most(tensors)]
     if resized:
         before, size = resized
@@ -152,7 +152,7 @@ def _resized_vocabulary(config: Config, upscaled: UpscaleRecord) -> tuple[int, i
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
-    """Assign tensors to the base's files if the record lists them soundly, else to as few files as the default limit allows."""
+    """Assign tensors to the base's files if the record lists them soundly, else to few files."""
     by_name = {tensor.name: tensor for tensor in tensors}
     try:
         files = record["base"]["files"]
@@ -180,7 +180,7 @@ def _compare_with_base(digests: dict[str, str], upscaled: UpscaleRecord, record:
 
 
 def _digested_names(model: BaseCheckpoint, tensors: list[OutputTensor]) -> dict[str, str]:
-    """Return the name of each base weight in digests, by the name of the tensor that holds it in the upscaled model."""
+    """Return the name of each base weight in digests, by its name in the upscaled model."""
     weights = model.weight_names
     return {
         tensor.recipe.source: tensor.name.removeprefix(model.prefix)
@@ -212,7 +212,7 @@ def _base_tensors(model: BaseCheckpoint, plan: Plan, upscaled: UpscaleRecord) ->
 def extract(
     model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the language model of a composite model as a separate checkpoint, byte for byte; return what was done, as a dict."""
+    """Write the language model of a composite model as a separate checkpoint; return what was done."""
     started = time.perf_counter()
     progress = progress or Progress()
     with resolve_source(str(model)) as source:
@@ -245,7 +245,7 @@ def extract(
 
 
 def _alone(config: Config, class_name: str) -> Config:
-    """Return the config of a language model, and those of its bases in its record, as those of separate checkpoints."""
+    """Return the config of a language model, and of its bases, as those of separate checkpoints."""
     host = "Midus" if config["model_type"].startswith(MEMORY_PREFIX) else ""
     alone = {**config, "architectures": [f"{host}{class_name}ForCausalLM"]}
     if (record := record_of(config)) is not None:

@@ -166,7 +166,7 @@ def upscale(
 
 
 def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, placement: str | None) -> str:
-    """Check the request against the base's config, before a long download or conversion, and return the base with its revision."""
+    """Check the request by the base's config, before a long download; return the base with its revision."""
     with resolve_source(name, config_only=True) as source:
         opened = open_base(source.folder, needs_weights=False)
         chosen.check(opened)

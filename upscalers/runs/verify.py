@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 16
 
 
 class RunningModel:
-    """A checkpoint's language model, complete and exact, in eval mode; memories that fetch blocks fetch those of `path`."""
+    """A checkpoint's language model in eval mode; memories that fetch blocks fetch those of `path`."""
 
     def __init__(self, model: Any, path: tuple[int, ...] | None):
         self._model, self._path = model, path
@@ -39,7 +39,7 @@ class RunningModel:
         see: Callable[[int, torch.Tensor], None],
         entering: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits `[B, T, V]`; `see` gets 0 and the stream before the layers, then i and that after the i-th, from 1."""
+        """Return logits `[B, T, V]`; `see` gets i and the stream after the i-th layer, 0 before all."""
         layers = self._stack.layers
         # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
         handles = [
@@ -64,7 +64,7 @@ class RunningModel:
 
 
 class LoadedModel(RunningModel):
-    """A language model with all weights in memory, for types whose tensors transformers converts when it loads them."""
+    """A language model with all weights in memory, for types whose tensors transformers converts."""
 
     def __init__(self, folder: Path, dtype: torch.dtype):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -77,7 +77,7 @@ class LoadedModel(RunningModel):
 
 
 class StreamedModel(RunningModel):
-    """A language model that has the weights of one module in memory at a time; of a composite model, only the language model runs."""
+    """A language model, perhaps of a composite model, with the weights of one module in memory."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
         whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -101,12 +101,12 @@ class StreamedModel(RunningModel):
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the residual stream after a layer; some layers return it with values that they pass to later layers."""
+    """Return the residual stream of a layer's output, which may have values for later layers."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
-    """Return the path to the last leaf of the tree of blocks that memories fetch; None if no memory fetches blocks."""
+    """Return the path to the last leaf of the tree of blocks; None if no memory fetches blocks."""
     banks = block_layouts(config.memories()) if getattr(config, "memory", None) else {}
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
@@ -147,7 +147,7 @@ def _check_complete(wrong: list[str]) -> None:
 
 
 def _fill_buffers_outside_checkpoints(model: Any) -> None:
-    """Fill buffers that checkpoints do not hold, such as rotary frequencies, by the family's initialiser, as transformers does."""
+    """Fill buffers that no checkpoint has, such as rotary frequencies, by the family's initialiser."""
     for module in model.modules():
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name in names:
@@ -175,7 +175,7 @@ def compare_models(
     identity: bool,
     progress: Progress,
 ) -> tuple[Identity, float | None]:
-    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits."""
+    """Run both models on a fixed batch, and compare their logits, and hidden states if promised."""
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     replays = [] if identity or base.family.model_type in MAIN_TYPES else _replays(plan)
     steps = base.num_layers * (1 + len(replays)) + plan.num_layers + 2
@@ -216,7 +216,7 @@ def compare_models(
 def _run_base(
     base: BaseCheckpoint, dtype: torch.dtype, keeps_states: bool, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return a batch of tokens, the base's logits, and, if kept, the hidden states before each layer and after the last."""
+    """Return a batch of tokens, the base's logits and, if kept, its hidden states."""
     hidden_states: list[torch.Tensor] = []
 
     def remember(number: int, hidden: torch.Tensor) -> None:
@@ -245,7 +245,7 @@ def _run_result(
     keeps_streams: bool,
     progress: Progress,
 ) -> tuple[torch.Tensor, _Mismatch | None, list[torch.Tensor]]:
-    """Return the upscaled model's logits, the first difference from expected hidden states, and, if kept, its hidden states."""
+    """Return the result's logits, its first difference from `expected` and, if kept, hidden states."""
     streams: list[torch.Tensor] = []
     mismatches: list[_Mismatch] = []
     base_depths = [0]  # how many base layers the residual stream has passed before each layer, and after the last
@@ -294,7 +294,7 @@ def _not_identical(
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:
-    """Return passes that map base layers to their copies in the result, as many passes as a layer has copies."""
+    """Return maps of base layers to copies in the result, as many as a layer has copies."""
     passes: list[dict[int, int]] = []
     for index, layer in enumerate(plan.layers):
         if isinstance(layer, Base):
@@ -349,7 +349,7 @@ def _largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _divergence(left: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Return the KL divergence between next-token distributions, mean over tokens with finite logits; None if there are none."""
+    """Return the mean KL divergence over tokens with finite logits; None if there are none."""
 
     def of_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         finite = first.isfinite().all(-1) & second.isfinite().all(-1)

@@ -55,7 +55,7 @@ def write_upscaled(
     progress: Progress,
     repository: str | None = None,
 ) -> dict[str, Any]:
-    """Write the result of a job, and return `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
+    """Write a job's result; return `bytes`, `identity`, `kl_divergence`, `measurements` of the report.
 
     `verify`: whether to refuse NaN in the base and to compare the result with the base.
     """
@@ -125,7 +125,7 @@ def _write_provenance(
     repository: str | None,
     progress: Progress,
 ) -> None:
-    """Write the model card, and `upscale.json`, which has what `strip` needs to undo changes of other files than weights."""
+    """Write the model card, and `upscale.json`, which has files that were `changed`, for `strip`."""
     from midus_hf.version import __version__
 
     method, source, counts, entry = job.method, job.source, job.counts(), config[RECORD_KEY]
@@ -173,7 +173,7 @@ def _write_provenance(
 
 
 def _auto_map(model_type: str) -> dict[str, str]:
-    """Return the classes of the code that a checkpoint with memory carries, by the Auto class that loads each."""
+    """Return the classes of the code that a checkpoint carries, by Auto class."""
     from transformers import CONFIG_MAPPING
 
     import midus_hf  # noqa: F401 - registers the classes
@@ -184,7 +184,7 @@ def _auto_map(model_type: str) -> dict[str, str]:
 
 
 def _validated(folder: Path) -> Any:
-    """Return the config as constructed by transformers, which checks values that this package does not know."""
+    """Return the config as transformers constructs it, which checks values unknown here."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes
@@ -207,7 +207,7 @@ def written_from(
     copied: Callable[[str], None] = lambda name: None,
     stored_name: Callable[[str], str] = lambda name: name,
 ) -> Iterator[WriteSummary]:
-    """Write tensors and banks to a folder that appears after the block, which writes the other files to `folder.partial`."""
+    """Write tensors and banks; the block writes other files to `folder.partial`, which then appears."""
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
     folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
     with shown(progress), folder.writing() as partial:
@@ -218,7 +218,7 @@ def written_from(
 
 
 def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:
-    """Write the files other than weights and banks of a checkpoint that has part of the tensors of the one in `source`."""
+    """Write the other files of a checkpoint that has part of the tensors of the one in `source`."""
     copy_travelling_files(source, partial, progress)
     hosts = str(config.get("model_type")).startswith(MEMORY_PREFIX)
     # The config of a language model within a composite model has no `auto_map`.
