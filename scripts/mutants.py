@@ -89,18 +89,18 @@ NEAREST = {
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_run.py",
     "midus_hf/training/inputs.py": "tests/training/test_loading.py tests/training/test_inputs.py tests/training/test_sharing.py",
-    "midus_hf/training/optim.py": "tests/training/optim",
-    "midus_hf/training/row_adamw.py": "tests/training/optim/test_sparse_values.py",
+    "midus_hf/training/optim.py": "tests/training/test_freezing.py tests/training/test_parameter_groups.py",
+    "midus_hf/training/row_adamw.py": "tests/training/test_sparse_values.py",
     "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_early_checks.py "
     "tests/training/checkpoints/test_interruption.py tests/training/checkpoints/test_end_of_work.py tests/training/test_sharing.py",
     "midus_hf/training/parallel.py": "tests/training/parallel/test_sharded.py",
     "midus_hf/training/protection.py": "tests/training/test_protection.py",
-    "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_amount.py tests/training/test_early_checks.py "
+    "midus_hf/training/run.py": "tests/training/test_run.py tests/training/test_run_length.py tests/training/test_early_checks.py "
     "tests/training/test_protection.py tests/training/checkpoints/test_end_of_work.py",
     "midus_hf/training/sft.py": "tests/sft",
     "midus_hf/training/sft_rows.py": "tests/sft",
     "midus_hf/training/trainer.py": "tests/training/test_run.py tests/training/test_not_finite.py tests/training/test_blocks.py "
-    "tests/training/checkpoints/test_whole_checkpoints.py tests/training/optim/test_sparse_values.py",
+    "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_sparse_values.py",
     "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

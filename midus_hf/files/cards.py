@@ -8,6 +8,9 @@ import sys
 _METADATA = re.compile(r"\A\s*---(?:\r\n|\r|\n)[\S\s]*?(?:\r\n|\r|\n)(?=---[ \t]*(?:\r|\n|\Z))")
 _RESULTS = re.compile(r"""(["']?)model-index\1[ \t]*:""")
 
+# Heading of a card's section on protected texts, which does not hold once the model is trained again.
+PROTECTED_HEADING = "## Protected texts"
+
 
 def card_example(model_type: str, auto_class: str, writes: bool, repository: str | None = None) -> list[str]:
     """Return the lines of a block of Python that loads the model of a card and, if `writes`, its tokenizer, and continues a text."""
@@ -41,3 +44,12 @@ def without_results(card: str, change: str) -> str:
         return card
     print(f"results in the card's metadata are left out, since they were measured before {change}", file=sys.stderr)
     return kept + card[metadata.end() :]
+
+
+def without_section(card: str, heading: str) -> str:
+    """Return a card without the section of a heading such as `## Protected texts`."""
+    before, found, after = card.partition(f"{heading}\n")
+    if not found:
+        return card
+    _, next_heading, rest = after.partition("\n## ")
+    return before.rstrip() + (f"\n\n{next_heading.lstrip()}{rest}" if next_heading else "\n")

@@ -20,10 +20,7 @@ from midus_hf.training.keys import ModelKeys, Rates, TrainKeys
 Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
 # Keys that name what a run reads.
-_SOURCES = (
-    *("corpus", "tree", "dataset_name", "model_name_or_path", "config_name", "tokenizer_name"),
-    *("eval_text", "protect"),
-)
+_SOURCES = "corpus tree dataset_name model_name_or_path config_name tokenizer_name eval_text protect".split()
 
 
 @dataclasses.dataclass
@@ -113,8 +110,8 @@ class MemoryArguments(ModelKeys):
         given = [each is not None for each in (saved, made_from, tokenizer)]
         if given not in ([True, False, False], [False, True, True]) and any(given):  # scripts bring their own model
             raise RequestError(
-                f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected the first "
-                "alone, for a saved model with its tokenizer, or the other two, for a model that is trained from scratch."
+                f"model_name_or_path is {saved!r}, config_name {made_from!r} and tokenizer_name {tokenizer!r}; expected only the "
+                "first, for a saved model with its tokenizer, or the other two, for a model that is trained from scratch."
             )
 
     @property
@@ -135,10 +132,11 @@ class MemoryArguments(ModelKeys):
         sources: list[tuple[str, Any]] = []
         for key in _SOURCES:
             value = getattr(self, key, None)
-            if isinstance(value, Mapping):
-                sources += [(f"{key}.{name}", path) for name, path in value.items()]
-            else:
-                sources += [(key, path) for path in (value if isinstance(value, list) else [value])]
+            named = isinstance(value, Mapping)
+            paths = (
+                value.items() if named else ((key, each) for each in (value if isinstance(value, list) else [value]))
+            )
+            sources += [(f"{key}.{name}" if named else key, path) for name, path in paths]
         return [(key, path) for key, path in sources if isinstance(path, str)]
 
     def recorded(self) -> dict[str, Any]:
@@ -226,32 +224,25 @@ class TrainArguments(TrainKeys, MemoryArguments, TrainingArguments):
                 "tree out, or give the column."
             )
         for key in ("eval_strategy", "eval_steps"):
-            if getattr(self, key) not in (None, "no") and self.eval_text is None:
-                raise RequestError(f"{key} is {getattr(self, key)!r}, which needs eval_text; set both or neither.")
+            if (value := getattr(self, key)) not in (None, "no") and self.eval_text is None:
+                raise RequestError(f"{key} is {value!r}, which needs eval_text; set both or neither.")
         super().__post_init__()
         if self.streaming:
             batches: Any = self.accelerator_config
             splits = bool(batches.split_batches or batches.dispatch_batches)
-            for key, is_right, expected in (
+            in_order, has_workers = self.train_sampling_strategy != "random", bool(self.dataloader_num_workers)
+            for key, is_wrong, expected in (
                 (
                     "accelerator_config",
-                    not splits,
-                    "neither split_batches nor dispatch_batches, since each process reads its own",
+                    splits,
+                    "neither split_batches nor dispatch_batches: each process reads its own",
                 ),
-                ("max_steps", self.max_steps > 0, "the number of steps, since the length of a stream is not known"),
-                (
-                    "dataloader_num_workers",
-                    not self.dataloader_num_workers,
-                    "0, since a stream is read in its process",
-                ),
-                (
-                    "train_sampling_strategy",
-                    self.train_sampling_strategy == "random",
-                    "random, since a stream draws from shuffle_buffer, of which 0 keeps the order",
-                ),
-                ("auto_find_batch_size", not self.auto_find_batch_size, "false, since a stream is read once"),
+                ("max_steps", self.max_steps <= 0, "the number of steps, since the length of a stream is not known"),
+                ("dataloader_num_workers", has_workers, "0, since a stream is read in its process"),
+                ("train_sampling_strategy", in_order, "random; shuffle_buffer: 0 keeps the order"),
+                ("auto_find_batch_size", self.auto_find_batch_size, "false, since a stream is read once"),
             ):
-                if not is_right:
+                if is_wrong:
                     raise RequestError(f"streaming is true, and {key} is {getattr(self, key)!r}; expected {expected}.")
 
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from midus_hf.config.errors import RequestError, first_few, first_line
 from midus_hf.config.yaml_options import read_mapping, write_yaml
-from midus_hf.files.cards import card_example, without_results
+from midus_hf.files.cards import PROTECTED_HEADING, card_example, without_results, without_section
 from midus_hf.files.checkpoint_files import (
     CARD_FILE,
     CONFIG_FILE,
@@ -33,7 +33,6 @@ from midus_hf.models.view import has_adapters
 from midus_hf.training.checkpoints import resume_hint, resumed_checkpoint
 from midus_hf.training.optim import restore_dtypes, whole_numel
 from midus_hf.training.parallel import shares_parameters
-from midus_hf.training.protection import without_section
 
 # Keys that may change when a run is resumed, because they do not change what is computed.
 _FREE = re.compile(
@@ -254,7 +253,8 @@ def _write_files(
     for name, content in files.items():
         if name == CARD_FILE:
             # A byte that is no UTF-8 stays as it is.
-            card = without_section(without_results(content.decode(errors="surrogateescape"), "training"))
+            card = without_results(content.decode(errors="surrogateescape"), "training")
+            card = without_section(card, PROTECTED_HEADING)
             content = add_training(card.encode(errors="surrogateescape"), arguments, state)
         writers[name] = partial((folder / name).write_bytes, content)
     failures = []

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from midus_hf.config.errors import RequestError
 from midus_hf.data.corpus import read_corpus
 from midus_hf.evaluation.text_rows import evaluating
+from midus_hf.files.cards import PROTECTED_HEADING, without_section
 from midus_hf.files.checkpoint_files import CARD_FILE, CERTIFICATE, TRAINED_FILE
 from midus_hf.files.outputs import atomic_write
 from midus_hf.memories.engram.known_ngrams import (
@@ -37,7 +38,6 @@ from midus_hf.sources.tokenizers import without_suffix_tokens
 _TOKENS_PER_PASS = 1024
 # Number of removed n-grams that are shown.
 _SHOWN = 4
-_HEADING = "## Protected texts\n"
 _FAULT = "This is a fault of midus_hf: please report it."
 
 
@@ -117,7 +117,7 @@ class Protection:
         card = folder / CARD_FILE
         if card.is_file():
             with atomic_write(card) as unfinished:
-                content = without_section(card.read_text("utf-8")) + _section(texts, self.counts)
+                content = without_section(card.read_text("utf-8"), PROTECTED_HEADING) + _section(texts, self.counts)
                 unfinished.write_text(content, encoding="utf-8")
         print(f"protected: {count} texts have the same logits, bit for bit; {folder / CERTIFICATE} says which")
 
@@ -147,7 +147,8 @@ def _section(texts: Sequence[Mapping[str, Any]], memories: Mapping[str, Any]) ->
     lines = "\n".join(rows)
     return f"""
 
-{_HEADING}
+{PROTECTED_HEADING}
+
 No n-gram of these texts has a row in {", ".join(memories)}: read on their own, they have the logits, bit for bit,
 of the model without that memory. `{CERTIFICATE}` has all digests, and this repeats the comparison:
 
@@ -159,15 +160,6 @@ midus look touched MODEL --text PROTECTED --prove
 |---|---|---|---|
 {lines}
 """
-
-
-def without_section(card: str) -> str:
-    """Return a model card without its section on protected texts, which no longer holds once the model is trained again."""
-    before, heading, behind = card.partition(_HEADING)
-    if not heading:
-        return card
-    _, next_heading, rest = behind.partition("\n## ")
-    return before.rstrip() + (f"\n\n{next_heading.lstrip()}{rest}" if next_heading else "\n")
 
 
 class TextComparison(NamedTuple):

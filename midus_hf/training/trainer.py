@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from midus_hf.files.outputs import convert_disk_errors
 from midus_hf.memories.hierarchical.training import BlockTrainer, model_banks
 from midus_hf.models.view import has_adapters
 from midus_hf.training.arguments import MemoryArguments
-from midus_hf.training.base_divergence import BaseDivergenceMixin
+from midus_hf.training.base_divergence import base_logits, check_base_divergence, divergence_without_target
 from midus_hf.training.checkpoints import (
     checkpoints_in,
     finish_checkpoint,
@@ -44,6 +44,11 @@ from midus_hf.training.parallel import (
     shares_parameters,
 )
 from midus_hf.training.row_adamw import RowAdamW, check_sparse_values, clip_rows, row_gradients
+
+if TYPE_CHECKING:  # mixins call the methods of the Trainer that they are mixed into
+    AnyTrainer = Trainer
+else:
+    AnyTrainer = object
 
 
 class NotFiniteError(FloatingPointError):
@@ -71,7 +76,7 @@ def mean_over_tokens(measured: Any) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
-class MemoryTrainerMixin(BaseDivergenceMixin):
+class MemoryTrainerMixin(AnyTrainer):
     """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
     Put the mixin before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
@@ -92,6 +97,11 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         options = self.args if isinstance(self.args, MemoryArguments) else None
         # Dtypes in which tensors of a sharded model are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
+        self.base_kl: float = getattr(self.args, "base_kl", 0.0)
+        if self.base_kl:
+            check_base_divergence(self)
+        # Since the last log event: the divergence from the base in each batch of this process, in nats per token.
+        self._divergences: list[torch.Tensor] = []
         prepare_sharing(self)
         model: Any = self.model
         self.blocks: BlockTrainer | None = None  # None for a model without banks
@@ -191,6 +201,34 @@ class MemoryTrainerMixin(BaseDivergenceMixin):
         if self.blocks is not None:
             self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as `Trainer.compute_loss` does; in training with `base_kl` times the divergence from the base."""
+        if not self.base_kl or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        base = base_logits(self.accelerator.unwrap_model(model, keep_torch_compile=False), inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        divergence = divergence_without_target(outputs.logits, base, labels)
+        tokens = (labels[:, 1:] != IGNORED_LABEL).sum().clamp(min=1)
+        self._divergences.append(divergence.detach() / tokens)
+        # Per token as the loss is: of all batches and processes whose gradients are summed, or of this one.
+        is_summed = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+        divergence = divergence / (num_items_in_batch if is_summed else tokens)
+        if is_summed and self.args.average_tokens_across_devices:
+            divergence = divergence * (self.accelerator.num_processes if self.args.n_gpu <= 1 else self.args.n_gpu)
+        loss = loss + self.base_kl * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as `Trainer.log` does; with a training loss also `base_divergence`, in nats per token, if it was computed."""
+        if self._divergences and "loss" in logs:
+            mean = torch.stack(self._divergences).mean()
+            logs["base_divergence"] = self.accelerator.gather(mean[None]).mean().item()
+            self._divergences.clear()
+        super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""

@@ -156,7 +156,7 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_what_is_read_and_what_is_said_of_it_each_time(folder, case, capsys):
+def test_files_are_read_with_their_notes(folder, case, capsys):
     files, expected, *said = READ[case]
     write(folder, files)
     for _ in range(1 + bool(said)):
@@ -231,7 +231,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_file_that_another_replaces_with_its_size_and_time_is_read_anew(folder, name):
+def test_replaced_file_of_same_size_and_time_is_reread(folder, name):
     for text in ("alpha", "omega", "alpha"):
         write(folder, {"new": REPLACED[name](text)})
         os.utime(folder / "new", (1_600_000_000,) * 2)
@@ -255,7 +255,7 @@ def test_a_folder_with_the_name_of_a_reader_is_that_folder(folder, name, monkeyp
     assert texts_of(name) == ["inside"]
 
 
-def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder, capsys):
+def test_dataset_card_declares_files_and_splits(folder, capsys):
     first = "data_files: [{split: train, path: one.jsonl}, {split: test, path: two.jsonl}]"
     described = card(first, "data_files: two.jsonl")
     write(folder, {"README.md": described, "one.jsonl": lines(["one"]), "two.jsonl": lines(["two"])})
@@ -266,7 +266,7 @@ def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder,
         read_corpus(str(folder))
 
 
-def test_a_saved_dataset_is_read_and_names_of_what_a_source_does_not_have_are_refused(folder):
+def test_saved_dataset_is_read_without_splits_it_lacks(folder):
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     rows.save_to_disk(str(folder / "saved"))
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "splits"))
@@ -285,7 +285,7 @@ def test_a_saved_dataset_is_read_and_names_of_what_a_source_does_not_have_are_re
         read_corpus(str(folder / "saved"))
 
 
-def test_several_corpora_keep_their_order_and_columns_whose_types_agree(folder, capsys):
+def test_several_corpora_keep_order_and_matching_columns(folder, capsys):
     write(folder, {"b/two.txt": "two", "a.txt": "one", ".hidden/x.txt": "no", "c.pdf": "no"})
     others = folder.parent / "rows"
     write(others, {"x.jsonl": lines(["three", "  "], path=[1, 2]), "one.csv": "text\n1\n"})
@@ -417,7 +417,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_read_is_refused_in_one_line(folder, case):
+def test_unreadable_files_are_refused_in_one_line(folder, case):
     files, message, *named = REFUSALS[case]
     write(folder, files)
     with pytest.raises(ValueError) as refusal:
@@ -430,7 +430,7 @@ OF_THE_HUB = r"no file or folder here, and the Hub cannot be reached .* expected
 
 
 @pytest.mark.parametrize("corpus", ["", [], "absent/corpus.jsonl", "../absent", "a/b/c", "someone/mistyped-corpus"])
-def test_a_corpus_that_is_nowhere_is_refused_also_without_a_network(corpus):
+def test_absent_corpus_is_refused_without_a_network(corpus):
     absent = r"which does not exist; expected a file, a folder or|is empty; expected"
     with pytest.raises(ValueError, match=OF_THE_HUB if "mistyped" in corpus else absent):
         read_corpus(corpus)

@@ -73,7 +73,7 @@ def test_a_remainder_that_predicts_nothing_is_left_out(count, apart):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_sequences_of_a_leaf_begin_with_what_the_tokenizer_puts_before_a_text(apart):
+def test_leaf_sequences_begin_with_the_prefix(apart):
     """So a last token of a leaf is predicted, from that, and a leaf whose tokens fill a sequence has no remainder."""
     texts = datasets.Dataset.from_dict({"text": ["w10 w11 w12 w13", "w20 w21 w22", "w30 w31"]})  # 6, 5 and 4 tokens
     options = {"paths": np.array([[0, 0], [0, 1], [0, 2]]), "documents_apart": apart}

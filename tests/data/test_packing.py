@@ -44,9 +44,7 @@ def test_packing_keeps_tokens_in_order_and_restarts_positions(token_lists, lengt
     st.integers(1, 4),
     st.sampled_from([[1], [1, 0], [1, 0, 2]]),
 )
-def test_every_sequence_begins_as_a_text_does_and_what_is_put_in_front_has_no_loss(
-    contents, length, texts_a_batch, beginning
-):
+def test_sequences_begin_with_prefix_without_loss(contents, length, texts_a_batch, beginning):
     token_lists = [[*beginning, *content, EOS_ID] for content in contents]
     stream = [(token, place) for tokens in token_lists for place, token in enumerate(tokens)]
     packer, packed = Packer(length, True, beginning), {"input_ids": [], "position_ids": [], "labels": []}
@@ -74,7 +72,7 @@ def rows(texts):
     return datasets.Dataset.from_dict({"text": texts})
 
 
-def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path, monkeypatch):
+def test_tokenised_texts_end_in_eos_and_are_cached(tmp_path, monkeypatch):
     rows([document(30, index) for index in range(9)]).to_parquet(tmp_path / "texts.parquet")
     texts = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "texts.parquet"), split="train", cache_dir=str(tmp_path / "cache")
@@ -94,7 +92,7 @@ def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path,
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("rest", [0, 1, 2, 9, 15])
-def test_a_remainder_is_a_shorter_sequence_unless_it_predicts_nothing(rest, apart):
+def test_remainder_is_a_short_sequence_if_it_predicts(rest, apart):
     texts = rows([document(15, 1), document(15 + rest, 2)])  # each with an end
     sequences, tokens, dropped, is_short = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=apart)
     assert (tokens, dropped, is_short) == (32 + rest, int(rest == 1), rest > 1)
@@ -106,7 +104,7 @@ def test_a_remainder_is_a_shorter_sequence_unless_it_predicts_nothing(rest, apar
         assert all(row == list(range(len(row))) for row in sequences["position_ids"])
 
 
-def test_a_shorter_sequence_may_have_the_end_of_a_text_and_whole_ones():
+def test_short_sequence_has_text_end_and_whole_texts():
     texts = rows([document(20, 1), document(2, 2), document(3, 3)])  # 21 + 3 + 4 tokens
     *_, last = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True).sequences
     assert last["position_ids"] == [*range(5), *range(3), *range(4)]
@@ -117,7 +115,7 @@ def test_a_shorter_sequence_may_have_the_end_of_a_text_and_whole_ones():
     ("frame", "beginning"),
     [("$A", []), ("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
 )
-def test_sequences_begin_with_what_the_tokenizer_puts_before_a_text(frame, beginning):
+def test_sequences_begin_with_the_tokenizer_prefix(frame, beginning):
     """The last, which is shorter, too; labels are needed only where there is more than one such token."""
     texts = rows([document(20, 1), document(9, 2), document(21, 3)])
     sequences, tokens, dropped, is_short = packed_sequences(texts, framing_tokenizer(frame), 16, documents_apart=False)
@@ -135,7 +133,7 @@ def test_sequences_begin_with_what_the_tokenizer_puts_before_a_text(frame, begin
     assert read == whole
 
 
-def test_texts_apart_from_others_go_on_behind_what_is_put_in_front():
+def test_separate_texts_continue_after_the_prefix():
     """The rest of the first text is a document with it, in the last sequence too."""
     texts = rows([document(10, 1), document(3, 2)])  # 12 and 5 tokens
     first, second, last = packed_sequences(texts, framing_tokenizer("<bos> $A"), 8, documents_apart=True).sequences
@@ -168,7 +166,7 @@ def test_a_remainder_of_a_hundredth_is_dropped_and_said():
             )
 
 
-def test_a_short_row_is_filled_up_in_its_batch_and_seen_by_no_other_token():
+def test_short_row_is_padded_and_masked():
     short, whole = {"input_ids": [5, 6]}, {"input_ids": [7, 8, 9, 10]}
     batch = {name: tensor.tolist() for name, tensor in collate([short, whole], 4, EOS_ID).items()}
     assert batch == {

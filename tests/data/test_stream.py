@@ -69,7 +69,7 @@ def assert_same(some, others):
 @pytest.mark.parametrize(
     ("frame", "apart"), [(None, False), ("<bos> $A", True), ("<bos> <pad> $A <eos>", False), (None, True)]
 )
-def test_a_pass_has_the_sequences_of_a_corpus_that_is_read_whole(tmp_path, kind, apart, frame, capsys):
+def test_pass_has_the_sequences_of_the_whole_corpus(tmp_path, kind, apart, frame, capsys):
     tokenizer = tiny_tokenizer() if frame is None else framing_tokenizer(frame)
     corpus = write(tmp_path / "texts", kind)
     whole = packed_sequences(read_corpus(corpus), tokenizer, T, documents_apart=apart)
@@ -102,7 +102,7 @@ def test_files_of_parquet_are_read_with_the_types_of_the_first(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world", "buffer"), [(1, 0), (1, 5), (2, 5), (3, 1000), (3, 0)])
-def test_a_stream_goes_on_where_it_was_saved(tmp_path, kind, buffer, world):
+def test_stream_resumes_where_it_was_saved(tmp_path, kind, buffer, world):
     corpus = write(tmp_path / "texts", kind)
 
     def part(rank):
@@ -238,7 +238,7 @@ def test_rank_without_enough_text_is_refused(texts, world, message, tmp_path):
         streamed(str(tmp_path), rank=1, world_size=world)
 
 
-def test_a_pass_through_a_buffer_has_each_sequence_once_in_another_order(tmp_path):
+def test_shuffled_pass_has_each_sequence_once(tmp_path):
     corpus = write(tmp_path / "texts", "jsonl")
     rows = list(packed_sequences(read_corpus(corpus), tiny_tokenizer(), T, documents_apart=False).sequences)
     orders = [
@@ -310,7 +310,7 @@ def test_a_repository_and_sources_of_several_kinds_are_streamed(tmp_path, monkey
         ("x.txt", "w4 w5", "corpus has 3 tokens; expected at least one sequence of 16 tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_streamed_is_refused(file, content, message, tmp_path):
+def test_unreadable_streams_are_refused(file, content, message, tmp_path):
     (tmp_path / file).write_text(content)
     with refused(message):
         streamed(str(tmp_path / file))

@@ -12,7 +12,7 @@ sys.exit(3)
 """
 
 
-def test_a_program_has_its_arguments_folder_environment_and_streams_and_nothing_of_this_project(tmp_path):
+def test_forked_program_has_a_fresh_environment(tmp_path):
     done = run_warm(TOLD, 1, "two", folder=tmp_path, TOLD="yes")
     assert done.stdout == f'["__main__", ["1", "two"], "{tmp_path}", "yes", "", []]\nended\n'
     assert (done.returncode, done.stderr) == (3, "an error\n")

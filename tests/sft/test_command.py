@@ -45,7 +45,7 @@ def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_can(words, tmp_path, capsys):
+def test_wrong_chat_is_named_by_file_and_row(words, tmp_path, capsys):
     """A chat that begins with an answer is trained on."""
     can = [{"messages": chat(2)}, {"messages": [{"role": "assistant", "content": "what is it?"}, *chat(1)]}]
     data = write_rows(tmp_path / "x.jsonl", [*can, {"messages": [{"role": "usr", "content": "q"}, chat(1)[1]]}])
@@ -106,7 +106,7 @@ def test_a_key_without_effect_is_refused_by_name(keys, message):
 
 
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated")
-def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, tmp_path):
+def test_named_special_tokens_are_saved(config_for, tmp_path):
     """And batches are padded as far as is said."""
     run = prepared(config_for(eos_token="<|im_end|>", pad_token="<|im_start|>", pad_to_multiple_of=32, max_steps=1))
     assert next(iter(run.trainer.get_train_dataloader()))["input_ids"].shape[1] % 32 == 0
@@ -118,7 +118,7 @@ def test_special_tokens_that_are_named_are_those_of_the_saved_model(config_for, 
     )
 
 
-def test_a_recipe_in_the_words_of_trl_trains_to_where_transformers_puts_it(base, chats, tmp_path, monkeypatch):
+def test_recipe_with_trl_keys_trains_to_the_default_folder(base, chats, tmp_path, monkeypatch):
     model = shutil.copytree(base("llama", True), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHATML

@@ -177,14 +177,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_would_be_lost_is_refused(message, tmp_path):
+def test_lossy_rows_are_refused(message, tmp_path):
     row = REFUSED[message]
     data = write_rows(tmp_path / "x.jsonl", [{"messages": [USER, ANSWER]}, row] if "messages" in row else [row])
     with refused(re.escape(message.replace("DATA", str(data)))):
         read(data)
 
 
-def test_a_template_is_taken_that_writes_what_rows_hold_and_another_is_refused_with_what_to_give(tmp_path):
+def test_template_must_write_what_rows_hold(tmp_path):
     own, data = tmp_path / "own.jinja", tmp_path / "x.parquet"
     Dataset.from_list([{"messages": [{**USER, "thinking": ""}, {**ANSWER, "thinking": "hm"}]}]).to_parquet(data)
     own.write_text(

@@ -31,7 +31,7 @@ ALPACA = Path(__file__).parents[2] / "configs" / "sft" / "alpaca.jinja"
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
-def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(config_for, family, memory, base, tmp_path):
+def test_fine_tuned_model_loads_and_stops_after_answers(config_for, family, memory, base, tmp_path):
     model = base(family, memory)
     config = config_for(model=model)
     given = dict(vars(config))
@@ -50,7 +50,7 @@ def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(config_f
     ("without_ids", "read"),
     [("none", "fetch no blocks from the model's bank"), ("generic", "read only the generic memory"), (None, None)],
 )
-def test_a_model_with_a_bank_is_told_what_chats_read_of_it(without_ids, read, config_for, base, tmp_path, capsys):
+def test_bank_model_notes_what_chats_read(without_ids, read, config_for, base, tmp_path, capsys):
     model = base("llama")
     if without_ids == "none":
         model = base("llama", "hier-ffn")
@@ -76,7 +76,7 @@ def learned(row) -> str:
 
 
 @pytest.mark.parametrize("own", [ALPACA, None])
-def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, config_for, base, tmp_path):
+def test_own_template_and_trl_versions_find_answers(own, config_for, base, tmp_path):
     """Qwen's template marks no answers; TRL trains by its own version, and the tokenizer keeps what it has."""
     model = shutil.copytree(base(), tmp_path / "model")
     tokenizer = character_tokenizer()
@@ -113,9 +113,7 @@ def test_a_template_of_ones_own_and_those_that_trl_knows_find_answers(own, confi
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_train_is_refused_and_nothing_is_written(
-    template, row, options, message, config_for, base, tmp_path
-):
+def test_untrainable_chats_are_refused(template, row, options, message, config_for, base, tmp_path):
     (tmp_path / "own.jinja").write_text(template)
     if row is not None:
         options = {**options, "data": write_rows(tmp_path / "x.jsonl", [row])}
@@ -132,7 +130,7 @@ def test_an_error_of_a_device_is_not_taken_for_a_row(config_for, base, monkeypat
         prepared(config_for(model=base()))
 
 
-def test_a_call_that_the_template_reads_and_leaves_out_of_answers_is_refused(config_for, base, tmp_path):
+def test_tool_call_outside_answers_is_refused(config_for, base, tmp_path):
     """As templates do that write the calls of the last turn alone, or outside of their marks of answers."""
     calls = [{"name": "add", "arguments": "{}"}, {"name": "look", "arguments": "{}"}]
     rows = [{"messages": chat(1)}, {"messages": [chat(1)[0], {"role": "assistant", "tool_calls": calls}]}]
@@ -166,9 +164,7 @@ def test_arguments_of_calls_are_learned_as_they_are_written(config_for, base, tm
 
 
 @pytest.mark.parametrize("ends", ["<|im_end|>", None])
-def test_the_stop_token_is_that_of_the_rows_and_of_no_chat_that_a_template_refuses(
-    ends, config_for, base, tmp_path, capsys
-):
+def test_stop_token_is_found_in_whole_answers(ends, config_for, base, tmp_path, capsys):
     """Here the template needs a system message."""
     system = {"role": "system", "content": "x"}
     data, own = write_rows(tmp_path / "x.jsonl", [{"messages": [system, *chat(1)]}]), tmp_path / "own.jinja"
@@ -213,7 +209,7 @@ def test_the_loss_is_computed_where_the_arguments_say(row, options, expected, co
     )
 
 
-def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_learned_once(config_for, base, tmp_path, caplog):
+def test_tokenizer_end_token_is_learned_once(config_for, base, tmp_path, caplog):
     folder, tokenizer = shutil.copytree(base(), tmp_path / "base"), character_tokenizer()
     behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = behind
@@ -224,7 +220,7 @@ def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_learned_once(confi
     assert "not a prefix" not in caplog.text
 
 
-def test_long_chats_are_cut_and_rows_without_an_answer_are_left_out_with_a_line(config_for, base, tmp_path, capsys):
+def test_long_chats_are_cut_and_answerless_rows_left_out(config_for, base, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": "a" * 80}, *chat(1)]}, {"messages": chat(2)}]
     data = write_rows(tmp_path / "x.jsonl", rows)
     run = prepared(config_for(model=base("llama"), data=data, max_length=64))
@@ -283,11 +279,11 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     ],
     ids=["packing", "lora"],
 )
-def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(config_for, options):
+def test_fine_tuning_resumes_exactly(config_for, options):
     assert_resumes(config_for, 2, finetune, max_steps=4, **options)
 
 
-def test_a_run_is_not_resumed_over_other_rows_or_another_glossary_of_the_same_names(base, config_for, tmp_path):
+def test_changed_rows_or_glossary_are_not_resumed_over(base, config_for, tmp_path):
     """The same rows under another template are others too."""
     data, template = (
         write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(8)]),
@@ -324,7 +320,7 @@ def test_a_run_is_not_resumed_over_other_rows_or_another_glossary_of_the_same_na
     assert finetune(config_for(**keys, resume_from_checkpoint=True)).steps == 2
 
 
-def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(config_for, base, tmp_path):
+def test_chapters_train_with_router_losses_and_frozen_bank(config_for, base, tmp_path):
     options = {"packing": True, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
     run = prepared(config_for(model=base("llama", "moc"), **options))
     batch = next(iter(run.trainer.get_train_dataloader()))

@@ -45,7 +45,7 @@ def test_saving_measuring_and_what_trains_follow_other_keys():
     assert [from_mapping(TrainArguments, one.recorded()).eval_strategy for one in read] == ["epoch", "no"]
 
 
-def test_paths_below_the_home_folder_are_read_and_recorded_by_a_tilde(monkeypatch, tmp_path):
+def test_home_paths_are_expanded_and_recorded_with_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     read = from_mapping(TrainArguments, {**NEEDED, "model_name_or_path": "~/m", "corpus": [f"{tmp_path}/c"]})
     assert read.model_name_or_path == str(tmp_path / "m")
@@ -65,29 +65,21 @@ def test_no_form_of_arguments_shows_a_secret_and_a_copy_keeps_it():
     ("flags", "key", "expected"),
     [
         (["--adapters", '{"r": 8, "layers": "all"}'], "adapters", {"r": 8, "layers": "all"}),
-        (["--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}'], "lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
-        (["--learning_rate", "1e-3"], "learning_rate", 1e-3),
         (["--corpus", "a"], "corpus", "a"),
         (["--corpus", "a", "b"], "corpus", ["a", "b"]),
         (["--protect", "a"], "protect", ["a"]),
         (["--protect=[a, b]"], "protect", ["a", "b"]),
-        (["--eval_text", "a"], "eval_text", "a"),
         (["--eval_text", "{x: a}"], "eval_text", {"x": "a"}),
         (["--frozen", "value", "key"], "frozen", ["value", "key"]),
         (["--trainable", "[value]"], "trainable", ["value"]),
-        (["--trainable", "all"], "trainable", "all"),
         (["--resume_from_checkpoint", "checkpoint-3"], "resume_from_checkpoint", "checkpoint-3"),
-        (["--resume_from_checkpoint=false"], "resume_from_checkpoint", False),
         (["--resume_from_checkpoint", "True"], "resume_from_checkpoint", True),
         (["--include_num_input_tokens_seen", "non_padding"], "include_num_input_tokens_seen", "non_padding"),
         (["--report_to", "None"], "report_to", []),
         (["--push_to_hub"], "push_to_hub", True),
-        (["--bf16"], "bf16", True),
         (["--no_average_tokens_across_devices"], "average_tokens_across_devices", False),
         (["--run_name", "[a] b"], "run_name", "[a] b"),
-        (["--run_name=-a"], "run_name", "-a"),
         (["--model", "n"], "model_name_or_path", "n"),
-        (["--seed", "1", "--seed", "2"], "seed", 2),
     ],
     ids=str,
 )
@@ -96,7 +88,7 @@ def test_a_flag_gives_a_value_of_the_type_of_its_key(flags, key, expected, recip
     assert value == expected and type(value) is type(expected)
 
 
-def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_says(recipe, capsys):
+def test_adapters_flag_replaces_trainable_with_a_note(recipe, capsys):
     with recipe.open("a") as file:
         file.write("\ntrainable: new\n")
     arguments = read_arguments(TrainArguments, [str(recipe), "--adapters", "{r: 8}"])
@@ -109,26 +101,21 @@ def test_adapters_of_the_command_line_replace_what_a_recipe_trains_which_a_line_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max_steps", "many"], "max_steps is 'many'; expected a whole number."),
         (["--max_steps", "1:30"], "max_steps is '1:30'; expected a whole number."),
-        (["--max_steps", ""], "argument --max_steps/--max-steps: invalid int value: ''."),
         (["--max_steps"], "argument --max_steps/--max-steps: expected one argument."),
         (["--value_schedule", "4x"], "argument --value_schedule/--value-schedule: invalid choice: '4x'"),
         (["--adapters", "{r: 1, r: 2}"], "--adapters has 'r' twice, in lines 1 and 1"),
-        (["--lr", "null"], "'--lr' is not a key. Expected --KEY VALUE (KEY: VALUE in a recipe); see 'midus train --help'."),
         (["--seed", "null"], "seed is None; expected a whole number."),
         (["--trainable", "null"], "trainable is None; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
-        (["more.yaml"], "'more.yaml' is not a value of a key; expected TEXTS or a recipe first, then --KEY VALUE."),
         (
             ["--max_step=1", "--output-dri", "o", "--learning_rates=1"],
             "'--max_step' is not a key; did you mean --max_steps? '--output-dri' is not a key; did you mean --output_dir? "
             "'--learning_rates' is not a key; did you mean --learning_rate? Expected --KEY VALUE (KEY: VALUE in a recipe); see",
         ),
-        (["--seed", "1", "2"], "'2' is not a value of a key; expected TEXTS or a recipe first"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_flag_that_says_nothing_is_refused(flags, message, recipe):
+def test_wrong_flags_are_refused(flags, message, recipe):
     with refused(re.escape(message)):
         read_arguments(TrainArguments, [str(recipe), *flags])
 
@@ -156,12 +143,9 @@ def test_numbers_within_mappings_are_numbers(kind, recipe):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("model: m", "'model' is not a key; did you mean model_name_or_path?"),
         ("outptu: o", "'outptu' is not a key; did you mean output_dir?"),
         ("save_strategy: no", "save_strategy is False; expected a string or null. Put text that YAML reads as another value"),
         ("logging_strategy: no", "logging_strategy is False; expected one of: no, steps, epoch. Put text that YAML reads as"),
-        ("optim: no", "optim is False; expected one of: adamw_torch, adamw_torch_fused, "),
-        ("max_steps: 1:30", "max_steps is '1:30'; expected a whole number."),
     ],
 )  # fmt: skip
 def test_recipe_with_a_word_that_is_no_value_is_refused(line, message, recipe):
@@ -171,14 +155,14 @@ def test_recipe_with_a_word_that_is_no_value_is_refused(line, message, recipe):
         read_arguments(TrainArguments, [str(recipe)])
 
 
-def test_a_line_is_printed_before_the_keys_of_the_help_are_imported(capsys, monkeypatch):
+def test_help_of_all_keys_prints_a_line_first(capsys, monkeypatch):
     assert asks_for_all_keys(["--help=all"]) and not asks_for_all_keys(["--help"]) and capsys.readouterr().err == ""
     monkeypatch.delitem(sys.modules, "transformers.training_args")
     assert asks_for_all_keys(["a", "--help=all"]) and capsys.readouterr().err == "reading the Trainer's keys ...\n"
 
 
 @pytest.mark.parametrize(("main", "kind", "recomputes"), [(sft.main, SftKeys, "true"), (main, TrainKeys, "false")])
-def test_the_help_describes_our_keys_with_one_spelling_and_one_default(main, kind, recomputes, capsys):
+def test_help_describes_our_keys_once(main, kind, recomputes, capsys):
     assert main(["texts", "--help"]) == 0
     shown = capsys.readouterr().out
     entries = dict(re.findall(r"^  --(\w+) (.*(?:\n {10}.*)*)", shown, re.MULTILINE))
@@ -237,31 +221,25 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
     [
         ({"warmup_ratio": 0.1}, "config has no option 'warmup_ratio'. Expected one of: output_dir, "),
         ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto', 'new', 'all', or a list such as [3, 7]."),
-        ({"trainable": ["buffer"]}, "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
         ({"frozen": ["vale"]}, "frozen is ['vale']; expected roles of memory tensors: key, value, "),
         ({"adapters": "lora"}, "adapters is 'lora'; expected a mapping, such as"),
-        ({"corpus": []}, "config has no 'corpus'; set it in the recipe, or by --corpus."),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
-        ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size is -1; expected at least 1."),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected at least 1."),
         ({"max_steps": 0}, "max_steps is 0; expected more than 0, or -1 for num_train_epochs."),
         ({"num_train_epochs": 0}, "num_train_epochs is 0.0; expected more than 0."),
-        ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),
         ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
-        ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),
-        ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected the first alone, for"),
+        ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected only the"),
         ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected the"),
-        ({"tokenizer_name": "t"}, "model_name_or_path is 'm', config_name None and tokenizer_name 't'; expected the first alone"),
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parameters of a trained model train. Leave adapters out, or"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
-        ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; with adapters, only adapters and new parameters of a"),
         ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
         ({"save_strategy": "epoch", "load_best_model_at_end": True}, "the Trainer refuses its keys: --load_best_model_at_end"),
         ({"lr_scheduler_type": "linaer"}, "the Trainer refuses its keys: linaer is not a valid SchedulerType, please select one of"),
+        ({"optim": "galore_adamw"}, "optim is 'galore_adamw', an optimizer that chooses its parameters itself, but"),
+        ({"optim_target_modules": ["q"]}, "optim_target_modules is ['q'], an optimizer that chooses its parameters its"),
         ({"generic_share": 1.5}, "generic_share is 1.5; expected a share from 0 to 1"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+def test_wrong_values_are_refused(values, message):
     with refused(re.escape(message)):
         from_mapping(TrainArguments, {**NEEDED, **values})

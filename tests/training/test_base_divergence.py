@@ -25,7 +25,7 @@ from midus_hf.training.run import measure_texts, run_training
 from upscalers.runs.upscale import upscale
 
 
-def test_the_divergence_is_that_of_distributions_without_the_next_token(monkeypatch):
+def test_divergence_leaves_out_the_next_token(monkeypatch):
     torch.manual_seed(0)
     logits, base = (3 * torch.randn(2, 7, 11, dtype=torch.float64) for _ in range(2))
     labels = torch.randint(11, (2, 7))
@@ -49,7 +49,7 @@ def test_the_divergence_is_that_of_distributions_without_the_next_token(monkeypa
     assert half.dtype is torch.float32 and half.item() == pytest.approx(expected, rel=0.05)
 
 
-def test_the_next_token_is_free_and_the_same_model_diverges_by_nothing():
+def test_same_model_or_next_token_diverges_by_zero():
     torch.manual_seed(0)
     base, labels = torch.randn(1, 5, 11), torch.randint(11, (1, 5))
     moved_at_targets = base.clone()
@@ -63,7 +63,7 @@ def test_the_next_token_is_free_and_the_same_model_diverges_by_nothing():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_base_of_a_model_that_has_learned_is_its_base_to_the_bit(method, family):
+def test_base_logits_are_exact_after_training(method, family):
     base, model = map(loaded, saved_pair(family, method))
     acting(model).train()
     ids = torch.randint(3, 100, (2, 12))
@@ -123,7 +123,7 @@ def test_the_logged_loss_has_the_weighted_divergence(config_for, tmp_path):
     assert logged(tmp_path / "heavy")[0] == pytest.approx((outputs.loss + 2 * divergence).item(), rel=1e-4)
 
 
-def test_accumulated_batches_weigh_the_divergence_as_one_batch_does(config_for, tmp_path):
+def test_accumulation_weighs_divergence_as_one_batch(config_for, tmp_path):
     options = {"base_kl": 3.0, "max_steps": 4, "optim": "sgd", "learning_rate": 0.1}
     run_training(config_for("one", per_device_train_batch_size=4, **options))
     run_training(config_for("two", gradient_accumulation_steps=2, **options))
@@ -132,7 +132,7 @@ def test_accumulated_batches_weigh_the_divergence_as_one_batch_does(config_for, 
         assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=1e-3)
 
 
-def test_a_run_resumes_exactly_and_measures_held_out_text_without_the_divergence(config_for, corpus, tmp_path):
+def test_base_kl_run_resumes_and_evaluates_without_it(config_for, corpus, tmp_path):
     held_out = {"eval_text": str(corpus), "eval_steps": 7}
     assert_resumes(config_for, 4, max_steps=7, base_kl=50.0, **held_out)
     (held,) = logged(tmp_path / "whole", "eval_loss")
@@ -169,7 +169,7 @@ def trainer_of(model, **changes) -> SimpleNamespace:
     return SimpleNamespace(model=model, args=SimpleNamespace(base_kl=0.3), **{**of_processes, **changes})
 
 
-def test_models_and_processes_that_have_no_base_at_hand_are_refused(upscaled, tmp_path):
+def test_models_without_a_base_are_refused(upscaled, tmp_path):
     base = save_tiny_model("llama", tmp_path / "base")
     upscale(base=base, method="stack", output=tmp_path / "stack", options={"layers": "0-2,1-3"}, verify=False)
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))

@@ -36,7 +36,7 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], FETCHING))
-def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, upscaled, tmp_path, method):
+def test_only_fetched_blocks_learn(blocks_for, upscaled, tmp_path, method):
     source = upscaled("llama", method)
     run_training(blocks_for(model=source, max_steps=25))
     losses = logged(tmp_path / "out")
@@ -83,7 +83,7 @@ def test_other_sequences_fetch_the_generic_memory_in_each_epoch(blocks_for):
     assert len(set(drawn)) == 4
 
 
-def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
+def test_generic_memory_is_drawn_by_place_in_the_run():
     drawn = draw_generic(3, 0, 20_000, 1 / 17)
     assert drawn.float().mean().item() == pytest.approx(1 / 17, abs=0.006)  # 3.6 standard deviations
     assert torch.equal(draw_generic(3, 700, 50, 1 / 17), drawn[700:750])
@@ -91,9 +91,7 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
     assert draw_generic(3, 0, 9, 1.0).all() and not draw_generic(3, 0, 9, 0.0).any()
 
 
-def test_a_resumed_run_with_accumulated_gradients_is_the_uninterrupted_one_and_that_of_whole_batches(
-    blocks_for, tmp_path, capsys
-):
+def test_resume_with_accumulation_matches_full_run(blocks_for, tmp_path, capsys):
     halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     parts = assert_resumes(blocks_for, 3, generic_share=0.5, **halves)
     bank, fetched = 3 * 32 * 4 * (4 * 3 + 2 * 9), 3 * 32 * 4 * (4 + 2)
@@ -111,7 +109,7 @@ def test_a_resumed_run_with_accumulated_gradients_is_the_uninterrupted_one_and_t
         assert logged(tmp_path / "one", name) == pytest.approx(logged(parts, name), rel=tolerance)
 
 
-def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
+def test_best_model_comes_with_its_blocks(blocks_for, tmp_path, monkeypatch):
     give_held_out_losses(monkeypatch, best_at(4))
     texts = held_out_rows(tmp_path / "held_out.jsonl", [0] * 3)
     best = {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1, "lr_scheduler_type": "constant"}
@@ -143,9 +141,7 @@ def held_out_rows(path: Path, leaves) -> Path:
     return path
 
 
-def test_held_out_text_fetches_the_blocks_of_its_paths_if_any_and_changes_nothing_that_is_trained(
-    blocks_for, tmp_path
-):
+def test_held_out_text_fetches_its_blocks_and_trains_nothing(blocks_for, tmp_path):
     held_out = {"paths": [4, 0, 8, 7], "none": [None] * 20}  # of leaves 7 and 8 the corpus has nothing
     texts = {name: str(held_out_rows(tmp_path / f"{name}.jsonl", leaves)) for name, leaves in held_out.items()}
     run_training(blocks_for("without"))
@@ -164,7 +160,7 @@ def test_held_out_text_of_another_tree_is_refused(blocks_for, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
+def test_single_lora_blocks_train_as_peft(tmp_path):
     """The same losses and norms in every step: three stacked memories of one block of rank r, and PEFT's LoRA with alpha 2 r."""
     rank = 5
     save_tiny_model("llama", tmp_path / "0")

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
 from training.outcomes import assert_resumes, logged
 from training.tiny_run import PreparedRun, refused, tiny_config, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.training.arguments import TrainArguments
-from midus_hf.training.inputs import check_sequence_length
 from midus_hf.training.run import run_training
 
 
@@ -87,25 +86,13 @@ OF_TABLES = "no memory of this model reads few rows of a large table; expected o
         ),
     ],
 )  # fmt: skip
-def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
-    kind, options, message, upscaled, fetching, corpus, tmp_path
-):
+def test_impossible_runs_are_refused_before_writing(kind, options, message, upscaled, fetching, corpus, tmp_path):
     base = shutil.copytree(upscaled("llama").parent / "base", tmp_path / "base")
     (base / "model.safetensors").unlink()
     model = {"midus-hml": upscaled("llama"), "none": None, "fetching": fetching, "base without weights": base}[kind]
     with refused(message):
         run_training(tiny_config(model, corpus, tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(upscaled, tmp_path):
-    model = shutil.copytree(upscaled("llama"), tmp_path / "model")
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).unlink()
-    with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):
-        run_training(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
-    check_sequence_length("sequence_length", 64, LlamaConfig(max_position_embeddings=64))
-    check_sequence_length("sequence_length", 1_000_000, MambaConfig())  # which has none
 
 
 MEMORIES = {
@@ -139,7 +126,7 @@ def shape(memory: str | None) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("memory", by_default(["chapters"], [None, *MEMORIES]))
-def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
+def test_new_model_trains_whole_and_is_saved_with_its_card(memory, begun, tmp_path):
     """Its card names no base, and nothing that is saved names a path of this machine."""
     run = PreparedRun(begun(model_config=shape(memory), max_steps=60, seed=3))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
@@ -167,7 +154,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 2, max_steps=4)
 
 
-def test_the_config_of_a_folder_is_read_and_its_weights_follow_from_the_seed(upscaled, begun, tmp_path):
+def test_new_model_from_a_folder_follows_the_seed(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
     run = PreparedRun(begun(config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
@@ -217,7 +204,7 @@ IMAGES = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128
         ({"output_dir": "tokenizer/out"}, "which lies in the tokenizer_name "),
     ],
 )  # fmt: skip
-def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path, monkeypatch):
+def test_unloadable_configs_are_refused_in_one_line(changes, message, begun, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with refused(message) as refusal:
         PreparedRun(begun(**changes))

@@ -122,7 +122,7 @@ def test_a_caller_chooses_the_optimizer(upscaled, scene):
     assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}
 
 
-def test_a_plain_trainer_which_would_leave_blocks_untrained_is_refused(upscaled, scene):
+def test_plain_trainer_that_leaves_blocks_is_refused(upscaled, scene):
     settings = scene(upscaled("llama", "hier-ffn"))
     model, arguments = settings["model"], settings["arguments"]
     rows = [{**row, "memory_ids": [0, 1]} for row in settings["dataset"]]

@@ -61,7 +61,7 @@ def logits(folder, text):
         return AutoModelForCausalLM.from_pretrained(folder)(ids).logits
 
 
-def test_protected_texts_have_the_logits_of_the_base_and_others_learn(trained, texts):
+def test_protected_texts_keep_base_logits_and_others_learn(trained, texts):
     base = trained.parent / "base"
     for path in (texts / "protected").iterdir():
         assert torch.equal(logits(trained, path.read_text()), logits(base, path.read_text()))
@@ -102,7 +102,7 @@ def test_texts_that_did_not_keep_their_logits_are_not_certified(texts, trained, 
     assert "Protected texts" not in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_a_model_that_is_trained_again_has_a_certificate_of_that_run_or_none(texts, trained, tmp_path):
+def test_retrained_model_loses_or_renews_its_certificate(texts, trained, tmp_path):
     run_training(run_of(texts, trained, tmp_path / "again", max_steps=1, protect=[]))
     card = (tmp_path / "again" / "README.md").read_text()
     assert "Protected texts" not in card and card.count("## Trained with") == 2
@@ -262,7 +262,7 @@ TO_UPSCALE = "--method engram --set table=exact"
     ],
     ids=str,
 )  # fmt: skip
-def test_what_it_refuses(model, changes, messages, texts, trained, upscaled, tmp_path, monkeypatch):
+def test_impossible_protection_is_refused(model, changes, messages, texts, trained, upscaled, tmp_path, monkeypatch):
     if model == "hashed":
         folder = engram(texts, tmp_path, table="hashed", corpus=None, rows=199)
     else:

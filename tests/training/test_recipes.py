@@ -73,7 +73,7 @@ def test_nothing_goes_unchecked():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
+def test_recipe_has_the_sizes_of_its_paper(name):
     words, (sequences, tokens, warmup, rate) = RUNS[name]
     file, *changes = words.split()
     path = RECIPES / f"{file}.yaml"
@@ -93,7 +93,7 @@ def test_a_run_has_the_sizes_of_its_paper_by_words_that_its_recipe_names(name):
         assert file != "moc-371m" or loaded.rope_parameters["rope_theta"] == 100_000
 
 
-def test_the_matched_baseline_trains_the_layers_of_the_base_that_llama_pro_copies():
+def test_matched_baseline_trains_layers_llama_pro_copies():
     matched = [index - 1 - earlier for earlier, index in enumerate(place("llama-pro", 16, 8))]
     assert f"--trainable {str(matched).replace(' ', '')}" in (RECIPES / "midus-hml.yaml").read_text()
 
@@ -120,7 +120,7 @@ def test_the_commands_in_a_recipe_make_its_model_and_run_it(path):
     ("variant", "rates", "frozen"),
     [("bank frozen", (1.5e-5, None), ["value"]), (None, (1.5e-5, 5e-6), []), ("bank at the rate", (None, None), [])],
 )
-def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, rates, frozen):
+def test_moc_recipe_names_how_the_bank_can_train(variant, rates, frozen):
     lines = (OF_CHATS / "moc-371m.yaml").read_text(encoding="utf-8").splitlines()
     line = next((line for line in lines if variant and line.startswith(f"#   {variant}")), ":")
     config = read(OF_CHATS / "moc-371m.yaml", *shlex.split(line.partition(":")[2]))

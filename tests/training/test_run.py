@@ -17,9 +17,7 @@ from midus_hf.training.optim import set_trainable
 from midus_hf.training.run import run_training
 
 
-def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_model(
-    family, upscaled, config_for, tmp_path
-):
+def test_only_new_tensors_move_and_the_model_loads(family, upscaled, config_for, tmp_path):
     source, trained = upscaled(family), tmp_path / "out"
     run = PreparedRun(config_for("out", family, max_steps=6))
     batch = next(iter(run.trainer.get_train_dataloader()))
@@ -52,7 +50,7 @@ def test_every_kind_of_run_resumes_exactly(kind, config_for):
     assert_resumes(config_for, 4, **{"max_steps": 7, **KINDS[kind]})
 
 
-def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_kept(config_for, upscaled, tmp_path):
+def test_checkpoint_has_trained_tensors_and_two_are_kept(config_for, upscaled, tmp_path):
     run_training(config_for(save_steps=4, max_steps=12))
     folders = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
@@ -108,7 +106,7 @@ def test_a_refusal_of_held_out_text_names_its_key(config_for, tmp_path):
 @pytest.mark.parametrize(
     ("family", "bf16"), [*((family, True) for family in by_default(["gemma2"], FAMILIES)), ("llama", False)]
 )
-def test_of_a_half_precision_base_what_is_new_moves_and_is_computed_in_float32(family, bf16, config_for, tmp_path):
+def test_new_tensors_of_a_bfloat16_base_train_in_float32(family, bf16, config_for, tmp_path):
     """And so is all of it without bf16."""
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
     run = PreparedRun(config_for(model=model, bf16=bf16, max_steps=6))
@@ -119,7 +117,7 @@ def test_of_a_half_precision_base_what_is_new_moves_and_is_computed_in_float32(f
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_a_run_with_a_document_mask_gives_the_model_positions_and_no_cache(config_for):
+def test_document_mask_gives_positions_and_no_cache(config_for):
     run = PreparedRun(config_for(document_mask=True, sequence_length=122))
     batch = next(iter(run.trainer.get_train_dataloader()))
     assert set(batch) == {"input_ids", "labels", "position_ids"}

@@ -52,9 +52,7 @@ def fingerprints(folder) -> tuple[str | None, str | None]:
     return json.loads((bank / "bank.json").read_text())["tree"], beside
 
 
-def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_with_the_bank_wherever_the_model_goes(
-    made, fetching, tmp_path
-):
+def test_tree_of_a_run_is_saved_and_moves_with_the_bank(made, fetching, tmp_path):
     assert fingerprints(fetching) == (None, None), "nothing trained this bank"
     both = (TREE.fingerprint, TREE.fingerprint)
     assert fingerprints(made / "model") == both
@@ -75,7 +73,7 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_with_the_bank_wher
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "deleted").banks.bank("hier-ffn").tree == own
 
 
-def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_for, made, tmp_path):
+def test_tree_may_be_named_by_its_model(blocks_for, made, tmp_path):
     """A person may change the files of a tree where they lie; those of a model may not change with them."""
     config = blocks_for(model=made / "model", corpus=made / "tree.jsonl", tree=str(made / "model"), max_steps=1)
     assert ("tree", str(made / "model")) in config.sources(), "overwriting must not take it away"
@@ -113,9 +111,7 @@ def test_texts_and_trees_of_another_tree_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_not_resumed_with_another_tree_or_another_bank_of_the_same_names(
-    blocks_for, assigned, made, fetching, tmp_path
-):
+def test_changed_tree_or_bank_is_not_resumed_over(blocks_for, assigned, made, fetching, tmp_path):
     """Where the corpus does not say which tree its paths are of."""
     TREE.save(tmp_path / "tree")
     shutil.copytree(fetching, tmp_path / "model")

@@ -57,9 +57,7 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path, m
     assert str(tmp_path) not in section
 
 
-def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_is_made(
-    model, config_for, tmp_path, monkeypatch
-):
+def test_files_deleted_during_training_are_saved(model, config_for, tmp_path, monkeypatch):
     (model / "README.md").unlink()
     names = ("LICENSE.txt", "NOTICE", "upscale.json")
     contents = [(model / name).read_bytes() for name in names]
@@ -70,7 +68,7 @@ def test_files_that_vanish_while_it_trains_are_carried_all_the_same_and_no_card_
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-def test_its_card_has_what_held_out_texts_measured_before_and_after_and_makes_nothing_up(tmp_path):
+def test_card_has_held_out_losses_before_and_after(tmp_path):
     def card(losses, **keys):
         keys = {"eval_text": {"a": "held.txt", "b": "held.txt"}, "eval_steps": 1, "save_steps": 1, **keys}
         events = [
@@ -99,7 +97,7 @@ def test_the_example_on_the_card_of_a_new_model_runs_as_pasted(corpus, upscaled,
     assert len(capsys.readouterr().out.split("\n")[-2].split()) > 20
 
 
-def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
+def test_only_accompanying_files_are_fetched_from_the_hub(tmp_path, monkeypatch):
     download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(inputs, "snapshot_download", download)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):

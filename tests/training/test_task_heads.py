@@ -51,7 +51,7 @@ def test_a_bare_stack_stays_frozen(upscaled):
     ("auto", "task"),
     [(AutoModelForSequenceClassification, "SEQ_CLS"), (AutoModelForTokenClassification, "TOKEN_CLS")],
 )
-def test_the_offered_config_trains_the_head_which_is_saved_with_adapters_and_merged(auto, task, upscaled, tmp_path):
+def test_lora_config_trains_saves_and_merges_the_head(auto, task, upscaled, tmp_path):
     folder = upscaled("llama", "llama-pro")
     config = lora_config(head_of(auto, folder))
     assert config.task_type == task
@@ -122,7 +122,7 @@ def test_trl_trains_on_rewards_and_preferences(trainer_class, upscaled, tmp_path
         assert type(saved) is type(model) and torch.equal(logits(saved), logits(model))
 
 
-def test_trl_keeps_what_a_reference_says_by_the_blocks_that_texts_fetch_too(upscaled, tmp_path):
+def test_trl_reference_hash_covers_the_bank(upscaled, tmp_path):
     """TRL finds log-probabilities of the reference again by a hash of its `state_dict`, in which no bank is."""
     folders = [tmp_path / "first", tmp_path / "copied", tmp_path / "other"]
     for folder in folders:
@@ -156,7 +156,7 @@ def test_trl_keeps_what_a_reference_says_by_the_blocks_that_texts_fetch_too(upsc
     assert bank.digest() != before
 
 
-def test_a_trainer_that_generates_its_texts_refuses_to_train_blocks(upscaled, tmp_path):
+def test_generating_trainer_refuses_blocks(upscaled, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama", "hier-ffn"))
     set_trainable(model)
     trainer = MemoryTrainer(model, TrainingArguments(tmp_path, **QUIET), train_dataset=[])

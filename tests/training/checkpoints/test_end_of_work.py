@@ -25,9 +25,7 @@ def model(upscaled, tmp_path) -> Path:
     return shutil.copytree(upscaled("llama"), tmp_path / "model")
 
 
-def test_settings_of_generation_that_contradict_one_another_and_a_card_that_is_no_utf8_are_saved_as_they_came(
-    model, config_for, tmp_path
-):
+def test_inconsistent_generation_config_is_kept(model, config_for, tmp_path):
     card = CARD.encode("latin-1")
     (model / "README.md").write_bytes(card)
     values = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}  # of sampling, without do_sample
@@ -41,9 +39,7 @@ def test_settings_of_generation_that_contradict_one_another_and_a_card_that_is_n
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [2, 7]
 
 
-def test_files_that_fail_at_the_end_leave_a_model_that_loads_and_are_named(
-    words, model, tmp_path, monkeypatch, capsys
-):
+def test_failed_files_are_named_and_the_model_loads(words, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", Mock(side_effect=FULL_DISK))
     (model / "README.md").write_text(CARD, encoding="utf-8")
     assert main([*words, f"--model_name_or_path={model}", "--max_steps=1"]) == 1
@@ -82,7 +78,7 @@ def test_a_model_that_cannot_be_uploaded_is_saved(config_for, tmp_path, monkeypa
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_named(config_for, tmp_path, monkeypatch):
+def test_unwritten_weights_leave_no_model_but_a_checkpoint(config_for, tmp_path, monkeypatch):
     run = PreparedRun(config_for(max_steps=2, save_steps=1))
     write_model = run.trainer.write_model
 
@@ -103,7 +99,7 @@ def test_weights_that_cannot_be_written_leave_no_model_and_the_checkpoint_is_nam
     assert state.global_step == 2 and (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_failure_of_the_work_raises_and_a_number_that_is_not_finite_is_told(words, monkeypatch, tmp_path, capsys):
+def test_failed_step_raises_and_nonfinite_exits_with_1(words, monkeypatch, tmp_path, capsys):
     step = Mock(side_effect=[ValueError("broken inside"), NotFiniteError("gradient norm is inf", 4)])
     monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", step)
     with pytest.raises(TrainingError, match=r"^step 1 failed: broken inside\. To continue, start the run again\.$"):

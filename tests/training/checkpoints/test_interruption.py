@@ -33,7 +33,7 @@ if rank in ("all", os.environ["RANK"]):
 HINT = "Stopping after this step, with a checkpoint; interrupt again to stop at once."
 
 
-def test_an_interrupted_run_measures_nothing_before_it_ends_and_resumes_exactly(config_for, tmp_path):
+def test_interrupted_run_skips_evaluation_and_resumes_exactly(config_for, tmp_path):
     held_out = write_corpus(tmp_path / "held-out", 2)
     options = {"gradient_accumulation_steps": 2, "max_steps": 12, "eval_text": str(held_out)}
     run_training(config_for("whole", **options))
@@ -93,7 +93,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("rank", "hints"), by_default([("1", 0)], [("all", 1), ("1", 0)]))
-def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
+def test_all_processes_stop_at_the_same_step(words, tmp_path, rank, hints):
     run = run_ranks(INTERRUPTED, rank, "train", *words)
     assert run.returncode == 130 and run.stderr.count(HINT) == hints
     saved = tmp_path / "out" / "checkpoint-3"

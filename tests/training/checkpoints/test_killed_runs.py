@@ -88,7 +88,7 @@ def complete_checkpoints(output: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_what_is_gone_on_with_after_kills_is_the_run_that_nobody_disturbed(runs, name):
+def test_killed_and_resumed_run_is_the_undisturbed_one(runs, name):
     assert moved(runs / name, runs / "whole") == set()
     assert_same_blocks(bank_of(runs / name), bank_of(runs / "whole"))
     for step in (4, 6):
@@ -101,7 +101,7 @@ def test_what_is_gone_on_with_after_kills_is_the_run_that_nobody_disturbed(runs,
 
 
 @pytest.mark.parametrize("left", [f"{name}-{number}" for name in KILLS for number in range(len(KILLS[name]))])
-def test_a_killed_run_leaves_whole_checkpoints_and_no_bank_that_is_not_whole(runs, left):
+def test_killed_run_leaves_complete_checkpoints_and_banks(runs, left):
     layout = bank_of(runs / "whole").layout
     for folder in (runs / left).rglob("hier-ffn"):
         if not (folder / "bank.json").exists():

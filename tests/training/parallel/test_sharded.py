@@ -85,7 +85,7 @@ def sharded(recipe: Path, *words: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
+def test_two_processes_train_as_one(words, corpus, tmp_path):
     """And both refuse to go on with other texts, in one line."""
     shutil.copytree(corpus, tmp_path / "texts")
     words += [f"--corpus={tmp_path / 'texts'}"]
@@ -148,7 +148,7 @@ def test_the_first_kind_of_fsdp_is_refused():
         _prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1), torch.nn.Linear(2, 2))
 
 
-def test_the_whole_model_is_saved_and_uploaded_where_the_trainer_would(config_for, tmp_path, monkeypatch):
+def test_sharded_model_is_saved_whole_and_uploaded(config_for, tmp_path, monkeypatch):
     trainer, plugin, there = PreparedRun(config_for()).trainer, SimpleNamespace(), []
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
@@ -193,7 +193,7 @@ SAVED = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("file", SAVED)
-def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_alone(tmp_path, file, stage):
+def test_checkpoint_of_other_sharding_is_not_resumed(tmp_path, file, stage):
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     for name in (file, "optimizer.pt", "scheduler.pt"):
@@ -213,7 +213,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_alone(tmp_path, file, s
             check_checkpoint(trainer, tmp_path)
 
 
-def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_saved_under_one_name(tmp_path):
+def test_zero3_save_gathers_once_and_keeps_ties(tmp_path):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
     model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     model["head"].weight = model["embed"].weight
@@ -256,7 +256,7 @@ def zero_three():
     deepspeed.unset_hf_deepspeed_config()
 
 
-def test_models_are_loaded_whole_and_what_transformers_was_told_stays(zero_three):
+def test_load_unsharded_restores_deepspeed_config(zero_three):
     with pytest.raises(ZeroDivisionError), load_unsharded():
         assert not deepspeed.is_deepspeed_zero3_enabled()
         raise ZeroDivisionError
@@ -300,7 +300,7 @@ REFUSED_BY_DEEPSPEED = [
 
 
 @pytest.mark.parametrize(("half", "settings", "message"), REFUSED_BY_DEEPSPEED)
-def test_rates_of_deepspeeds_file_and_what_would_round_frozen_weights_are_refused(half, settings, message):
+def test_deepspeed_rates_and_rounding_are_refused(half, settings, message):
     """It casts a whole model to half precision and saves that."""
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2)])
     with refused(message):

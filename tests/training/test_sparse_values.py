@@ -27,7 +27,7 @@ def trained_by(optimizer_class, table, gradients):
     return table.detach()
 
 
-def test_an_update_of_rows_is_that_of_adamw_however_they_are_named_and_beside_a_dense_gradient():
+def test_row_update_equals_adamw():
     start, *gradients = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(0))
     dense = trained_by(torch.optim.AdamW, start, [gradient.clone() for gradient in gradients])
     every = [3, 1, 0, 5, 4, 2]
@@ -78,7 +78,7 @@ def steps_of_rows(count: int = 12) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("restarts", [(), (1, 4, 9)], ids=["at-once", "resumed"])
-def test_moments_of_the_rows_that_were_read_train_to_the_same_bits(restarts, tmp_path):
+def test_moments_of_read_rows_are_exact(restarts, tmp_path):
     table, *gradients = torch.randn(13, 40, 3, generator=torch.Generator().manual_seed(4))
     expected = trained_by(
         WholeMoments, table, [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)]
@@ -131,9 +131,7 @@ OF_MANY_CHAPTERS = {"memory_tokens": 192, "chapters": 96, "routing": "sequence"}
     ],
     ids=str,
 )
-def test_a_run_with_gradients_of_rows_moves_those_that_are_read_as_a_dense_one_does(
-    method, options, changes, upscaled, config_for, tmp_path
-):
+def test_sparse_run_moves_read_rows_as_a_dense_one(method, options, changes, upscaled, config_for, tmp_path):
     """Others keep their bytes, and the log has the norm of all gradients."""
     model = upscaled("llama", method, **options)
     for is_sparse in (False, True):
@@ -167,7 +165,7 @@ def test_gradients_are_dense_again_once_the_run_is_over(upscaled, config_for):
     assert tables and not any(table.grad.is_sparse for table in tables)
 
 
-def test_a_step_without_decay_moves_rows_of_chosen_chapters_alone(upscaled, config_for, tmp_path):
+def test_sparse_step_moves_only_chosen_chapters(upscaled, config_for, tmp_path):
     """Biases leave the router no choice: of twelve chapters it opens two, beside the one that all read."""
     model = load(upscaled("llama", "moc"))
     with torch.no_grad():

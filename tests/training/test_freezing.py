@@ -40,7 +40,7 @@ def what_trains(model) -> set[str]:
     ],
     ids=str,
 )
-def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, layers, summary, family, load):
+def test_only_chosen_layers_train(kind, trainable, means, layers, summary, family, load):
     model = load("native" if kind == "recorded" else kind, family)
     if kind == "recorded":
         model.config.upscale["trainable"] = "all"
@@ -88,20 +88,20 @@ WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles
     [
         *(
             ("native", {"upscale": record, "trainable": "auto"}, "and this llama model is a base, not an upscaled model: ")
-            for record in (None, {}, {"method": "x"}, {"trainable": ["new"]})
+            for record in (None, {"trainable": ["new"]})
         ),
         *(
             ("native", {"trainable": layers}, f"is {layers}; expected layers of this llama model (0 <= layer < 6), at least one")
-            for layers in ([], [3, 1, 3, 1], [1, 6], [-1, 2])
+            for layers in ([], [3, 1, 3], [-1, 2])
         ),
         *(
             ("upscaled", {"upscale": record, "trainable": "new"}, "or set trainable: all")
-            for record in (None, {}, {"new_layers": []})
+            for record in (None, {"new_layers": []})
         ),
         ("upscaled", {"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, "names [6], which the model does not have."),
         *(
             ("upscaled", {"trainable": trainable}, f"trainable is {trainable!r}; {WORDS}")
-            for trainable in ("none", None, 3, [True], ["3"])
+            for trainable in ("none", None, [True])
         ),
         ("upscaled", {"trainable": ["router"]}, "is ['router'], but the new memories of this midus_llama model have no"),
         (

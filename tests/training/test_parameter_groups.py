@@ -81,7 +81,7 @@ def of_groups(groups) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("rates", "expected"), CASES, ids=str)
-def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, expected):
+def test_each_trained_parameter_is_in_its_group(model, rates, expected):
     groups, kinds = made_groups(model, **rates), names_by_kind(model)
     assert of_groups(groups) == [(name, *rest) for name, _, *rest in expected]
     for group, (name, kinds_inside, *_) in zip(groups, expected, strict=True):
@@ -94,7 +94,7 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model, rates, 
     assert sorted(grouped) == sorted(map(id, model.parameters()))
 
 
-def test_norms_of_queries_do_not_decay_though_they_have_a_row_per_head():
+def test_query_norms_do_not_decay():
     memory = build("midus-pkm", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch")
     for rates, name, rate in (({}, "no_decay", 1e-3), ({"memory_learning_rate": 2e-3}, "memory_no_decay", 2e-3)):
         (group,) = [group for group in made_groups(memory, **rates) if group["name"] == name]
@@ -103,7 +103,7 @@ def test_norms_of_queries_do_not_decay_though_they_have_a_row_per_head():
 
 
 @pytest.mark.parametrize(("family", "trainable"), [("qwen2", "new"), ("gemma3", "all")])
-def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(family, trainable, native):
+def test_norms_and_biases_of_native_models_do_not_decay(family, trainable, native):
     model = AutoModelForCausalLM.from_pretrained(native(family))
     set_trainable(model, trainable)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -122,7 +122,7 @@ def test_norms_and_biases_of_a_familys_own_class_do_not_decay_and_matrices_do(fa
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+def test_wrong_values_are_refused(values, message):
     with refused(re.escape(message)):
         parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(**values))
 
@@ -145,9 +145,7 @@ def test_a_plateau_lowers_what_follows_the_schedule_alone():
         plateau("fixed", "4x-to-1x")
 
 
-def test_a_trainer_takes_the_rates_of_its_arguments_and_values_fall_from_four_times_the_schedule_to_once(
-    upscaled, tmp_path
-):
+def test_value_schedule_falls_from_4x_to_1x(upscaled, tmp_path):
     @dataclasses.dataclass
     class Arguments(MemoryArguments, TrainingArguments):
         """Keys of memories beside those of a Trainer."""
@@ -167,7 +165,7 @@ def test_a_trainer_takes_the_rates_of_its_arguments_and_values_fall_from_four_ti
         assert factors == pytest.approx([main, main, main, 1, main * values], rel=1e-4, abs=1e-9)
 
 
-def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
+def test_blocks_follow_the_schedule_by_default(fetching):
     """Hierarchical memories, appendix A.2; values in the model stay constant (MIDUS)."""
     model = AutoModelForCausalLM.from_pretrained(fetching)
     set_trainable(model)
@@ -177,7 +175,7 @@ def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(fetching):
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, bf16):
+def test_trained_tensors_and_statistics_are_float32_in_training(family, bf16):
     model = upscaled_model(family, memory_type="midus-pkm").to(torch.bfloat16).requires_grad_(False)
     memory = model.model.layers[1].memory
     memory.requires_grad_()

@@ -24,9 +24,7 @@ def glossary() -> list[str]:
     ]
 
 
-def test_every_fact_of_a_glossary_is_read_in_a_hundred_steps_also_by_a_run_that_is_resumed(
-    tmp_path, monkeypatch, capsys
-):
+def test_short_run_reads_every_fact_in_100_steps(tmp_path, monkeypatch, capsys):
     model = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer())
     read: list[list[int]] = []
     step = MemoryTrainer.training_step
@@ -105,7 +103,7 @@ def test_few_steps_are_said_with_what_gives_more(keys, steps, line, config_for, 
 
 
 @pytest.mark.parametrize("keys", [{}, {"document_mask": True}, {"dataloader_drop_last": True}], ids=str)
-def test_held_out_text_has_the_loss_of_its_tokens_at_any_size_of_batches(keys, config_for, upscaled, corpus, tmp_path):
+def test_held_out_loss_is_per_token_at_any_batch_size(keys, config_for, upscaled, corpus, tmp_path):
     held_out = tmp_path / "held.txt"
     held_out.write_text(document(16 * 5 + 3, 7))
     measured = []
