@@ -89,7 +89,7 @@ NEAREST = {
     "midus_hf/memories/hierarchical/training.py": "tests/training/test_blocks.py",
     "midus_hf/training/checkpoints.py": "tests/training/checkpoints/test_whole_checkpoints.py tests/training/test_run.py",
     "midus_hf/training/inputs.py": "tests/training/test_loading.py tests/training/test_inputs.py tests/training/test_sharing.py",
-    "midus_hf/training/optim.py": "tests/training/test_freezing.py tests/training/test_parameter_groups.py",
+    "midus_hf/training/optim.py": "tests/training/test_optim.py",
     "midus_hf/training/row_adamw.py": "tests/training/test_sparse_values.py",
     "midus_hf/training/output.py": "tests/training/test_run.py tests/training/test_early_checks.py "
     "tests/training/checkpoints/test_interruption.py tests/training/checkpoints/test_end_of_work.py tests/training/test_sharing.py",

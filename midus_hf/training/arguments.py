@@ -132,11 +132,8 @@ class MemoryArguments(ModelKeys):
         sources: list[tuple[str, Any]] = []
         for key in _SOURCES:
             value = getattr(self, key, None)
-            named = isinstance(value, Mapping)
-            paths = (
-                value.items() if named else ((key, each) for each in (value if isinstance(value, list) else [value]))
-            )
-            sources += [(f"{key}.{name}" if named else key, path) for name, path in paths]
+            each: Any = value if isinstance(value, list | Mapping) else [value]
+            sources += [(f"{key}.{name}", each[name]) if isinstance(each, Mapping) else (key, name) for name in each]
         return [(key, path) for key, path in sources if isinstance(path, str)]
 
     def recorded(self) -> dict[str, Any]:

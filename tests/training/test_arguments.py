@@ -228,7 +228,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"num_train_epochs": 0}, "num_train_epochs is 0.0; expected more than 0."),
         ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
         ({"config_name": "c"}, "model_name_or_path is 'm', config_name 'c' and tokenizer_name None; expected only the"),
-        ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected the"),
+        ({**BEGUN, "tokenizer_name": None}, "model_name_or_path is None, config_name 'c' and tokenizer_name None; expected only"),
         ({"adapters": {}, "trainable": "all"}, "only adapters and new parameters of a trained model train. Leave adapters out, or"),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
