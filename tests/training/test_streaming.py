@@ -158,7 +158,7 @@ def test_changed_file_of_the_same_size_is_refused_on_resumption(config_for, rows
     [
         ({"max_steps": -1}, "streaming is true, and max_steps is -1; expected the number of steps, since the length of a"),
         ({"dataloader_num_workers": 2}, "streaming is true, and dataloader_num_workers is 2; expected 0, since a stream is"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'; expected random, since a stream draws"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'; expected random; shuffle_buffer: 0"),
         ({"accelerator_config": {"split_batches": True}}, "streaming is true, and accelerator_config is .*; expected neither split"),
         ({"corpus_split": "train[:10%]"}, r"corpus_split is 'train\[:10%\]', and a stream has no slices; expected whole splits"),
         ({"sequence_length": 128}, "corpus has 4 tokens; expected at least one sequence of 128 tokens"),
