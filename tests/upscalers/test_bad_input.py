@@ -127,10 +127,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
         another("qwen3", layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),
         "config.json lists 'linear_attention' in layer_types; expected full_attention or sliding_attention in a qwen3 model. Repair",
     ),
-    "too few values of layers in another type": (
-        another("smollm3", no_rope_layers=[1, 1]),
-        r"config.json lists 2 no_rope_layers; expected \d, one per layer .num_hidden_layers.. Repair the base checkpoint",
-    ),
     "a layer of another type that the model lacks": (
         another("qwen3_moe", mlp_only_layers=[0, 7]),
         "config.json lists 7 in mlp_only_layers; expected layers from 0 to 3 .num_hidden_layers is 4.. Repair the base checkpoint",
@@ -196,13 +192,13 @@ BASES: dict[str, tuple[Mutation, str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REQUESTS, ids=[" ".join(arguments) for arguments, _ in REQUESTS])
-def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, arguments, message, refused):
+def test_wrong_request_is_refused(command, base, tmp_path, arguments, message, refused):
     usual = ["--base", base, "--method", "midus-hml", "--output", tmp_path / "out"]
     refused(command(*usual, *arguments), message, [])
 
 
 @pytest.mark.parametrize("case", BASES)
-def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, refused):
+def test_unusable_base_is_refused(command, tmp_path, case, refused):
     mutate, message = BASES[case]
     base = save_base(tmp_path / "base")
     mutate(base)
@@ -210,7 +206,7 @@ def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, refu
     refused(command(*arguments), message, ["base"])
 
 
-def test_what_is_needed_is_asked_for_and_must_be_possible(command, base, tmp_path, refused):
+def test_missing_arguments_are_asked_for(command, base, tmp_path, refused):
     options = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
     for missing in options:
         arguments = [part for name, value in options.items() if name != missing for part in (name, value)]
@@ -220,47 +216,36 @@ def test_what_is_needed_is_asked_for_and_must_be_possible(command, base, tmp_pat
     refused(outcome, "output .*out cannot be made: .*file is not a writable folder", ["file"])
 
 
-def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_path, refused):
+def test_inspect_and_strip_refuse_other_models(command, base, tmp_path, refused):
     for verb, words in (("inspect", []), ("strip", ["--output", tmp_path / "out"])):
         message = "was not made by upscale: its config.json has no 'upscale' entry"
         refused(command(verb, base, *words), message, [])
         refused(command(verb, tmp_path, *words), "has no config.json", [])
 
 
-def only_config(base: Path, folder: Path, **changes: Any) -> None:
-    edit_config(shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors")), **changes)
+WIDTHS = [
+    ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, "hidden_size / num_attention_heads is 5; expected an even"),
+    ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
+    ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
+    ("midus-hml", ["inner_residual=true"], {"head_dim": 16}, "of width 32 to .* output of width 64; expected equal"),
+    *((method, [], {"hidden_size": 20, "head_dim": 8}, None) for method in ("midus-linear", "midus-hml")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "changes", "message"),
-    [
-        ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, r"hidden_size / num_attention_heads is 5; expected an even"),
-        ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
-        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, r"hidden size \(34\) is not a multiple of .* attention heads \(4\)"),
-        (
-            "midus-hml",
-            ["inner_residual=true"],
-            {"head_dim": 16},
-            "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
-        ),
-    ],
-)  # fmt: skip
-def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
+@pytest.mark.parametrize(("method", "options", "changes", "message"), WIDTHS)
+def test_widths_that_do_not_fit_a_memory_are_refused(
     command, base, tmp_path, method, options, changes, message, refused
 ):
-    only_config(base, tmp_path / "base", **changes)
+    edit_config(shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors")), **changes)
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
-    refused(outcome, message, ["base"])
+    if message is None:
+        assert outcome.status == 0
+    else:
+        refused(outcome, message, ["base"])
 
 
-def test_widths_that_one_memory_cannot_take_another_may(command, base, tmp_path):
-    only_config(base, tmp_path / "base", hidden_size=20, head_dim=8)
-    for method in ("midus-linear", "midus-hml"):
-        assert command("--base", tmp_path / "base", "--method", method, "--dry-run").status == 0
-
-
-def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):
+def test_pickle_is_never_loaded(command, tmp_path):
     base, ran = save_base(tmp_path / "base"), tmp_path / "run"
     (base / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
     assert command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out").status == 0

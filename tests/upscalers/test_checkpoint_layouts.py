@@ -29,7 +29,7 @@ from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 
 
-def test_outputs_are_split_into_shards_of_the_size_asked_for_and_need_few_open_files(tmp_path):
+def test_shards_have_the_requested_size_and_need_few_files(tmp_path):
     base = save_base(tmp_path / "base", num_hidden_layers=16, max_shard_size="1KB")
     single = unverified(base, tmp_path / "single", num_new_layers=2)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,7 +51,7 @@ def test_outputs_are_split_into_shards_of_the_size_asked_for_and_need_few_open_f
     assert len(tensor_files(base)) > 100 and torch.equal(logits(base), logits(single))
 
 
-def test_a_single_file_goes_before_an_index_as_in_transformers_and_links_are_read(tmp_path):
+def test_single_file_precedes_an_index_and_links_are_read(tmp_path):
     base, linked = save_base(tmp_path / "base", max_shard_size="60KB"), tmp_path / "linked"
     other = {name: tensor + 1 for name, tensor in read_tensors(base).items()}
     save_file(other, base / "model.safetensors", {"format": "pt"})
@@ -85,9 +85,7 @@ def store_the_head(base: Path, difference: float | None) -> dict[str, torch.Tens
         ("granite", "llama-pro", None),
     ],
 )
-def test_a_tied_head_that_is_stored_is_counted_as_transformers_loads_it_and_alone_it_is_the_embedding_too(
-    tmp_path, base_of, method, difference
-):
+def test_stored_tied_head_counts_once(tmp_path, base_of, method, difference):
     base = tmp_path / "base"
     if base_of == "granite":
         tiny_type("granite", tie_word_embeddings=True, vocab_size=128).save_pretrained(base)
@@ -120,7 +118,7 @@ def test_a_tied_head_that_is_stored_is_counted_as_transformers_loads_it_and_alon
         ("bfloat16", 3.4e38, r"model.norm.weight holds 3.4e\+38, which bfloat16 cannot; expected at most 3.38953e\+38", False),
     ],
 )  # fmt: skip
-def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path, dtype, value, message, verify):
+def test_value_beyond_the_dtype_is_refused(tmp_path, dtype, value, message, verify):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     tensors["model.norm.weight"][3] = value
@@ -130,7 +128,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path, dtype, value, m
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_each_tensor_of_a_mixed_checkpoint_keeps_its_dtype(tmp_path):
+def test_mixed_dtypes_are_kept(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     tensors = read_tensors(base)
     mixed = {n: t.float() if "norm" in n else t.half() if "lm_head" in n else t for n, t in tensors.items()}
@@ -145,13 +143,13 @@ def test_each_tensor_of_a_mixed_checkpoint_keeps_its_dtype(tmp_path):
         assert torch.equal(logits(base, dtype), logits(tmp_path / "out", dtype))
 
 
-def test_the_seed_decides_what_memories_start_as_and_nothing_else(base, tmp_path):
+def test_seed_changes_only_memories(base, tmp_path):
     first, other = (read_tensors(unverified(base, tmp_path / str(seed), seed=seed)) for seed in (0, 1))
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
 
 
-def test_a_composite_model_may_store_its_tied_head_alone_and_a_head_that_is_not_tied_is_no_embedding(tmp_path):
+def test_only_a_tied_head_replaces_the_embedding(tmp_path):
     base = tmp_path / "base"
     composite_model("gemma3", tie_word_embeddings=True).save_pretrained(base)
     store_the_head(base, None)

@@ -105,7 +105,7 @@ LARGE = {
 @example(LARGE)
 @example(SIZES)
 @given(CONFIGS)
-def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type, config):
+def test_layout_equals_that_of_transformers(model_type, config):
     config = {"model_type": model_type, **config}
     real = by_transformers(config)
     assume(real is not None)
@@ -118,7 +118,7 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(model_type,
 @example({**LARGE, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False})
 @example({**LARGE, "num_hidden_layers": 31, "use_sliding_window": True, "sliding_window": 4})
 @given(USUAL)
-def test_what_is_written_down_of_a_model_is_what_is_read_from_it(model_type, config):
+def test_known_layout_equals_the_built_one(model_type, config):
     config = {"model_type": model_type, **config}
     is_written = known_layout(config) is not None
     assert is_written or config != {"model_type": model_type, **LARGE}
@@ -137,7 +137,7 @@ def test_what_is_written_down_of_a_model_is_what_is_read_from_it(model_type, con
     assert change_of_settings(read.settings, read.settings, sources) is None
 
 
-def test_the_rows_of_written_layouts_are_what_the_command_writes():
+def test_known_layouts_are_what_the_command_writes():
     for model_type in MAIN_TYPES:
         row = model_type_of(model_type)
         assert row.layout == json.loads(json.dumps(written_layout(row)))
@@ -172,22 +172,17 @@ OF_TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("changes", OF_TRANSFORMERS.values(), ids=OF_TRANSFORMERS)
-def test_what_only_transformers_reads_is_left_to_it(changes):
+def test_unusual_configs_are_left_to_transformers(changes):
     assert known_layout({**SIZES, "model_type": "llama", **changes}) is None
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_2_1B, LLAMA_3_1_8B])
-def test_what_published_configs_say_is_written_down(config):
-    further = {
-        "bos_token_id": 128000,
-        "eos_token_id": [128001, 128008],
-        "pretraining_tp": 1,
-        "transformers_version": "4.45.0",
-    }
+def test_published_configs_have_known_layouts(config):
+    further = {"bos_token_id": 128000, "eos_token_id": [128001, 128008], "transformers_version": "4.45.0"}
     assert known_layout({**config, **further}) is not None
 
 
-def test_a_type_is_read_as_no_other_type():
+def test_type_is_never_read_as_another():
     """SmolLM3 named `llama` loads, is verified, and is wrong: some of its layers have no rotary embeddings."""
     for model_type in ("smollm3", "llama4_text", "gemma", "ministral", "olmo3", "mixtral", "qwen3_moe"):
         family = family_of({"model_type": model_type})
@@ -200,19 +195,11 @@ REFUSED = [
     ({"model_type": ...}, "config.json has model_type = None; expected one of: llama, qwen2, qwen3, gemma2, gemma3_text"),
     ({"model_type": ["llama"]}, r"config.json has model_type = \['llama'\]"),
     ({"model_type": "bert"}, "'bert' is an encoder, whose tokens read later tokens"),
-    (
-        {"model_type": "gemma3"},
-        "'gemma3' is a composite model; expected its language model, 'gemma3_text'",
+    ({"model_type": "gemma3"}, "'gemma3' is a composite model; expected its language model, 'gemma3_text'"),
+    *(
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": method}}, rf"{method}\); expected float32.*{remedy}")
+        for method, remedy in (("gptq", "Start from"), ("fp8", r"=FineGrainedFP8Config\("), ("mxfp4", r"=Mxfp4Config\("))
     ),
-    (
-        {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
-        r"the base is quantised \(quantization_config: gptq\); expected float32, .* Start from the unquantised",
-    ),
-    (
-        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-        r"quantised \(quantization_config: mxfp4\); .* Dequantise it first, .*=Mxfp4Config\(dequantize=True\)",
-    ),
-    ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, r"=FineGrainedFP8Config\(dequantize=True\)"),
     ({"model_type": "mixtral", "num_attention_heads": "four"}, "config has num_attention_heads = 'four'; expected a positive"),
     ({"model_type": "llama", "quantization_config": 8}, r"the base is quantised \(quantization_config: unknown\)"),
     ({"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}, "the base has custom code"),
@@ -227,7 +214,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_config_that_says_nothing_known_or_a_wrong_value_is_refused(changes, message):
+def test_wrong_config_is_refused(changes, message):
     config = {"model_type": "gemma3_text", **SIZES, **changes}
     with pytest.raises(ValueError, match=message):
         by_layout({key: value for key, value in config.items() if value is not ...})

@@ -55,7 +55,7 @@ def base(tmp_path):
     return folder
 
 
-def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub, command, tmp_path):
+def test_base_is_downloaded_and_result_uploaded(base, hub, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(base))
     done = command(
         "--base", "org/base", *REQUEST[:-1], "--max-shard-size", "60KB", "--push-to-hub", "me/upscaled", "--json",
@@ -72,7 +72,7 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence"
 
 
-def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
+def test_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
     unverified(base, tmp_path / "out")
     hub.repositories |= {"org/base": Repository(files_of(base)), "me/upscaled": Repository(files_of(tmp_path / "out"))}
     planned = command("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json")
@@ -85,20 +85,24 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
     assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
 
 
-def test_a_model_pushed_from_python_brings_its_code_and_its_weights(base, hub, tmp_path):
-    model = load(unverified(base, tmp_path / "out"))
+def pushed(model, tmp_path):
+    """Upload a model from Python in two ways; yield the name of each repository, and the model loaded from it."""
     model.push_to_hub("me/pushed")
     model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
-    for name in ("pushed", "saved-and-pushed"):
-        files = hub.repositories[f"me/{name}"].files
+    for name in ("me/pushed", "me/saved-and-pushed"):
+        yield name, AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+
+
+def test_model_pushed_from_python_has_code_and_weights(base, hub, tmp_path):
+    for name, model in pushed(load(unverified(base, tmp_path / "out")), tmp_path):
+        files = hub.repositories[name].files
         assert files["modeling_midus.py"] == (tmp_path / "out" / "modeling_midus.py").read_bytes()
         assert json.loads(files["config.json"])["auto_map"] == config_of(tmp_path / "out")["auto_map"]
-        pushed = AutoModelForCausalLM.from_pretrained(f"me/{name}", dtype="auto").eval()
         with torch.no_grad():
-            assert torch.equal(pushed(prompt()).logits, logits(base))
+            assert torch.equal(model(prompt()).logits, logits(base))
 
 
-def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
+def test_model_is_not_uploaded_without_its_bank(base, hub, tmp_path):
     model = load(unverified(base, tmp_path / "out", method="hier-ffn", options={"sizes": [3, 2], "branching": 2}))
     for upload in (
         lambda: model.push_to_hub("me/fetching"),
@@ -109,18 +113,15 @@ def test_a_model_with_a_bank_is_not_uploaded_without_it(base, hub, tmp_path):
     assert "me/fetching" not in hub.repositories
 
 
-def test_a_model_with_packs_is_uploaded_with_its_glossary_and_read_again(base, hub, tmp_path):
+def test_packs_are_uploaded_with_their_glossary(base, hub, tmp_path):
     save_tiny_tokenizer(base)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"name": "word5", "text": "word7 word8"}))
     model = load(unverified(base, tmp_path / "out", method="packs", options={"corpus": str(tmp_path / "rows.jsonl")}))
     model.glossary.add("word6", "word9")
-    model.push_to_hub("me/pushed")
-    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
-    for name in ("pushed", "saved-and-pushed"):
-        pushed = AutoModelForCausalLM.from_pretrained(f"me/{name}").eval()
-        assert [*pushed.glossary] == [*model.glossary] and len(pushed.glossary) == 2
+    for _, loaded in pushed(model, tmp_path):
+        assert [*loaded.glossary] == [*model.glossary] and len(loaded.glossary) == 2
         with torch.no_grad():
-            assert torch.equal(pushed(torch.tensor([[5, 6, 50]])).logits, model(torch.tensor([[5, 6, 50]])).logits)
+            assert torch.equal(loaded(torch.tensor([[5, 6, 50]])).logits, model(torch.tensor([[5, 6, 50]])).logits)
 
 
 MAY_NOT = "but the Hub does not let this account write there ("
@@ -133,7 +134,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "value", "repository", "message"), REFUSED.values(), ids=REFUSED)
-def test_without_a_hub_that_lets_the_person_write_nothing_is_begun(
+def test_upload_without_write_access_is_refused(
     base, hub, command, tmp_path, name, value, repository, message, refused, monkeypatch
 ):
     hub.repositories = {"others/theirs": Repository(read_only=True)}
@@ -159,7 +160,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("status", "answer"), ANSWERS.items())
-def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status, answer):
+def test_answers_of_the_hub_are_reported(hub, command, refused, monkeypatch, status, answer):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
     hub.answers_with = status
     message = re.escape(MAY_NOT) if status == 403 else f"but {answer}, or upload the output afterwards"
@@ -172,9 +173,7 @@ def test_what_the_hub_answers_is_told(hub, command, refused, monkeypatch, status
             check_model_name("model", "org/base")
 
 
-def test_a_plan_asks_no_hub_and_neither_a_refused_request_nor_a_stranger_more_than_is_needed(
-    base, hub, command, refused, monkeypatch
-):
+def test_refused_upload_asks_the_hub_only_what_is_needed(base, hub, command, refused, monkeypatch):
     hub.repositories["org/base"] = Repository(files_of(base))
     assert command("--base", base, *REQUEST, "--push-to-hub", "others/x", "--dry-run").status == 0
     assert hub.requests == []
@@ -186,9 +185,7 @@ def test_a_plan_asks_no_hub_and_neither_a_refused_request_nor_a_stranger_more_th
     assert hub.downloaded("org/base") == {"config.json"} and hub.repositories.keys() == {"org/base"}
 
 
-def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_it(
-    base, hub, command, tmp_path, refused
-):
+def test_private_upload_needs_a_private_repository(base, hub, command, tmp_path, refused):
     hub.repositories["me/public"] = Repository()
     words = ("--base", base, *REQUEST, "--overwrite", "--push-to-hub")
     done = command(*words, "me/public", "--private")
@@ -202,9 +199,7 @@ def test_a_private_repository_is_made_private_and_a_public_one_is_not_taken_for_
     assert 'from_pretrained("me/open", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_names_what_uploads_it(
-    base, hub, command, tmp_path, monkeypatch
-):
+def test_failed_upload_keeps_checkpoint_and_report(base, hub, command, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
     hub.dies_in = "/lfs/"
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--private", "--json")
@@ -225,7 +220,7 @@ def test_a_connection_that_dies_while_uploading_keeps_report_and_checkpoint_and_
     assert hub.repositories["me/x"].files == files_of(tmp_path / "out")
 
 
-def test_an_interrupted_upload_says_that_the_folder_is_complete(base, hub, command, tmp_path, monkeypatch):
+def test_interrupted_upload_names_the_complete_folder(base, hub, command, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "push_folder", Mock(side_effect=KeyboardInterrupt))
     done = command("--base", base, *REQUEST, "--push-to-hub", "me/x", "--json")
     assert (done.status, done.json()["output"]) == (130, "out")
@@ -252,7 +247,7 @@ def base_tensors(folder) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in read_tensors(folder).items() if "layers" not in name}
 
 
-def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, bases, command, tmp_path):
+def test_revision_is_recorded_and_pinned(two_revisions, bases, command, tmp_path):
     commit, _ = two_revisions.at("v1")
     done = command("--base", "org/base@v1", *REQUEST)
     assert done.status == 0, done.err
@@ -272,9 +267,7 @@ def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, ba
     assert same_tensors(tmp_path / "stripped", bases[0])
 
 
-def test_a_revision_that_cannot_be_is_refused_and_a_folder_with_an_at_in_its_name_is_a_folder(
-    two_revisions, bases, command, tmp_path, refused
-):
+def test_wrong_revision_is_refused(two_revisions, bases, command, tmp_path, refused):
     absent = (
         "'org/base' is no local folder, and the Hub answers with status 404 (404 Client Error. Revision Not Found for"
     )
@@ -289,7 +282,7 @@ def test_a_revision_that_cannot_be_is_refused_and_a_folder_with_an_at_in_its_nam
     assert command("--base", tmp_path / "base@v1", "--method", "midus-hml", "--dry-run").status == 0
 
 
-def test_one_copy_of_the_model_is_downloaded_index_first(hub, command, tmp_path):
+def test_one_copy_is_downloaded_index_first(hub, command, tmp_path):
     """Of a sharded base as some publish it: beside it the same weights in other layouts, and whatever a tokenizer needs."""
     folder = save_base(tmp_path / "mistral", "mistral", max_shard_size="60KB")
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
@@ -316,7 +309,7 @@ def test_one_copy_of_the_model_is_downloaded_index_first(hub, command, tmp_path)
     assert {n for n in hub.downloaded("org/both") if n.endswith(".safetensors")} == {"model.safetensors"}
 
 
-def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, command):
+def test_repository_without_safetensors_is_refused(hub, bases, command):
     files = files_of(bases[0])
     files["consolidated.safetensors"] = files.pop("model.safetensors")
     hub.repositories["org/base"] = Repository(files)
@@ -325,7 +318,7 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     assert done.status == 2 and message in done.err.splitlines()[-1]  # behind bars of the download
 
 
-def test_a_base_that_transformers_downloaded_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
+def test_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch):
     hub.repositories["org/base"] = Repository(files_of(bases[0]))
     for name in ("config.json", "model.safetensors"):
         hf_hub_download("org/base", name)
@@ -336,9 +329,7 @@ def test_a_base_that_transformers_downloaded_needs_no_hub(hub, bases, command, t
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
 
 
-def test_the_main_branch_is_pinned_too_and_may_move_while_working(
-    two_revisions, bases, command, tmp_path, monkeypatch
-):
+def test_main_branch_is_pinned(two_revisions, bases, command, tmp_path, monkeypatch):
     resolve = run.resolve_source
     first, files = two_revisions.revision, dict(two_revisions.files)
 
@@ -356,7 +347,7 @@ def test_the_main_branch_is_pinned_too_and_may_move_while_working(
     assert f"base: org/base@{first}" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_the_code_of_a_tokenizer_is_downloaded_where_a_config_names_it(hub, tmp_path, command):
+def test_named_tokenizer_code_is_downloaded(hub, tmp_path, command):
     base = save_base(tmp_path / "base")
     (base / "tokenization_own.py").write_text("from .own_letters import LETTERS\nraise SystemExit\n")
     (base / "own_letters.py").write_text("LETTERS = {}\n")

@@ -79,7 +79,7 @@ def logits(model: Any, model_type: str) -> torch.Tensor:
 
 
 @of_cells
-def test_it_says_about_a_picture_what_the_base_says_and_strip_restores_the_base(cells, model_type, method, tmp_path):
+def test_composite_starts_as_the_base_and_strips(cells, model_type, method, tmp_path):
     folder, output = cells(model_type, method)
     base, upscaled = loaded(folder), loaded(output)
     assert torch.equal(logits(upscaled, model_type), logits(base, model_type))
@@ -94,7 +94,7 @@ def test_it_says_about_a_picture_what_the_base_says_and_strip_restores_the_base(
 
 
 @of_types
-def test_memory_with_values_changes_what_it_says_and_comes_back_from_a_save(cells, model_type, tmp_path):
+def test_composite_with_values_saves_and_loads(cells, model_type, tmp_path):
     folder, output = cells(model_type, "moc")
     base, upscaled = loaded(folder), loaded(output, acting=True)
     changed = logits(upscaled, model_type)
@@ -107,7 +107,7 @@ def test_memory_with_values_changes_what_it_says_and_comes_back_from_a_save(cell
 
 
 @of_types
-def test_cached_steps_equal_one_pass_and_padding_changes_nothing_once_memory_has_values(cells, model_type):
+def test_composite_cached_steps_equal_one_pass(cells, model_type):
     model = loaded(cells(model_type, "moc")[1], acting=True)
     inputs = picture_with_text(model_type)
     text = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
@@ -133,7 +133,7 @@ print(type(model).__module__.startswith("transformers_modules"), float((logits -
 """
 
 
-def test_without_the_package_it_says_the_same(cells, tmp_path):
+def test_composite_loads_without_the_package(cells, tmp_path):
     model = loaded(cells("gemma3", "moc")[1], acting=True)
     model.save_pretrained(tmp_path / "trained")
     torch.save(dict(picture_with_text("gemma3")), tmp_path / "inputs.pt")
@@ -142,7 +142,7 @@ def test_without_the_package_it_says_the_same(cells, tmp_path):
     assert own_code == "True" and float(difference) < 1e-5
 
 
-def test_an_upscaled_one_is_inspected_and_upscaled_again(cells, tmp_path):
+def test_upscaled_composite_is_upscaled_again(cells, tmp_path):
     base, once = cells("mistral3", "moc")
     upscale(base=once, method="midus-hml", output=tmp_path / "twice", options=OPTIONS["midus-hml"])
     assert torch.equal(logits(loaded(tmp_path / "twice"), "mistral3"), logits(loaded(base), "mistral3"))
@@ -153,7 +153,7 @@ def test_an_upscaled_one_is_inspected_and_upscaled_again(cells, tmp_path):
 
 
 @of_types
-def test_the_language_model_is_extracted(cells, model_type, tmp_path):
+def test_language_model_is_extracted(cells, model_type, tmp_path):
     for folder in cells(model_type, "moc"):
         result = extract(folder, tmp_path / folder.name)
         alone = AutoModelForCausalLM.from_pretrained(tmp_path / folder.name, dtype=torch.float32).eval()
@@ -166,7 +166,7 @@ def test_the_language_model_is_extracted(cells, model_type, tmp_path):
     assert strip(tmp_path / "upscaled", tmp_path / "stripped")["base_confirmed"] is None
 
 
-def test_two_upscalings_of_an_extracted_model_come_off(cells, tmp_path):
+def test_extracted_model_strips_twice(cells, tmp_path):
     base, once = cells("gemma3", "moc")
     upscale(base=once, method="llama-pro", output=tmp_path / "twice")
     for name, folder in (("plain", base), ("0", tmp_path / "twice")):
@@ -185,13 +185,13 @@ def test_two_upscalings_of_an_extracted_model_come_off(cells, tmp_path):
         ("clip", "is loaded by no class for text and images or sounds"),
     ],
 )  # fmt: skip
-def test_a_composite_model_that_cannot_be_changed_is_refused(model_type, message, tmp_path):
+def test_unsupported_composite_is_refused(model_type, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     with pytest.raises(ValueError, match=message):
         upscale(base=tmp_path, method="moc", dry_run=True)
 
 
-def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(base, tmp_path):
+def test_incomplete_or_separate_model_is_refused(base, tmp_path):
     message = "is a separate language model, of type 'llama'; expected one within a composite model"
     with pytest.raises(ValueError, match=message):
         extract(base, tmp_path / "alone")
@@ -202,7 +202,7 @@ def test_what_is_no_composite_model_or_lacks_a_tensor_of_its_tower_is_refused(ba
         upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
 
 
-def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
+def test_composite_without_classes_takes_dense_methods(tmp_path, monkeypatch):
     composite_model("llava").save_pretrained(tmp_path / "base")
     monkeypatch.delitem(COMPOSITE_FAMILIES, "llava", raising=False)
 
@@ -217,7 +217,7 @@ def test_a_composite_model_whose_classes_cannot_be_made_takes_methods_of_its_own
     upscale(base=tmp_path / "base", method="llama-pro", output=tmp_path / "upscaled")
 
 
-def test_training_on_text_leaves_the_tower_alone(cells):
+def test_training_on_text_leaves_the_tower(cells):
     model, missing = load_model(str(cells("gemma3", "moc")[1]), dtype="float32")
     assert not missing
     report = set_trainable(model)

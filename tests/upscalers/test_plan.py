@@ -38,7 +38,7 @@ INSERTING = {
 
 
 @given(POLICIES, st.integers(1, 60), st.integers(1, 60))
-def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, number):
+def test_policy_places_as_defined_or_refuses(policy, num_layers, number):
     fits, in_front = DEFINED[policy]
     if fits(num_layers, number):
         expected = [base + index for index, base in enumerate(in_front(num_layers, number))]
@@ -49,12 +49,12 @@ def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, 
 
 
 @given(POLICIES, st.integers(2, 60))
-def test_by_default_it_is_the_largest_number_up_to_half_that_fits(policy, num_layers):
+def test_default_is_the_largest_number_up_to_half(policy, num_layers):
     number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
     assert place(policy, num_layers, None) == place(policy, num_layers, number)
 
 
-def test_every_method_plans_the_default_number_of_its_placement():
+def test_methods_plan_their_default_placement():
     assert {name: chosen for name, method in METHODS.items() if (chosen := method.default_placement)} == INSERTING
     message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
     for method, placement in INSERTING.items():
@@ -66,7 +66,7 @@ def test_every_method_plans_the_default_number_of_its_placement():
 
 
 @given(st.integers(1, 40), st.integers(-1, 43))
-def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, number):
+def test_solar_stacks_two_copies(num_layers, number):
     config = tiny_config("llama", num_hidden_layers=num_layers)
     valid = [K for K in range(1, num_layers) if (num_layers - K) % 2 == 0]
     if num_layers < 3:
@@ -94,34 +94,9 @@ def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, 
         (["2-3", "0-2"], [2, 3, 0, 1, 2]),
     ],
 )
-def test_a_stack_is_as_its_ranges_say_with_their_ends(layers, sources):
+def test_stack_has_the_layers_of_its_ranges(layers, sources):
     plan = planned(tiny_config("llama", num_hidden_layers=4), "stack", layers=layers)
     assert plan.sources == sources and all(isinstance(layer, Base) for layer in plan.layers)
-
-
-def test_the_papers_table_is_what_models_of_16_layers_get_by_default():
-    assert {policy: place(policy, 16, None) for policy in PLACEMENTS} == TABLE
-
-
-def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor():
-    for text in ("1,4,7", " 1, 4 ,7 "):
-        assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]
-
-
-@pytest.mark.parametrize(
-    ("placement", "num_layers", "num_new_layers", "message"),
-    [
-        ("bottom-heavy", 16, 17, "num-new-layers is 17; placement bottom-heavy fits at most 16, one before each"),
-        ("distributed", 16, 0, "num-new-layers is 0; expected at least 1"),
-        ("1,4", 16, 3, "num-new-layers is 3, but placement lists 2 indices. Give one of the two"),
-        ("1,,4", 16, None, "placement is '1,,4'; expected indices joined by commas, such as 1,4,7"),
-        ("²", 16, None, "placement is '²'; expected indices joined by commas"),
-        ("distributd", 16, None, "placement 'distributd' is unknown. Expected one of: .* bottom-heavy, indices such as 3,7,11"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_placed_is_refused(placement, num_layers, num_new_layers, message):
-    with pytest.raises(ValueError, match=message):
-        place(placement, num_layers, num_new_layers)
 
 
 @st.composite
@@ -134,7 +109,7 @@ def insertions(draw) -> tuple[int, list[int]]:
 
 
 @given(insertions())
-def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_them_also_as_plain_data(insertion):
+def test_plan_keeps_base_layers_in_order(insertion):
     num_layers, indices = insertion
     plan = insertion_plan(num_layers, indices)
     assert [layer.index for layer in plan.layers if isinstance(layer, Base)] == list(range(num_layers))
@@ -146,16 +121,6 @@ def test_each_base_layer_appears_once_in_order_and_new_layers_know_those_around_
             after = [other.index for other in plan.layers[index:] if isinstance(other, Base)]
             assert layer == New(before[-1] if before else None, after[0] if after else None)
     assert Plan.from_list(plan.to_list(), plan.num_base_layers) == plan
-
-
-def test_indices_that_make_no_plan_are_refused():
-    for indices, message in (
-        ([3, 1], "placement is 3,1; expected ascending indices without repetition from 0 to 5"),
-        ([1, 1], "placement is 1,1; expected ascending indices without repetition"),
-        ([-1], r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            insertion_plan(4, indices)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -197,7 +162,7 @@ NUMBERED = [("0", "4"), ("0", "9"), ("9",)]  # numbers that no layer has
     ("changes", "expected"),
     [*FOLLOWING, (KEPT, KEPT), *(({"sizes": dict.fromkeys(n, 8)}, {"sizes": dict.fromkeys(n, 8)}) for n in NUMBERED)],
 )
-def test_what_a_config_says_of_layers_follows_the_plan_and_all_else_is_kept(changes, expected):
+def test_config_follows_the_plan(changes, expected):
     config = {**tiny_config("llama"), **copy.deepcopy(changes)}
     before = copy.deepcopy(config)
     result = followed(config, [1, 4])
@@ -205,30 +170,48 @@ def test_what_a_config_says_of_layers_follows_the_plan_and_all_else_is_kept(chan
     assert config == before
 
 
-def test_the_first_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the_previous():
+def test_new_layers_have_types_of_their_neighbours():
     config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
     assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
     assert "layer_types" not in followed(tiny_config("llama"), [1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window_of_layer": [8, 8, 4, 4]}, r"config.json has window_of_layer, a list as long as the model has layers \(4\)"),
-        ({"attention": {"windows": [8, 8, 4, 4]}}, r"config.json has attention.windows, a list as long as the model has layers"),
-        ({"parts": [{}, {"deep": {"windows": [8, 8, 4, 4]}}]}, r"config.json has parts\[1\].deep.windows, a list as long as"),
-        ({"parts": [[[8, 8, 4, 4]]]}, r"config.json has parts\[0\]\[0\], a list as long as the model has layers"),
-        ({"rope_parameters": {"theta": [1.0] * 4}}, "config.json has rope_parameters.theta, a list as long as"),
-        ({"pruned_heads": {"1": [0]}}, r"config.json has pruned_heads, a mapping by numbers below that .* Declare"),
-        ({"a": {"windows": {"0": 8, "3": 4}}}, "config.json has a.windows, a mapping by numbers below that of the layers"),
-        ({"a": {"no_rope_layers": [1, 0]}}, "config.json lists 2 a.no_rope_layers; expected 4, one per layer"),
-        ({"a": [{"mlp_only_layers": [4]}]}, r"config.json lists 4 in a\[0\].mlp_only_layers; expected layers from 0 to 3"),
-        ({"layer_types": [FULL, FULL]}, "config.json lists 2 layer_types; expected 4, one per layer"),
-        ({"no_rope_layers": [1, 0]}, "config.json lists 2 no_rope_layers; expected 4, one per layer"),
-        ({"mlp_only_layers": [4]}, "config.json lists 4 in mlp_only_layers; expected layers from 0 to 3"),
-        ({"mlp_only_layers": [None]}, "config.json lists None in mlp_only_layers; expected layers from 0 to 3"),
-    ],
-)  # fmt: skip
-def test_a_list_that_cannot_follow_the_plan_is_refused(changes, message):
+def test_placements_are_those_of_the_paper_or_listed():
+    assert {policy: place(policy, 16, None) for policy in PLACEMENTS} == TABLE
+    for text in ("1,4,7", " 1, 4 ,7 "):  # which need no divisor
+        assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]
+
+
+REFUSED = [
+    (place, ("bottom-heavy", 16, 17), "num-new-layers is 17; placement bottom-heavy fits at most 16, one before each"),
+    (place, ("distributed", 16, 0), "num-new-layers is 0; expected at least 1"),
+    (place, ("1,4", 16, 3), "num-new-layers is 3, but placement lists 2 indices. Give one"),
+    (place, ("1,,4", 16, None), "placement is '1,,4'; expected indices joined by commas"),
+    (place, ("²", 16, None), "placement is '²'; expected indices joined by commas"),
+    (place, ("distributd", 16, None), "placement 'distributd' is unknown. Expected one of: .* bottom-heavy, indices such as"),
+    (insertion_plan, (4, [3, 1]), "placement is 3,1; expected ascending indices without repetition from 0 to 5"),
+    (insertion_plan, (4, [1, 1]), "placement is 1,1; expected ascending indices"),
+    (insertion_plan, (4, [-1]), r"placement is -1; .* from 0 to 4, counted in the upscaled model of 4 \+ 1 layers"),
+    *(
+        (lambda changes: followed({**tiny_config("qwen3"), **changes}, [1]), (changes,), message)
+        for changes, message in (
+            ({"window_of_layer": [8, 8, 4, 4]}, r"has window_of_layer, a list as long as the model has layers \(4\)"),
+            ({"attention": {"windows": [8, 8, 4, 4]}}, "has attention.windows, a list as long"),
+            ({"parts": [{}, {"deep": {"windows": [8, 8, 4, 4]}}]}, r"has parts\[1\].deep.windows, a list as long"),
+            ({"parts": [[[8, 8, 4, 4]]]}, r"has parts\[0\]\[0\], a list as long"),
+            ({"rope_parameters": {"theta": [1.0] * 4}}, "has rope_parameters.theta, a list as long"),
+            ({"pruned_heads": {"1": [0]}}, "has pruned_heads, a mapping by numbers below .* Declare"),
+            ({"a": {"windows": {"0": 8, "3": 4}}}, "has a.windows, a mapping by numbers below"),
+            ({"a": {"no_rope_layers": [1, 0]}}, "lists 2 a.no_rope_layers; expected 4, one per layer"),
+            ({"a": [{"mlp_only_layers": [4]}]}, r"lists 4 in a\[0\].mlp_only_layers; expected layers from 0 to 3"),
+            ({"layer_types": [FULL, FULL]}, "lists 2 layer_types; expected 4, one per layer"),
+            ({"mlp_only_layers": [None]}, "lists None in mlp_only_layers; expected layers from 0 to 3"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "arguments", "message"), REFUSED)
+def test_wrong_placements_and_lists_are_refused(call, arguments, message):
     with pytest.raises(ValueError, match=message):
-        followed({**tiny_config("qwen3"), **changes}, [1])
+        call(*arguments)

@@ -28,7 +28,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
         st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=6
     )
 )
-def test_the_library_reads_what_is_laid_out_and_the_other_way_round(tmp_path_factory, tensors):
+def test_files_equal_those_of_safetensors(tmp_path_factory, tensors):
     tensors = {name: value for name, value in tensors.items() if name != "__metadata__"}
     folder = tmp_path_factory.mktemp("container")
     values = {name: torch.randn(shape).to(DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
@@ -46,36 +46,20 @@ def test_the_library_reads_what_is_laid_out_and_the_other_way_round(tmp_path_fac
     assert read_header(folder / "ours").keys() == values.keys()
 
 
-def entry(start, end, shape=(2,), dtype="F32"):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-
-
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+# The library checks the rest in the same call.
 UNSOUND = {
     "no bytes": b"",
     "length beyond the file": struct.pack("<Q", 2**63) + b"{}",
     "header not JSON": b"{",
-    "header of noise": b"\xff\xfe\xfd",
-    "header of endless digits": b'{"a":' + b"1" * 5000 + b"}",
     "header of endless lists": b"[" * 100_000,
-    "header a list": [1],
-    "entry a number": {"a": 5},
-    "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
-    "three offsets": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
-    "dtype a list": {"a": entry(0, 8, dtype=["F32"])},
-    "shape of text": {"a": {"dtype": "F32", "shape": "22", "data_offsets": [0, 8]}},
-    "shape below zero": {"a": entry(0, 8, shape=(-1, -2))},
-    "shape of truths": {"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
-    "offsets of fractions": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}},
-    "too few bytes for the shape": {"a": entry(0, 4)},
-    "end before start": {"a": entry(8, 0)},
-    "overlap": {"a": entry(0, 8), "b": entry(4, 12)},
-    "gap": {"a": entry(0, 8), "b": entry(12, 20)},
-    "cut": {"a": entry(0, 8), "b": entry(8, 16)},
+    "too few bytes for the shape": {"a": {**ENTRY, "data_offsets": [0, 4]}},
+    "cut": {"a": ENTRY, "b": {**ENTRY, "data_offsets": [8, 16]}},
 }
 
 
 @pytest.mark.parametrize("case", UNSOUND)
-def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
+def test_unsound_file_is_refused(tmp_path, case):
     header, path = UNSOUND[case], tmp_path / "model.safetensors"
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     is_whole_file = case in ("no bytes", "length beyond the file")
@@ -89,7 +73,7 @@ def test_an_unsound_file_is_refused_here_as_in_the_library(tmp_path, case):
 
 # Numbers of errors stand for: not between these files.
 @pytest.mark.parametrize("kernel", ["copies", "has no such call", 18, 95])
-def test_bytes_are_copied_with_and_without_the_kernels_help(tmp_path, monkeypatch, kernel):
+def test_bytes_are_copied_with_and_without_the_kernel(tmp_path, monkeypatch, kernel):
     data = os.urandom(1_000_000)
     (tmp_path / "source").write_bytes(data)
     if kernel == "has no such call":
@@ -118,7 +102,7 @@ RANGES = (RowRange("c", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRan
 
 @pytest.mark.parametrize("chunk", [2, 10, 1 << 20])
 @pytest.mark.parametrize("scan", [True, False])
-def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, monkeypatch, scan, chunk):
+def test_recipes_write_their_tensors(tmp_path, monkeypatch, scan, chunk):
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", chunk)
     sources = {
         "a": torch.randn(7, 3),
@@ -167,7 +151,7 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
     assert written.bytes_read == read_for_rows + 3 * a.nbytes + 3 * b.nbytes + sources["steps"].nbytes
 
 
-def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path):
+def test_overflowing_sum_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "source.safetensors")
     (tmp_path / "out").mkdir()
     writer = CheckpointWriter(read_header(tmp_path / "source.safetensors"), scan=False, progress=Progress())
@@ -176,7 +160,7 @@ def test_a_sum_of_finite_numbers_that_is_not_finite_is_refused(tmp_path):
         writer.write(tmp_path / "out", shards)
 
 
-def test_shards_hold_as_much_as_fits_and_a_large_tensor_has_its_own():
+def test_tensors_are_split_into_shards():
     tensors = [
         OutputTensor(name, Fill((size,), 0), "F32") for name, size in zip("abcde", (5, 5, 30, 2, 2), strict=True)
     ]

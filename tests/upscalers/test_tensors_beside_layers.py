@@ -56,7 +56,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("method", "placement", "message"), REFUSED)
-def test_a_method_or_place_that_the_type_does_not_take_is_refused(method, placement, message, gemma4, tmp_path):
+def test_placement_after_shared_keys_is_refused(method, placement, message, gemma4, tmp_path):
     with pytest.raises(ValueError, match=message):
         upscale(base=gemma4, method=method, output=tmp_path / "made", placement=placement)
     assert not (tmp_path / "made").exists()
@@ -65,9 +65,7 @@ def test_a_method_or_place_that_the_type_does_not_take_is_refused(method, placem
 @pytest.mark.parametrize(
     ("method", "placement"), [("llama-pro", None), ("llama-pro", "4"), ("avg-deus", None), ("midus-linear", None)]
 )
-def test_blocks_of_the_embeddings_follow_their_layers_and_strip_gives_the_base_back(
-    method, placement, gemma4, tmp_path
-):
+def test_blocks_of_embeddings_follow_their_layers(method, placement, gemma4, tmp_path):
     made, stripped = tmp_path / "made", tmp_path / "stripped"
     upscale(base=gemma4, method=method, output=made, placement=placement)
     plan = config_of(made)["upscale"]["plan"]
@@ -81,7 +79,7 @@ def test_blocks_of_the_embeddings_follow_their_layers_and_strip_gives_the_base_b
     assert (stripped / "model.safetensors").read_bytes() == (gemma4 / "model.safetensors").read_bytes()
 
 
-def test_llama_pro_computes_what_the_base_computes_whatever_the_scalars_of_layers_are(gemma4, tmp_path):
+def test_llama_pro_equals_the_base_with_layer_scalars(gemma4, tmp_path):
     upscale(base=gemma4, method="llama-pro", output=tmp_path / "made")
     expected, model = load(gemma4), load(tmp_path / "made")
     new = model.model.layers[2]
@@ -101,7 +99,7 @@ KINDS_OF_HEADS = {"num_hidden_layers": 12, "layer_types": LAYERS + LAYERS[:3], "
 KINDS_OF_HEADS |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
 
-def test_a_memory_block_has_the_heads_of_the_layer_where_it_stands(tmp_path):
+def test_memory_block_has_the_heads_of_its_layer(tmp_path):
     base, made, stripped = (tmp_path / name for name in ("base", "made", "stripped"))
     tiny_model(TYPE, **KINDS_OF_HEADS).save_pretrained(base)
     report = upscale(base=base, method="midus-hml", output=made, placement="1,12", options={"n": 8, "k": 3})
@@ -137,7 +135,7 @@ def glm4(tmp_path_factory) -> Path:
     ("method", "options"),
     [("moc", SMALL_CHAPTERS), ("solar", {}), ("llama-pro", {}), ("midus-hml", {"n": 8, "k": 3})],
 )
-def test_they_are_carried_along_behind_the_last_layer_and_come_back(method, options, glm4, tmp_path):
+def test_predicting_layers_stay_after_the_last(method, options, glm4, tmp_path):
     report = upscale(base=glm4, method=method, output=tmp_path / "out", options=options)
     before, after = read_tensors(glm4), read_tensors(tmp_path / "out")
     assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 1
@@ -151,7 +149,7 @@ def test_they_are_carried_along_behind_the_last_layer_and_come_back(method, opti
     assert same_tensors(tmp_path / "stripped", glm4)
 
 
-def test_a_layer_more_than_the_config_says_is_refused(glm4, tmp_path):
+def test_uncounted_layer_is_refused(glm4, tmp_path):
     folder, name = shutil.copytree(glm4, tmp_path / "base"), f"layers.{NUM_LAYERS + 1}.enorm.weight"
     write_tensors(folder, {**read_tensors(folder), f"model.{name}": torch.zeros(2)})
     message = f"{name}, but config.json has num_hidden_layers = {NUM_LAYERS} and num_nextn_"
@@ -184,9 +182,7 @@ def with_experts(tmp_path_factory) -> Path:
         ("opt-deus", {0: 0, 1: 1, 3: 2, 5: 3}),
     ],
 )
-def test_tensors_that_the_architecture_does_not_have_move_with_their_layer_and_come_back_which_is_warned_of(
-    method, sources, with_experts, tmp_path, command
-):
+def test_unknown_layer_tensors_move_with_a_warning(method, sources, with_experts, tmp_path, command):
     words = ("--base", with_experts, "--method", method, "--output", tmp_path / "out", "--no-verify")
     outcome = command(*words)
     message = "the base holds 17 tensors that its architecture does not have; they are copied."
@@ -204,7 +200,7 @@ METHODS = ["llama-pro", "opt-deus", "lesa", "midus-hml", "moc", "ultramem-v2", "
 
 
 @pytest.mark.parametrize(("method", "family"), in_turn(METHODS, NATIVE_FAMILIES))
-def test_names_without_a_prefix_stay_so_and_mean_the_same(method, family, shared_base, tmp_path):
+def test_names_without_a_prefix_are_kept(method, family, shared_base, tmp_path):
     bases = {"out": save_base(tmp_path / "base", family, prefix=""), "usual": shared_base(family)}
     for name, base in bases.items():
         upscale(base=base, output=tmp_path / name, verify=False, **KINDS[method])

@@ -42,7 +42,7 @@ OF_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
     ("tokenizer_class", "of_family"),
     by_default([*taking_turns(CLASSES, OF_FAMILIES), (None, "qwen2")], itertools.product(CLASSES, OF_FAMILIES)),
 )
-def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, tokenizer_class):
+def test_tokenizer_reads_as_before(tmp_path, of_family, tokenizer_class):
     base = save_base(tmp_path / "base", of_family)
     save_tokenizer(base, tokenizer_class)
     unverified(base, tmp_path / "out")
@@ -65,7 +65,7 @@ SOME_TYPES = ("qwen2", "phi3", "olmo2", "gpt_neox", "minimax_m2")
 @pytest.mark.parametrize(
     "types", by_default([SOME_TYPES], [SOME_TYPES, (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)]), ids=len
 )
-def test_every_type_has_its_tokenizer(types, tmp_path):
+def test_types_keep_their_tokenizers(types, tmp_path):
     """Transformers names a class for each type, and corrects what files of some types name."""
     changed, base, out = {}, tmp_path / "base", tmp_path / "out"
     for tokenizer_class in (None, "LlamaTokenizerFast"):
@@ -116,7 +116,7 @@ def save_mistral(folder, digits: str):
 
 
 @pytest.mark.parametrize(("digits", "method"), [("", "midus-hml"), ("{1,3}", "midus-hml"), ("", "llama-pro")])
-def test_what_transformers_mends_by_the_type_of_the_base_stays_mended(digits, method, tmp_path, command):
+def test_tokenizer_fixed_by_type_stays_fixed(digits, method, tmp_path, command):
     base, out = save_mistral(tmp_path / "base", digits), tmp_path / "out"
     options = ("--set", "n=8", "--set", "k=2") if method == "midus-hml" else ("--num-new-layers", "1")
     done = command("--base", base, "--method", method, "--output", out, *options)
@@ -135,7 +135,7 @@ def test_what_transformers_mends_by_the_type_of_the_base_stays_mended(digits, me
         assert AutoTokenizer.from_pretrained(folder)(CAPITALS).input_ids == mended(CAPITALS).input_ids, folder
 
 
-def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypatch):
+def test_changed_tokenizer_is_an_error(tmp_path, monkeypatch):
     base = save_base(tmp_path / "base")
     save_tokenizer(base, None)
     original = AutoTokenizer.from_pretrained
@@ -154,7 +154,7 @@ def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is_and_a_line_says_why(tmp_path, command):
+def test_broken_tokenizer_is_copied_with_a_warning(tmp_path, command):
     base = save_base(tmp_path / "base", "gemma3")
     save_tokenizer(base, None)  # Gemma's own class, which wants an <unk> that this vocabulary lacks
     done = command("--base", base, *REQUEST[:2], "--output", tmp_path / "out", *REQUEST[4:])
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_does_not_work_in_the_base_travels_as_it_is_and_a_line_
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
-def test_processors_that_transformers_chooses_by_the_type_stay_the_ones_of_the_base(tmp_path, command):
+def test_processors_stay_those_of_the_base(tmp_path, command):
     base, out = tmp_path / "base", tmp_path / "out"
     composite_model("llava").save_pretrained(base)
     save_tokenizer(base, None)
@@ -201,7 +201,7 @@ class OwnTokenizer(PreTrainedTokenizer):
 """
 
 
-def test_a_tokenizer_of_code_travels_and_is_never_run(tmp_path, command, monkeypatch):
+def test_tokenizer_code_is_copied_and_never_run(tmp_path, command, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.exit("a person was asked"))
     base, out = save_base(tmp_path / "base"), tmp_path / "out"
     (base / "tokenization_own.py").write_text(OWN_CODE.format(ran=str(tmp_path / "ran")))
@@ -226,7 +226,7 @@ def test_a_tokenizer_of_code_travels_and_is_never_run(tmp_path, command, monkeyp
     assert (tmp_path / "ran").exists()
 
 
-def test_files_that_git_lfs_left_behind_are_refused_before_anything_is_written(tmp_path, command, refused):
+def test_git_lfs_pointers_are_refused(tmp_path, command, refused):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 17477929\n"
     base = save_base(tmp_path / "base", max_shard_size="30KB")
     for name in ("tokenizer.json", "generation_config.json", tensor_files(base)[1].name):

@@ -22,7 +22,7 @@ def rows(tmp_path):
         yield file, stored
 
 
-def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypatch):
+def test_epochs_see_every_sample_once(rows, monkeypatch):
     file, _ = rows
     batches, read = [], file.read
 
@@ -43,7 +43,7 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
     assert {len(batch) for batch in batches} == {16, 8}
 
 
-def test_weights_start_as_those_of_torchs_linear_layers():
+def test_weights_start_as_in_torch():
     predictor = new_predictor(600, 256, torch.Generator().manual_seed(0))
     for linear in (module for module in predictor.modules() if isinstance(module, nn.Linear)):
         bound = 1 / math.sqrt(linear.in_features)
@@ -53,7 +53,7 @@ def test_weights_start_as_those_of_torchs_linear_layers():
             assert abs(made.mean().item()) < 0.15 * bound
 
 
-def test_a_prediction_is_made_row_by_row_from_the_layer_before_and_the_one_after(tmp_path):
+def test_rows_are_predicted_from_both_neighbours(tmp_path):
     num_rows = 2500  # more than are predicted at once
     stored = torch.randn(num_rows, 3, 4, generator=torch.Generator().manual_seed(0))
     predictor = new_predictor(4, 16, torch.Generator().manual_seed(0))
@@ -77,7 +77,7 @@ def basis_of(matrices):
 
 
 @pytest.mark.parametrize(("count", "out", "width"), [(5, 12, 20), (3, 30, 10), (3, 40, 7)])
-def test_the_gram_route_equals_the_singular_value_decomposition_of_the_layers_side_by_side(count, out, width):
+def test_shared_basis_equals_the_svd(count, out, width):
     matrices = layers(count, out, width)
     joined = torch.cat(matrices, dim=1)
     u, s, vt = torch.linalg.svd(joined, full_matrices=False)
@@ -96,7 +96,7 @@ def test_the_gram_route_equals_the_singular_value_decomposition_of_the_layers_si
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_result_does_not_depend_on_the_signs_that_the_library_chooses(seed, monkeypatch):
+def test_shared_basis_is_independent_of_signs(seed, monkeypatch):
     matrices = layers()
     expected, decompose = basis_of(matrices), torch.linalg.eigh
     flipped = []
@@ -114,7 +114,7 @@ def test_the_result_does_not_depend_on_the_signs_that_the_library_chooses(seed, 
 
 
 @pytest.mark.parametrize("rank", [1, 5, 11])
-def test_directions_that_no_layer_has_are_left_out_and_counted(rank):
+def test_missing_directions_are_left_out(rank):
     generator = torch.Generator().manual_seed(1)
     span = torch.randn(12, rank, generator=generator, dtype=torch.float64)
     matrices = [span @ torch.randn(rank, 20, generator=generator, dtype=torch.float64) for _ in range(4)]
@@ -127,7 +127,7 @@ def test_directions_that_no_layer_has_are_left_out_and_counted(rank):
 
 
 @pytest.mark.parametrize(("share", "kept"), [(3e-6, True), (3e-7, False)])
-def test_the_guard_lies_at_a_millionth_of_the_largest_value(share, kept):
+def test_singular_guard_is_a_millionth(share, kept):
     matrices = layers(out=6, width=8)
     u, s, vt = torch.linalg.svd(torch.cat(matrices, dim=1), full_matrices=False)
     s[-1] = share * s[0]
@@ -135,7 +135,7 @@ def test_the_guard_lies_at_a_millionth_of_the_largest_value(share, kept):
     assert basis.num_left_out == (0 if kept else 1)
 
 
-def test_a_file_that_ends_early_is_an_error_and_not_zeros(tmp_path):
+def test_short_row_file_is_an_error(tmp_path):
     with RowFile(tmp_path / "rows", 2, 3, 4) as rows:
         rows.write_layer(0, torch.ones(2, 4))
         with pytest.raises(OSError, match="a temporary file ended early"):

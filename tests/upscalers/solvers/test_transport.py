@@ -55,7 +55,7 @@ def solve(source, target, plan_scale="barycentric", tolerance=1e-9, max_iteratio
 
 
 @pytest.mark.parametrize(("n", "m", "scale"), [(24, 24, 0.05), (32, 20, 0.6), (7, 30, 0.3), (1, 5, 0.3), (5, 1, 0.3)])
-def test_the_plan_is_the_one_of_a_plain_loop_in_the_log_domain(n, m, scale):
+def test_plan_equals_a_loop_in_the_log_domain(n, m, scale):
     source, target = rows(n, scale=scale), rows(m, scale=scale, seed=1)
     expected = plan_by_loop(source, target, REGULARIZATION)
     actual = solve(source, target, "raw")
@@ -66,7 +66,7 @@ def test_the_plan_is_the_one_of_a_plain_loop_in_the_log_domain(n, m, scale):
 
 
 @pytest.mark.parametrize("solver", ["sinkhorn", "hungarian"])
-def test_the_mass_of_a_raw_plan_is_one_and_matched_rows_shrink_by_their_number(solver):
+def test_raw_plan_has_mass_one(solver):
     source = rows(50, scale=2.0)
     target, order = permuted(source, noise=0.01)
     result = assignment(source, target, "raw") if solver == "hungarian" else solve(source, target, "raw")
@@ -76,7 +76,7 @@ def test_the_mass_of_a_raw_plan_is_one_and_matched_rows_shrink_by_their_number(s
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_an_exact_assignment_recovers_permuted_rows_to_the_bit(dtype):
+def test_assignment_recovers_permuted_rows(dtype):
     source = rows(64, 48, dtype=dtype)
     target, order = permuted(source, noise=0.05)
     result = assignment(source, target, "barycentric")
@@ -85,7 +85,7 @@ def test_an_exact_assignment_recovers_permuted_rows_to_the_bit(dtype):
     assert (result.effective_sources, result.residual, result.iterations) == (1.0, 0.0, 1)
 
 
-def test_an_exact_assignment_has_the_least_total_distance_of_all_permutations():
+def test_assignment_has_the_least_distance():
     source, target = rows(6, 3), rows(6, 3, seed=1)
     cost = torch.cdist(source, target)
     totals = {
@@ -95,7 +95,7 @@ def test_an_exact_assignment_has_the_least_total_distance_of_all_permutations():
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(15.0, torch.float64), (1e4, torch.float32)], ids=str)
-def test_rows_however_far_apart_converge(dtype, scale):
+def test_distant_rows_converge(dtype, scale):
     source = rows(48, 32, scale=scale, dtype=dtype)
     distances = torch.cdist(source, source).fill_diagonal_(torch.inf)
     assert distances.min() > 50
@@ -109,7 +109,7 @@ def test_rows_however_far_apart_converge(dtype, scale):
 
 
 @pytest.mark.parametrize("limit", [1, 20, 1100])
-def test_no_more_iterations_are_made_than_allowed_and_what_is_left_is_told(limit):
+def test_iterations_are_limited_and_residual_reported(limit):
     source, target = rows(40, scale=4.0), rows(40, scale=4.0, seed=1)
     result = solve(source, target, tolerance=1e-14, max_iterations=limit)
     assert result.iterations == limit and result.residual > (1e-3 if limit == 1 else 1e-14)
@@ -119,7 +119,7 @@ def test_no_more_iterations_are_made_than_allowed_and_what_is_left_is_told(limit
 
 
 @pytest.mark.parametrize("n", [3, 1100])  # fewer and more columns than are taken at once
-def test_effective_sources_of_a_uniform_plan_are_all_and_of_a_permutation_one(n):
+def test_effective_sources_count_the_sources(n):
     same = torch.zeros(n, 4, dtype=torch.float64)
     assert solve(same, same).effective_sources == pytest.approx(n)
     assert solve(same, same, "raw").effective_sources == pytest.approx(n)
