@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 before = ["llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
 after = ["midus_llama" in CONFIG_MAPPING, "midus_hf.models" in sys.modules]
 
-from midus_hf.memories.ultramem_v2.statistics import MEASURED
+from midus_hf.memories.ultramem_v2.options import MEASURED
 from midus_hf.models import FAMILIES
 
 config_class = FAMILIES["llama"].config_class

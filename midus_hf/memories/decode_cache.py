@@ -46,16 +46,12 @@ def decode_cache(model: nn.Module) -> Iterator[None]:
     change in any way before or after it.
 
     Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
-    be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
-    closes it before it loads others. Threads within the context at the same time share the kept tensors. Passes with gradients do not
-    use kept tensors, nor do memories whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from
-    other tensors).
+    be replayed only inside it. A serving engine opens the context when it has loaded weights, and closes it before it loads others.
+    Threads within the context at the same time share the kept tensors. Passes with gradients do not use kept tensors, nor do memories
+    whose parameters cannot be read directly (offloaded, sharded, quantised, or computed from other tensors).
 
     Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
-    transforming the gathered values, so results agree up to rounding.
-
-    Args:
-        model: A model, a part of a model, or a wrapper around a model.
+    transforming the gathered values, so results agree up to rounding. `model` may be a part of a model, or a wrapper around one.
     """
     opened = []
     tables = _tables_of_readers(model)
@@ -75,7 +71,7 @@ _CHANGING = threading.RLock()
 
 
 def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
-    """Return the cache of a memory, which is kept, since code would be recompiled for another object."""
+    """Return the cache of a memory, kept because code would be recompiled for another object."""
     with _CHANGING:
         if memory.decode_cache is None:
             import_beside(type(memory.options), "decode_cache")
@@ -84,16 +80,8 @@ def _cache_of(memory: MemoryModule) -> "DecodeCache | None":
     return memory.decode_cache
 
 
-class _Inside(threading.local):
-    """Whether passes of this thread read a cache."""
-
-    now = False
-
-
 class DecodeCache:
-    """Tensors derived from parameters of a module, created and dropped only by `decode_cache`.
-
-    The tensors are neither copied nor saved with the module.
+    """Tensors derived from parameters of a module, created and dropped only by `decode_cache`; not copied or saved with the module.
 
     Args:
         parameters: Names of the parameters to derive the tensors from: parameters of the module, of its linear layers, or of
@@ -106,7 +94,7 @@ class DecodeCache:
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
         self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
-        self._inside = _Inside()
+        self._inside = threading.local()  # `now` if passes of this thread read the tensors
         # The tensors shared by threads within the context, and the number of these threads.
         self._derived: Any = None
         self._sources: tuple[torch.Tensor, ...] = ()
@@ -116,7 +104,7 @@ class DecodeCache:
     @property
     def is_open(self) -> bool:
         """True if passes of this thread read kept tensors."""
-        return self._inside.now
+        return getattr(self._inside, "now", False)
 
     def open(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
         """Make passes of this thread read the tensors; return whether this call changed that.
@@ -185,7 +173,7 @@ class DecodeCache:
         return {**vars(self), "_inside": None, "_derived": None, "_sources": (), "_num_readers": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _inside=_Inside())
+        self.__dict__.update(state, _inside=threading.local())
 
 
 def _tables_of_readers(model: Any) -> dict[int, Mapping[str, torch.Tensor]]:

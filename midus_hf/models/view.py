@@ -14,7 +14,7 @@ from midus_hf.config.errors import RequestError
 from midus_hf.memories.hierarchical.fetching import Banks
 from midus_hf.memories.hosting.layer import without_memories
 from midus_hf.memories.hosting.parts import decoder_of
-from midus_hf.memories.moda.site import ModaSite
+from midus_hf.memories.moda.layer import ModaSite
 from midus_hf.memories.registry import ATTACHED, NO_MEMORIES, TABLES, Memories
 
 

@@ -5,8 +5,7 @@ import torch
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
-from midus_hf.memories.ultramem_v2.statistics import MEASURED, UniformCores, best_scores
+from midus_hf.memories.ultramem_v2.options import MEASURED, UltraMemV2Options, UniformCores, best_scores
 
 LAYERS = 24
 # Tables that layers of `ring:4` read, both counted from 1.

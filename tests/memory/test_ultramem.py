@@ -6,8 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from midus_hf.config.declared_tensors import ModelSizes
 from midus_hf.memories.module import build_memory
-from midus_hf.memories.ultramem_v2.options import UltraMemV2Options
-from midus_hf.memories.ultramem_v2.statistics import best_scores
+from midus_hf.memories.ultramem_v2.options import UltraMemV2Options, best_scores
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
 SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}

@@ -25,7 +25,7 @@ from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import PROJECTIONS, MemoryInputs, MissingPartError
 from midus_hf.memories.hosting.sites import ChangesProjections
 from midus_hf.memories.moda import site as depth_site
-from midus_hf.memories.moda.site import ModaSite
+from midus_hf.memories.moda.layer import ModaSite
 from midus_hf.models.families import FAMILIES, template
 from midus_hf.models.families.template import host_type
 from scripts.anatomy import tiny

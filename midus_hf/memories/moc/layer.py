@@ -99,24 +99,20 @@ class MocMemory(MemoryModule):
         def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
             return chapter_attention(query, keys, values, chapters[numbers], scales[numbers])
 
-        output = routing.pooled.segments.read(self._queries(normalised), attend)
+        query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
+        query = query.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
+        output = routing.pooled.segments.read(query, attend)
         return self.output_projection(output.flatten(-2))
 
     def route(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: TokenPlaces | None = None,
-        state: MemoryState | None = None,
+        self, hidden_states: torch.Tensor, tokens: TokenPlaces | None = None, state: MemoryState | None = None
     ) -> Routing:
         """Choose chapters, with the arguments of `forward`, without side effects."""
         return self._route(_rms_normalised(hidden_states), tokens, state)
 
     def _route(self, normalised: torch.Tensor, tokens: TokenPlaces | None, state: MemoryState | None) -> Routing:
-        """Choose chapters for hidden states that are divided by their root mean square.
-
-        Elements are clamped to -1 ... 1: in trained models a few elements are many times larger in every token of every text, and
-        would make the means of all texts nearly equal.
-        """
+        # In trained models a few elements are many times larger in every token of every text, and would make the means of all texts
+        # nearly equal.
         pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(normalised.dtype, torch.float32)
@@ -127,11 +123,6 @@ class MocMemory(MemoryModule):
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)
         return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
-
-    def _queries(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Return queries `[B, T, H, d]` of hidden states that are divided by their root mean square."""
-        query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
-        return query.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _pool(self, states: torch.Tensor, tokens: TokenPlaces, state: MemoryState | None) -> PooledStates:
         kept = {} if state is None else state.kept
@@ -153,23 +144,17 @@ class MocMemory(MemoryModule):
         shared = shared.expand(*routing.chosen.shape[:-1], -1)
         chapters = torch.cat([shared, routing.chosen], dim=-1)
         total = self.options.shared_chapters + self.options.routed_scale
-        logs = torch.cat(
-            [
-                torch.zeros_like(shared, dtype=routing.log_weights.dtype),
-                routing.log_weights + math.log(self.options.routed_scale),
-            ],
-            dim=-1,
-        ) - math.log(total)
-        return chapters, logs.exp()
+        weights = routing.log_weights
+        logs = [torch.zeros_like(shared, dtype=weights.dtype), weights + math.log(self.options.routed_scale)]
+        return chapters, (torch.cat(logs, dim=-1) - math.log(total)).exp()
 
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return keys and values `[C', M, H, d]` of chapters, and which of these chapters each segment reads, `[N, n]`.
 
-        Each chapter that any segment reads is projected once; the whole bank is projected if so many segments read that nearly every
-        chapter is chosen. In a compiled graph, shapes must not depend on the choice: shared chapters are projected once, and chosen
-        chapters once per segment, or the whole bank if that is less.
+        Each chapter that any segment reads is projected once, or the whole bank if nearly all are chosen. In a compiled graph,
+        shapes must not depend on the choice: chosen chapters are projected once per segment, or the whole bank if that is less.
         """
         shape = (self.num_heads, self.head_dim)
         if self.decode_cache is not None:
@@ -179,7 +164,9 @@ class MocMemory(MemoryModule):
                 return keys, values, chapters
         bank = tables["bank"] if "bank" in tables else self.bank
         read, chapters = self._read_chapters(chapters)
-        gives_rows = self._gives_rows(bank, read)
+        # The gradient of the bank is then a sparse tensor of the rows that are read.
+        gives_rows = read is not None and self.sparse_gradient and bank.requires_grad and bank.is_leaf
+        gives_rows = gives_rows and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         rows = _memory_rows(self.options, bank, read, like.dtype, gives_rows)
         keys, values = self.key_projection(rows), self.value_projection(rows)  # [C', M, H * d]
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
@@ -198,12 +185,6 @@ class MocMemory(MemoryModule):
         if at_most >= _MANY_TIMES * every:
             return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
         return torch.unique(chapters, return_inverse=True)
-
-    def _gives_rows(self, bank: torch.Tensor, read: torch.Tensor | None) -> bool:
-        """Return whether the gradient of the bank shall be a sparse tensor of the rows that are read."""
-        if read is None or not self.sparse_gradient or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return False
-        return bank.requires_grad and bank.is_leaf
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
         """Report the router's logits, and the sum of its losses times their coefficients."""
@@ -248,21 +229,16 @@ def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4).
+    """Return Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4), float32 at least.
 
     The loss is `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is
     chapter i's mean probability. An even choice gives k, since the `f_i` add up to k.
 
-    All C chapters must be choosable. If `logits` had a chapter that is never chosen, moving all probability to this chapter
-    would reduce the loss to 0, whatever the router chooses.
-
     Args:
-        logits: `[S, C]`, for each segment of tokens that is routed as one, over the chapters that can be chosen.
+        logits: `[S, C]`, for each segment of tokens that is routed as one, over the chapters that can be chosen. All probability
+            on a chapter that is never chosen would reduce the loss to 0.
         chosen: `[S, k]`, int64, the chapters that each segment reads.
         counts: `[S]`, number of tokens in each segment, without padding.
-
-    Returns:
-        A scalar, float32 at least.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     shares = (counts / counts.sum().clamp(min=1)).to(wide)  # [S]
@@ -275,12 +251,7 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tenso
 def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
 
-    Args:
-        logits: `[S, C]`, for each segment of tokens that is routed as one.
-        counts: `[S]`, number of tokens in each segment, without padding.
-
-    Returns:
-        A scalar, float32 at least.
+    `logits` and `counts` are those of `balance_loss`.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     squares = logits.to(wide).logsumexp(-1).square()

@@ -25,8 +25,6 @@ PAPER = {
     "routed_scale": 2.5,
     "share": "all",
 }
-
-
 _CHAPTER_STD = 0.02
 _FIRST_CHUNK = 8
 
@@ -52,7 +50,7 @@ class MocOptions(MemoryOptions):
     memory_tokens: int = option(4096, "N_m, the rows of the bank")
     chapters: int = option(64, "C, equal parts of the bank, shared ones included")
     shared_chapters: int = option(1, "S, the first chapters, which every token reads")
-    k: int = option(4, "chapters that the router chooses beside the shared ones")
+    k: int = option(4, "chapters the router selects, shared ones excluded")
     routing: RoutingKind = option(
         "chunk",
         "what is pooled to choose chapters. chunk: for each segment of chunk_size tokens, the tokens before it; token: every token "
@@ -67,7 +65,7 @@ class MocOptions(MemoryOptions):
         2.5, "weight of all routed chapters together, where each shared one weighs 1; weights scale memory tokens"
     )
     share: str = option(
-        "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
+        "all", "which layers share a bank: all, none, or every:K for K neighbours", "all | none | every:K"
     )
     router_aux_loss_coef: float = option(0.01, "coefficient of the load-balance loss, which is added in training")
     router_z_loss_coef: float = option(0.001, "coefficient of the mean squared log-sum-exp of router logits")
@@ -133,7 +131,9 @@ class MocOptions(MemoryOptions):
         return int(every[1]) if every else None
 
     def check(self) -> None:
-        for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 2)):
+        positive = dict.fromkeys(("memory_tokens", "chapters"), 1) | {"chunk_size": 2}
+        not_negative = dict.fromkeys(("shared_chapters", "router_aux_loss_coef", "router_z_loss_coef"), 0)
+        for name, least in (positive | not_negative).items():
             if getattr(self, name) < least:
                 raise RequestError(f"{name} is {getattr(self, name)}; expected {least} or more.")
         if self.memory_tokens % self.chapters:
@@ -153,9 +153,6 @@ class MocOptions(MemoryOptions):
             )
         if not (math.isfinite(self.routed_scale) and self.routed_scale > 0):
             raise RequestError(f"routed_scale is {self.routed_scale!r}; expected a number above 0.")
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected 0 or more.")
         if self.share not in ("all", "none") and self.neighbours() is None:
             raise RequestError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
 

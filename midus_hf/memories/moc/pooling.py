@@ -50,17 +50,13 @@ class EqualSegments(Segments):
 
 @dataclass(frozen=True)
 class PaddedSegments(Segments):
-    """Segments of different lengths, which are padded to equal length.
+    """Segments of different lengths, which are padded to equal length."""
 
-    Args:
-        numbers: `[S]`, int64, number of the segment of each row; several rows may have one segment.
-        room: L, number of tokens per row.
-        places: `[B * T]`, int64, position of each token among the S * L; S * L for padding, which reads nothing.
-    """
-
-    numbers: torch.Tensor
-    room: int
-    places: torch.Tensor
+    numbers: torch.Tensor  # [S], int64, the segment of each row; several rows may have one segment
+    room: int  # L, tokens per row
+    places: (
+        torch.Tensor
+    )  # [B * T], int64, position of each token among the S * L; S * L for padding, which reads nothing
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
         flat = tokens.flatten(0, 1)
@@ -80,7 +76,7 @@ def padded(
     alike_room: int = 0,
     shrinks: bool = False,
 ) -> Segments:
-    """Lay segments of consecutive tokens side by side, padded to equal length.
+    """Lay segments of consecutive tokens side by side, padded to equal length; plain `Segments` if padding does not pay off.
 
     Args:
         segment_of_token: `[B, T]`, int64, number of the segment that each token belongs to; -1 for padding.
@@ -89,9 +85,6 @@ def padded(
         alike: `[B, T]`, bool, the tokens of segment 0, which need not be consecutive. Default: segment 0 is like all others.
         alike_room: Largest number of tokens in segment 0, which gets as many rows as these tokens fill. Default: 0.
         shrinks: Whether to shrink `room` to the longest segment, which waits for the device. Default: false.
-
-    Returns:
-        The segments; plain `Segments` if `room` is too small for padding to pay off.
     """
     flat = segment_of_token.flatten()
     every = torch.arange(len(flat), device=flat.device)
@@ -130,15 +123,10 @@ class Routing(NamedTuple):
 
 
 class ChunkSizes(NamedTuple):
-    """Sizes of the chunks of a document, which begin at 0, at `first`, and then at each multiple of `size`.
+    """Sizes of the chunks of a document, which begin at 0, at `first`, and then at each multiple of `size`."""
 
-    Args:
-        first: F, number of tokens of the first chunk, 2 or more. Later chunks are guided: tokens before a chunk choose its chapters.
-        size: Number of tokens of later chunks; if F < `size`, the chunk that begins at F ends at `size`.
-    """
-
-    first: int
-    size: int
+    first: int  # F, tokens of the first chunk, 2 or more; later chunks are guided: tokens before a chunk choose its chapters
+    size: int  # tokens of later chunks; if F < size, the chunk that begins at F ends at size
 
     def begins(self, position: torch.Tensor) -> torch.Tensor:
         """Return whether a guided chunk begins at each position in a document."""
@@ -179,9 +167,8 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_chunks`.
 
-    The documents of packed rows are counted, which waits for the device, and read side by side, padded to the longest: one long
-    document among many short ones costs as much as if all were long. A compiled graph cannot wait: it assumes one document per
-    token.
+    The documents of packed rows are counted, which waits for the device, and padded to the longest. A compiled graph cannot wait: it
+    assumes one document per token.
     """
     batch, tokens, width = states.shape
     if places.starts is None:
@@ -218,11 +205,9 @@ def pool_chunks(
 ) -> PooledStates:
     """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
 
-    All first chunks read the same chapters, so they form one segment, segment 0, unless a pass has one token per row. The first token
-    of a document is left out of the means. Sums are float32 at least.
-
-    There is one segment per later chunk. In a compiled graph, and for rows of one document, the number of segments must not depend
-    on the contents of tensors, and is the largest possible number.
+    All first chunks read the same chapters, so they form one segment, segment 0, unless a pass has one token per row. There is one
+    segment per later chunk; in a compiled graph, and for rows of one document, the largest possible number of segments, which must
+    not depend on the contents of tensors. Sums are float32 at least.
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.

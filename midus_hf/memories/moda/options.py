@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, ModelSizes, Normal
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, head_projections
@@ -17,14 +17,9 @@ SlotSource = Literal["attention", "ffn"]
 
 
 class Slot(NamedTuple):
-    """Key and value per key/value head and token that a layer writes for later layers.
+    """Key and value per key/value head and token that a layer writes for later layers."""
 
-    Args:
-        writer: Number of the layer that writes the slot, from 0 among the layers that have the memory.
-        source: Origin of the slot.
-    """
-
-    writer: int
+    writer: int  # number of the layer, from 0 among the layers that have the memory
     source: SlotSource
 
 
@@ -83,7 +78,9 @@ class ModaOptions(MemoryOptions):
             tensors["depth_gate"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
         for source in self.projected:
             for part in ("key", "value"):
-                shape, initial = (width, sizes.hidden_size), self.initial(part)
+                # With `joining` `added`, zero values make the depth add zero at the start.
+                initial = ZEROS if self.joining == "added" and part == "value" else Normal(_DEPTH_STD)
+                shape = (width, sizes.hidden_size)
                 tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
                 if self.bias:
                     tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
@@ -91,10 +88,6 @@ class ModaOptions(MemoryOptions):
 
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         return head_projections(sizes)
-
-    def initial(self, part: str) -> Initial:
-        """Return the initial values of a projection. With `joining` `added`, zero values make the depth add zero at the start."""
-        return ZEROS if self.joining == "added" and part == "value" else Normal(_DEPTH_STD)
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
         """Return the tensors that a layer uses: the first layer reads no slots, and no layer reads the last layer's slots."""

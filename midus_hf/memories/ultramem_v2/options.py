@@ -1,36 +1,115 @@
-"""UltraMemV2: Tucker-decomposed retrieval from a large value table, in parallel to every feed-forward network."""
+"""UltraMemV2: Tucker-decomposed retrieval from a large value table, in parallel to every feed-forward network.
+
+Cores, gains and values start so that they suit the scores of the retrieval (appendix B.2).
+"""
 
 import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from midus_hf.config.declared_tensors import (
-    ZEROS,
-    Constant,
-    DeclaredTensor,
-    Initial,
-    LateInitial,
-    ModelSizes,
-    Normal,
-)
+from midus_hf.config.declared_tensors import ZEROS, Constant, DeclaredTensor, Initial, LateInitial, ModelSizes, Normal
 from midus_hf.config.errors import RequestError
 from midus_hf.config.options import option
 from midus_hf.memories.options import MemoryOptions, SharedTables
 from midus_hf.memories.registry import register_memory
-from midus_hf.memories.retrieval.options import (
-    ADDRESSING_HELP,
-    RANDOM_SLOTS,
-    Addressing,
-)
-from midus_hf.memories.ultramem_v2.statistics import UniformCores, gain_of_norms, values_of_scores
+from midus_hf.memories.retrieval.options import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+
+if TYPE_CHECKING:
+    import torch
 
 Zero = Literal["values", "projection", "none"]
 
 # Most rows, and columns, that the first stage keeps: with more, the grid of their scores becomes too large (section 4.1).
-_MOST_ON_A_SIDE = 128
-_MOST_SLOTS = 2**31 - 1
+_MAX_SIDE = 128
+_MAX_SLOTS = 2**31 - 1
+# Candidates to score in all trials together, and bounds of their number: a mean of many candidates needs few trials.
+_CANDIDATES, _MIN_TRIALS, _MAX_TRIALS = 1 << 20, 4, 512
+
+
+@dataclass(frozen=True)
+class UniformCores:
+    """Square matrices `[..., r, r]`, uniform between 0 and 1, each divided by its largest singular value."""
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        import torch
+
+        drawn = torch.empty(tensor.shape, dtype=torch.float32).uniform_(generator=generator)
+        tensor.copy_(drawn / torch.linalg.matrix_norm(drawn, 2, keepdim=True))
+
+
+class ScoreStatistics(NamedTuple):
+    """Mean and variance of the scores of the k best slots, if scores of single keys are standard normal."""
+
+    mean: float
+    variance: float
+
+
+# Results of `best_scores` in this process, by its arguments.
+MEASURED: dict[tuple[int, int, int, int], ScoreStatistics] = {}
+
+
+def best_scores(n: int, rank: int, side: int, k: int) -> ScoreStatistics:
+    """Measure the scores of the k best slots: draw scores and cores, the same at every call, and retrieve as the memory does.
+
+    There are n row keys and as many column keys, cores of rank r, and `side` rows and columns that the first stage chooses.
+    """
+    import torch
+
+    sizes = (n, rank, side, k)
+    if sizes in MEASURED:
+        return MEASURED[sizes]
+    trials = min(max(_MIN_TRIALS, _CANDIDATES // side**2), _MAX_TRIALS)
+    draw: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    rows, columns = torch.randn(2, trials, n, rank, **draw)
+    # Cores are positive, so their leading singular vectors are too, up to their common sign.
+    left, values, right = torch.linalg.svd(torch.rand(trials, rank, rank, **draw))
+    core = (left * (values / values[:, :1])[:, None]) @ right
+    best_rows, best_columns = (
+        states.gather(1, (states @ vector.abs()[..., None]).topk(side, dim=1).indices.expand(-1, -1, rank))
+        for states, vector in ((rows, left[..., 0]), (columns, right[:, 0]))
+    )  # [trials, side, rank] each
+    chosen = (best_rows @ core @ best_columns.mT).flatten(1).topk(k).values
+    MEASURED[sizes] = ScoreStatistics(chosen.mean().item(), chosen.var(correction=0).item())
+    return MEASURED[sizes]
+
+
+def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
+    """Return the gain of the norms of queries and keys with which the best slots' mean score starts at one (appendix B.2).
+
+    `first_choice` are the arguments of `best_scores`.
+    """
+    return Constant((key_width * _score_scale(best_scores(*first_choice))) ** -0.25)
+
+
+def values_of_scores(
+    slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int, *first_choice: int
+) -> Normal:
+    """Return the distribution of values with which the output starts with the variance of the feed-forward network's (equation 21).
+
+    The formula without pre-values follows from the same derivation.
+
+    Args:
+        slots: Number of slots that a token reads.
+        width: D_v, the width of values.
+        pre_width: D_p, the width of pre-values; 0 without pre-values.
+        layers: Number of layers of the model.
+        inner: Width of the feed-forward networks divided by `hidden`.
+        hidden: Width of the model.
+        first_choice: Arguments of `best_scores`.
+    """
+    scores = best_scores(*first_choice)
+    mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
+    summed = slots * mean_square * width * layers
+    if pre_width:
+        return Normal((0.2 * inner * hidden / (summed * pre_width)) ** 0.25)
+    return Normal(math.sqrt(0.08 * inner * hidden / summed))
+
+
+def _score_scale(scores: ScoreStatistics) -> float:
+    """Return the divisor of scores: their mean, or 1 if so many slots are chosen that the mean is below 1."""
+    return max(scores.mean, 1.0)
 
 
 @register_memory("ultramem-v2", default_name="ultramem")
@@ -84,7 +163,7 @@ class UltraMemV2Options(MemoryOptions):
     @property
     def side(self) -> int:
         """Number of rows, and of columns, that the first stage keeps."""
-        return min(self.k, _MOST_ON_A_SIDE, self.keys)
+        return min(self.k, _MAX_SIDE, self.keys)
 
     @property
     def num_rows(self) -> int:
@@ -92,24 +171,15 @@ class UltraMemV2Options(MemoryOptions):
         return self.keys**2
 
     def first_row(self, index: int, table_rows: int) -> int:
-        """Return the first row that a layer reads of a stored table. After the last row comes the first again.
+        """Return the first row that a layer, by its index, reads of a stored table; after the last row comes the first again.
 
         Row keys and column keys are equally many, so a layer that reads G tables leaves out the last few rows unless G is a
         square; other layers of the ring read these.
-
-        Args:
-            index: Number of the layer, from 0 among the layers that have the memory.
-            table_rows: Rows of the stored table, which has `n * n` for each layer of a ring.
         """
-        own = self.n**2
-        return (index - (self.group - 1) // 2) * own % table_rows
+        return (index - (self.group - 1) // 2) * self.n**2 % table_rows
 
     def width(self, name: str, sizes: ModelSizes) -> int:
-        """Return the number of features given by `key_width`, `value_width` or `pre_value_width`.
-
-        Raises:
-            RequestError: If the option gives no whole number of features in its range.
-        """
+        """Return the number of features given by `key_width`, `value_width` or `pre_value_width`, or refuse it."""
         setting, least = getattr(self, name), 0 if name == "pre_value_width" else 1
         try:
             width = setting if isinstance(setting, int) else Fraction(setting) * sizes.hidden_size
@@ -190,10 +260,10 @@ class UltraMemV2Options(MemoryOptions):
                 raise RequestError(f"{name} is {getattr(self, name)}; expected 1 or more.")
         if not re.fullmatch(r"none|all|ring:[1-9]\d*", self.share):
             raise RequestError(f"share is {self.share!r}; expected none, all or ring:G, such as ring:4.")
-        if self.num_rows > _MOST_SLOTS:
+        if self.num_rows > _MAX_SLOTS:
             raise RequestError(
                 f"n is {self.n} and share {self.share!r}, which make {self.num_rows:,} slots; expected at most "
-                f"{_MOST_SLOTS:,}. Lower n."
+                f"{_MAX_SLOTS:,}. Lower n."
             )
         if self.k > self.side**2:
             raise RequestError(
