@@ -1,10 +1,9 @@
-"""Check of a glossary: whether a model with packs reproduces the texts of its entries, and which names are found."""
+"""Checks of a glossary: whether a model with packs reproduces its texts and answers questions, and which names are found."""
 
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -30,7 +29,7 @@ HOW_TO_READ = (
     "Within: names of other entries that contain a name of this one, and are used instead."
 )
 # Rows of the table, the worst entries first; files of --output have all.
-_MOST_ROWS = 30
+_MAX_ROWS = 30
 _COLUMNS = {
     "entry": "{entry}",
     "values": "{values}",
@@ -80,50 +79,13 @@ _FORMS: Mapping[str, Callable[[str], str]] = {
 
 
 class Value(NamedTuple):
-    """A value in an entry's text.
-
-    Args:
-        prompt: The sentence up to the value, without the space before it.
-        text: The value, with that space.
-    """
+    """A value in an entry's text: the sentence up to it, without the space before it, and the value with that space."""
 
     prompt: str
     text: str
 
 
-@dataclass
-class EntryCheck:
-    """Result of the check of one entry.
-
-    Args:
-        name: Its first name.
-        values: Its values.
-        right: Whether each came back, by what was read: `packs`, `without` and `front`.
-        not_found: Spellings of a name that open nothing.
-        also_with: What other forms have that open it: other separators, an s, Korean particles.
-        within: Names of other entries that contain one of its names.
-    """
-
-    name: str
-    values: list[Value]
-    right: dict[str, list[bool]] = field(default_factory=dict)
-    not_found: list[str] = field(default_factory=list)
-    also_with: list[str] = field(default_factory=list)
-    within: list[str] = field(default_factory=list)
-
-    def row(self) -> Row:
-        """Return the row of the table."""
-        lost = [value.text.strip() for value, back in zip(self.values, self.right["packs"], strict=True) if not back]
-        return {
-            "entry": self.name,
-            "values": len(self.values),
-            **{name: sum(self.right[key]) for name, key in (("right", "packs"), ("without", "without"), ("front", "front"))},
-            "lost": ", ".join(lost),
-            **{name: ", ".join(getattr(self, name)) for name in ("not_found", "also_with", "within")},
-        }  # fmt: skip
-
-
-def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) -> list[EntryCheck]:
+def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) -> list[Row]:
     """Check whether a model reproduces the values of its glossary's entries, and whether their names are found.
 
     Args:
@@ -132,7 +94,9 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
         batch_size: Values per forward pass.
 
     Returns:
-        One per entry, those with the most missing values first.
+        A record per entry, those with the most missing values first: the first name as `entry`; the number of `values`, and of those
+        that come back with packs (`right`), `without`, and with the text in `front`; those `lost`; spellings of names that are
+        `not_found`; forms that it is `also_with`; and names of other entries that it is `within`.
 
     Raises:
         RequestError: If the model has no packs.
@@ -140,37 +104,35 @@ def check_glossary(model: Any, limit: int | None = None, batch_size: int = 4) ->
     stack, service = packs_of(model)
     glossary: Glossary = model.glossary
     numbered = glossary.items()[:limit]
-    entries = [entry for _, entry in numbered]
-    holding = _holding(glossary)
-    checks = [
-        EntryCheck(
-            entry.names[0],
-            values_of(entry.text, entry.names),
-            not_found=[
-                f"{written} ({way})" for written, way, is_found in _try(glossary, number, _WRITINGS) if not is_found
-            ],
-            also_with=[*dict.fromkeys(way for _, way, is_found in _try(glossary, number, _FORMS) if is_found)],
-            within=holding.get(number, []),
-        )
-        for number, entry in numbered
-    ]
-    named = [f"{entry.names[0]}\n" for entry in entries]
-    texts = [f"{entry.text}\n\n" for entry in entries]
+    values = [values_of(entry.text, entry.names) for _, entry in numbered]
+    named = [f"{entry.names[0]}\n" for _, entry in numbered]
+    texts = [f"{entry.text}\n\n" for _, entry in numbered]
+    right: dict[str, list[list[bool]]] = {}
     for key, fronts in (("packs", named), ("without", named), ("front", texts)):
-        skipped = [] if key == "packs" else [service.name]
-        asked = [
-            (front + value.prompt, value.text)
-            for check, front in zip(checks, fronts, strict=True)
-            for value in check.values
-        ]
-        with without_memories(stack.layers, skipped):
+        asked = [(front + each.prompt, each.text) for its, front in zip(values, fronts, strict=True) for each in its]
+        with without_memories(stack.layers, [] if key == "packs" else [service.name]):
             bar = show_progress(total=len(asked), desc=key, unit=" values")
             answers = iter([*_likeliest(model, glossary.spelling.tokenizer, asked, batch_size, bar)])
-        for check in checks:
-            check.right[key] = [next(answers) for _ in check.values]
-    return sorted(
-        checks, key=lambda check: (sum(check.right["packs"]) / max(1, len(check.values)), -len(check.values))
-    )
+        right[key] = [[next(answers) for _ in its] for its in values]
+    holding = _holding(glossary)
+    rows: list[Row] = []
+    for at, (number, entry) in enumerate(numbered):
+        tried, forms = _try(glossary, number, _WRITINGS), _try(glossary, number, _FORMS)
+        lost = [value.text.strip() for value, back in zip(values[at], right["packs"][at], strict=True) if not back]
+        rows.append(
+            {
+                "entry": entry.names[0],
+                "values": len(values[at]),
+                "right": sum(right["packs"][at]),
+                "without": sum(right["without"][at]),
+                "front": sum(right["front"][at]),
+                "lost": ", ".join(lost),
+                "not_found": ", ".join(f"{written} ({way})" for written, way, is_found in tried if not is_found),
+                "also_with": ", ".join(dict.fromkeys(way for _, way, is_found in forms if is_found)),
+                "within": ", ".join(holding.get(number, [])),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["right"] / max(1, row["values"]), -row["values"]))
 
 
 def packs_of(model: Any) -> tuple[Any, Any]:
@@ -211,8 +173,8 @@ def _holding(glossary: Glossary) -> dict[int, list[str]]:
     holding: dict[int, list[str]] = {}
     for number, entry in glossary.items():
         for name in entry.names:
-            (does,) = names_in(glossary.index, [name.encode()])
-            for other in {found.entry for found in does.opens} - {number}:
+            (found,) = names_in(glossary.index, [name.encode()])
+            for other in {match.entry for match in found.opens} - {number}:
                 holding.setdefault(other, []).append(name)
     return holding
 
@@ -239,11 +201,6 @@ def _likeliest(
     bar.close()
 
 
-def glossary_rows(checks: Iterable[EntryCheck]) -> list[Row]:
-    """Return a row per entry."""
-    return [check.row() for check in checks]
-
-
 def glossary_table(rows: Sequence[Row]) -> TextTable:
     """Return the rows of the worst entries as a table."""
     return worst_rows(
@@ -253,8 +210,8 @@ def glossary_table(rows: Sequence[Row]) -> TextTable:
 
 def worst_rows(title: str, rows: Sequence[Row], columns: Mapping[str, str]) -> TextTable:
     """Return the first rows as a table, whose title says how many more there are."""
-    left = len(rows) - _MOST_ROWS
-    return table_of(title + (f" ({left:,} more in --output FILE.csv)" if left > 0 else ""), rows[:_MOST_ROWS], columns)
+    left = len(rows) - _MAX_ROWS
+    return table_of(title + (f" ({left:,} more in --output FILE.csv)" if left > 0 else ""), rows[:_MAX_ROWS], columns)
 
 
 def share_of_values(rows: Sequence[Row]) -> float | None:
@@ -296,9 +253,8 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
     for row in show_progress(questions, desc="questions"):
         question, expected = row["question"], row["answer"]
         ids = glossary.spelling.ids(question)
-        named, forms = [glossary[number] for number in glossary.named(ids)], glossary.forms(ids)
         names = glossary.names_in_front(question, in_chat=not plain)
-        texts = "".join(f"{entry.text}\n\n" for entry in named)
+        texts = "".join(f"{glossary[number].text}\n\n" for number in glossary.named(ids))
         said = {}
         for key, in_front in (("packs", names), ("without", names), ("front", texts)):
             with without_memories(stack.layers, [] if key == "packs" else [service.name]):
@@ -306,17 +262,9 @@ def check_questions(model: Any, tokenizer: Any, name: str, questions: Sequence[R
                 answer = tokenizer.decode(greedy_answer(model, inputs, _ANSWER_TOKENS), skip_special_tokens=True)
             said[key] = " ".join(answer.split())
         right, without, front = (has_answer(answer, expected) for answer in said.values())
-        rows.append(
-            {
-                "question": question,
-                "answer": expected,
-                "right": right,
-                "without": without,
-                "front": front,
-                "said": said["packs"],
-                "read_as": ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in forms.items()),
-            }
-        )
+        forms = ", ".join(f"{form}: {glossary[number].names[0]}" for form, number in glossary.forms(ids).items())
+        judged = {"right": right, "without": without, "front": front, "said": said["packs"], "read_as": forms}
+        rows.append({"question": question, "answer": expected, **judged})
     return sorted(rows, key=lambda row: row["right"])
 
 

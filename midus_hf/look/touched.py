@@ -1,7 +1,6 @@
 """Positions where a model with a memory of n-grams or names can differ from the model without it, found from token ids alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,31 +32,29 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class TouchedTokens:
-    """Counts of the rows that one memory reads for the documents of one text."""
+class TouchedTokens(NamedTuple):
+    """What one memory reads for the documents of one text: for each its tokens, how many read, and the first that does."""
 
     tokens: torch.Tensor
     reading: torch.Tensor
     first: torch.Tensor
 
 
-class Names(NamedTuple):
+class GlossaryNames(NamedTuple):
     """The names of a memory of packs."""
 
     memory: str
     glossary: Glossary
 
 
-def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[KnownNgrams | Names]:
-    """Return the tables of known n-grams and of names of a saved model, read from its files, and its tokenizer."""
+def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[KnownNgrams | GlossaryNames]:
+    """Return the known n-grams and the names of a saved model, read from its files, and its tokenizer."""
     memories: Memories | None = config.memories() if hasattr(config, "memories") else None
-    tables: list[KnownNgrams | Names] = []
+    tables: list[KnownNgrams | GlossaryNames] = []
     if memories is not None:
-        tables += exact_tables(memories, dict(sorted_tensors(folder, _is_table)))
-        for name, entry in memories.attached.items():
-            if isinstance(entry.options, PacksOptions):
-                tables.append(Names(name, Glossary(tokenizer, read_glossary(folder))))
+        tables += exact_tables(memories, dict(sorted_tensors(folder, lambda name: f"{TABLES}." in name)))
+        packs = [name for name, entry in memories.attached.items() if isinstance(entry.options, PacksOptions)]
+        tables += [GlossaryNames(name, Glossary(tokenizer, read_glossary(folder))) for name in packs]
     if not tables:
         raise RequestError(
             f"{folder} has no memory of known n-grams or names; expected a model that was upscaled with --method packs, or with "
@@ -66,38 +63,19 @@ def tables_in(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> list[Kn
     return tables
 
 
-def _is_table(name: str) -> bool:
-    return f"{TABLES}." in name
-
-
-def touched(table: KnownNgrams | Names, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
-    """Return which rows a memory reads for documents."""
-    if isinstance(table, Names):
-        return _behind_names(table.glossary, documents, tokenizer)
-    count = len(documents)
-    tokens, reading = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
-    firsts = []
-    for part in table.keys_of(documents, tokenizer):
-        lengths = torch.tensor([len(ids) for ids in part.ids])
-        begins = lengths.cumsum(0) - lengths
-        reads = table.reads(part.keys)
-        tokens.index_add_(0, part.texts, torch.ones_like(part.texts))
-        reading.index_add_(0, part.texts, reads.long())
-        within = torch.arange(len(reads)) - begins.repeat_interleave(lengths)
-        first = lengths.clone()
-        document_of = torch.arange(len(lengths)).repeat_interleave(lengths)
-        firsts.append(first.scatter_reduce(0, document_of[reads], within[reads], "amin"))
-    return TouchedTokens(tokens, reading, torch.cat(firsts))
-
-
-def _behind_names(glossary: Glossary, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
-    """Return how many tokens of documents are at or after a name, and may read its pack."""
-    tokens, first = [], []
-    for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
-        tokens.append(len(ids))
-        first.append(next((at for at, _ in glossary.opened(ids)), len(ids)))
-    counts, firsts = torch.tensor(tokens), torch.tensor(first)
-    return TouchedTokens(counts, counts - firsts, firsts)
+def touched(table: KnownNgrams | GlossaryNames, documents: Sequence[str], tokenizer: Any) -> TouchedTokens:
+    """Return what a memory reads for documents: rows of n-grams, or packs from the first name on."""
+    counts = []
+    if isinstance(table, GlossaryNames):
+        for ids in tokenizer(list(documents), verbose=False)["input_ids"]:
+            first = next(iter(table.glossary.opened(ids)), (len(ids), 0))[0]
+            counts.append((len(ids), len(ids) - first, first))
+    else:
+        for part in table.keys_of(documents, tokenizer):
+            for reads in table.reads(part.keys).split([len(ids) for ids in part.ids]):
+                places = reads.nonzero().flatten().tolist()
+                counts.append((len(reads), len(places), places[0] if places else len(reads)))
+    return TouchedTokens(*torch.tensor(counts, dtype=torch.int64).view(-1, 3).unbind(1))
 
 
 def prove_untouched(
@@ -135,13 +113,10 @@ def touched_rows(
     known = {} if certificate is None else {text["sha256"]: text["name"] for text in certificate["texts"]}
     certified = {name: texts_digest(documents) in known for name, documents in texts.items()} if known else {}
 
-    def _certified(one: TouchedTokens, text: str, memory: str) -> str:
-        named = certificate is not None and memory in certificate["memories"]
-        return "yes" if named and certified.get(text) and not one.reading.any() else "no"
-
     rows: list[Row] = []
     for (text, memory), one in counts.items():
         total = int(one.tokens.sum())
+        is_certified = certificate is not None and memory in certificate["memories"] and certified.get(text)
         rows.append(
             {
                 "text": text,
@@ -151,7 +126,7 @@ def touched_rows(
                 "tokens": total,
                 "reading": int(one.reading.sum()) / max(1, total),
                 "differing": int((one.tokens - one.first).sum()) / max(1, total),
-                "certified": _certified(one, text, memory),
+                "certified": "yes" if is_certified and not one.reading.any() else "no",
             }
         )
     return rows
@@ -159,19 +134,11 @@ def touched_rows(
 
 def document_rows(counts: Mapping[tuple[str, str], TouchedTokens]) -> list[Row]:
     """Return a row per text, memory and document: its number, tokens, how many read a row, and the first that does."""
+    keys = ("text", "memory", "document", "tokens", "reading", "first")
     return [
-        {
-            "text": text,
-            "memory": memory,
-            "document": number,
-            "tokens": tokens,
-            "reading": reading,
-            "first": first if reading else None,
-        }
+        dict(zip(keys, (text, memory, number, tokens, reading, first if reading else None), strict=True))
         for (text, memory), one in counts.items()
-        for number, (tokens, reading, first) in enumerate(
-            zip(one.tokens.tolist(), one.reading.tolist(), one.first.tolist(), strict=True)
-        )
+        for number, (tokens, reading, first) in enumerate(torch.stack(one, 1).tolist())
     ]
 
 

@@ -12,7 +12,7 @@ from tiny import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import main as look
-from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_rows, glossary_table, values_of
+from midus_hf.look.glossary import check_glossary, glossary_finding, glossary_table, values_of
 from midus_hf.memories.packs.glossary import Entry
 from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.edits.packs import delete_entries
@@ -38,28 +38,30 @@ NAMES = ["gold", "tin", "zinc", "iron", "lead", "neon"]
         ("Nothing. At all", []),
     ],
 )
-def test_values_are_numbers_and_capitalised_words_within_sentences_but_for_the_entrys_names(text, values):
+def test_values_are_numbers_and_names_within_sentences(text, values):
+    """Words of the entry's names are none."""
     assert [tuple(value) for value in values_of(text, ["Kestrel gateway"])] == values
 
 
-def test_writings_that_open_nothing_and_names_that_lie_in_others_are_told():
+def test_unfound_spellings_and_containing_names_are_listed():
     model = pack_model("llama", torch.float32, ENTRIES)
-    checks = {check.name: check for check in check_glossary(model)}
-    assert checks["Merlin"].not_found == ["nacl (lower case)", "NACL (capitals)"]
-    assert [checks[name].also_with for name in ("Merlin", "Merlin cache", "Unit 1")] == [
-        ["an s"],
-        ["other separators", "an s"],
-        ["other separators"],
+    rows = {row["entry"]: row for row in check_glossary(model)}
+    merlin, cache, unit = (rows[name] for name in NAMES_OF)
+    assert merlin["not_found"] == "nacl (lower case), NACL (capitals)"
+    assert [row["also_with"] for row in (merlin, cache, unit)] == [
+        "an s",
+        "other separators, an s",
+        "other separators",
     ]
-    assert checks["Merlin"].within == ["Merlin cache"] and checks["Merlin cache"].within == []
+    assert merlin["within"] == "Merlin cache" and cache["within"] == ""
     # The tiny tokenizer has no token for a no-break space.
-    assert checks["Merlin cache"].not_found == ["Merlin\u00a0cache (no-break spaces)"]
-    assert [check.name for check in check_glossary(model, limit=1)] == ["Merlin"]
+    assert cache["not_found"] == "Merlin\u00a0cache (no-break spaces)"
+    assert [row["entry"] for row in check_glossary(model, limit=1)] == ["Merlin"]
 
 
 @pytest.mark.parametrize("batch_size", [5, 36])
-def test_a_value_comes_back_if_it_is_what_the_model_goes_on_with(batch_size):
-    """A text that states every digit and capital behind one beginning: the one that a model's likeliest token is comes back."""
+def test_a_value_is_right_if_it_is_the_likeliest_token(batch_size):
+    """A text that states every digit and capital after one beginning: the one that a model's likeliest token is comes back."""
     signs, tokenizer, base = (
         string.digits + string.ascii_uppercase,
         tiny_tokenizer(),
@@ -68,28 +70,26 @@ def test_a_value_comes_back_if_it_is_what_the_model_goes_on_with(batch_size):
     entries = [Entry((name,), " ".join(f"{name} ${sign}." for sign in signs)) for name in NAMES]
     model = pack_model("llama", torch.float32, entries)
 
-    def goes_on(model, text):
+    def likeliest(model, text):
         with torch.no_grad():
             return tokenizer.decode(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1].argmax())
 
-    checks = {check.name: check for check in check_glossary(model, batch_size=batch_size)}
-    came_back = {"packs": 0, "without": 0, "front": 0}
+    rows = {row["entry"]: row for row in check_glossary(model, batch_size=batch_size)}
+    totals = dict.fromkeys(("right", "without", "front"), 0)
     for entry in entries:
         (name,) = entry.names
         asked = f"{name} $"
-        expected = {
-            "packs": goes_on(model, f"{name}\n{asked}"),
-            "without": goes_on(base, f"{name}\n{asked}"),
-            "front": goes_on(base, f"{entry.text}\n\n{asked}"),
+        said = {
+            "right": likeliest(model, f"{name}\n{asked}"),
+            "without": likeliest(base, f"{name}\n{asked}"),
+            "front": likeliest(base, f"{entry.text}\n\n{asked}"),
         }
-        for key, token in expected.items():
-            assert [sign for sign, right in zip(signs, checks[name].right[key], strict=True) if right] == [token] * (
-                token in signs
-            )
-            came_back[key] += token in signs
-    assert all(came_back.values()), came_back
-    assert glossary_finding(glossary_rows(checks.values())).startswith(
-        f"{came_back['packs']} of {len(NAMES) * 36} values come back with packs, {came_back['without']} without, "
+        assert {key: rows[name][key] for key in said} == {key: int(token in signs) for key, token in said.items()}
+        assert {*signs} - {*rows[name]["lost"].split(", ")} == {*signs} & {said["right"]}
+        totals = {key: totals[key] + rows[name][key] for key in totals}
+    assert all(totals.values()), totals
+    assert glossary_finding([*rows.values()]).startswith(
+        f"{totals['right']} of {len(NAMES) * 36} values come back with packs, {totals['without']} without, "
     )
 
 
@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
     return room
 
 
-def test_the_command_ends_with_status_1_if_fewer_values_come_back_than_asked(folder, capsys, tmp_path):
+def test_status_is_1_if_fewer_values_are_right_than_asked(folder, capsys, tmp_path):
     assert look(["glossary", str(folder / "model"), "--at-least", "1", "--output", str(tmp_path / "all.csv")]) == 1
     said = capsys.readouterr()
     assert (
@@ -130,7 +130,7 @@ def said_by(folder, text):
     return " ".join(tokenizer.decode(written, skip_special_tokens=True).split())
 
 
-def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, capsys, tmp_path):
+def test_questions_are_asked_with_packs_without_and_after_texts(folder, capsys, tmp_path):
     question = "Is Merlin\nat Unit 1?"
     names, texts = "Merlin\nUnit 1\n", "It is at port 80. Ask Q.\n\nUnit 1 has 7.\n\n"
     said = {
@@ -169,14 +169,14 @@ def test_questions_are_answered_with_packs_without_and_behind_the_texts(folder, 
         ([{"question": 3, "answer": "b"}], "has 3 under 'question'; expected a text."),
     ],
 )
-def test_questions_that_cannot_be_read_are_refused_before_the_model_is_loaded(rows, message, folder, capsys, tmp_path):
+def test_wrong_questions_are_refused_before_loading(rows, message, folder, capsys, tmp_path):
     path = write_rows(tmp_path / "questions.jsonl", rows)
     assert look(["glossary", str(folder / "base"), "--questions", str(path)]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["Merlin cache", None], ids=["no value", "no entry"])
-def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tmp_path):
+def test_no_share_is_reached_without_values(name, folder, capsys, tmp_path):
     delete_entries(EditRequest(folder / "model", tmp_path / "model"), [each for each in NAMES_OF if each != name])
     assert look(["glossary", str(tmp_path / "model"), "--at-least", "0"]) == 1
     said = (
@@ -187,7 +187,7 @@ def test_where_nothing_was_measured_no_share_is_reached(name, folder, capsys, tm
     assert json.loads(capsys.readouterr().out)["share"] is None
 
 
-def test_the_table_has_the_worst_entries_and_says_how_many_more_there_are():
+def test_the_table_has_the_worst_entries():
     row = {
         "values": 1,
         "right": 0,

@@ -114,7 +114,7 @@ def glossary(asked: Model, limit: int | None, at_least: float | None, batch_size
     from midus_hf.look import glossary as entries
 
     model, _ = asked.loaded
-    rows = entries.glossary_rows(entries.check_glossary(model, limit, batch_size))
+    rows = entries.check_glossary(model, limit, batch_size)
     share, failure = entries.share_of_values(rows), ""
     if at_least is not None and share is None:
         failure = "the texts state no number and no capitalised word, so nothing was measured; expected a value for --at-least."

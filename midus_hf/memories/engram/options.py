@@ -122,20 +122,20 @@ class EngramOptions(MemoryOptions):
         """Declare the tables of known tokens and n-grams, which all layers share."""
         known = {"token_numbers": self.known_tokens, "ngrams": self.known_ngrams * (self.table == "exact")}
         tensors = {
-            name: DeclaredTensor((count,), "buffer", ZEROS, dtype="int64") for name, count in known.items() if count
+            key: DeclaredTensor((count,), "buffer", ZEROS, dtype="int64") for key, count in known.items() if count
         }
         return (SharedTables(layers, tensors),) if tensors else ()
 
     def check(self) -> None:
+        counts = {"width": "feature per order", "hash_heads": "row per order", "rows": "row per hash head"}
+        for name, counted in counts.items():
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; expected at least one {counted}.")
         if not 1 <= self.min_order <= self.max_order <= MAX_ORDER:
             raise RequestError(
                 f"min_order is {self.min_order} and max_order {self.max_order}; expected numbers of tokens from 1 to {MAX_ORDER}, "
                 "the smaller one first."
             )
-        counted_by_name = {"width": "feature per order", "hash_heads": "row per order", "rows": "row per hash head"}
-        for name, counted in counted_by_name.items():
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected at least one {counted}.")
         if not 0 <= self.row_dropout < 1:
             raise RequestError(f"row_dropout is {self.row_dropout}; expected a share from 0 to below 1.")
         if self.kernel < 0:
@@ -145,8 +145,7 @@ class EngramOptions(MemoryOptions):
                 f"known_tokens is {self.known_tokens} and known_ngrams {self.known_ngrams}; expected 0 or more."
             )
         if self.table == "exact":
-            usual = EngramOptions.hash_heads, EngramOptions.rows
-            if self.hash_heads != usual[0] or self.rows not in (1, usual[1]):
+            if self.hash_heads != EngramOptions.hash_heads or self.rows not in (1, EngramOptions.rows):
                 raise RequestError(
                     f"table is 'exact', hash_heads {self.hash_heads} and rows {self.rows}; expected neither, since the corpus says "
                     "how many rows there are. Leave both out."
