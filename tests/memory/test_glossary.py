@@ -24,10 +24,10 @@ WRONG_ROWS = [
     ({"name": ["a", 3], "text": "x"}, "row 1 has the name ['a', 3]; expected a name, or a list of names."),
     ({"name": "a", "text": " "}, "row 1 has the text ' '; expected what is to be known of 'a'. Write it, or remove"),
     ({"name": "a"}, "row 1 has the text None; expected what is to be known of 'a'."),
-    ({"name": "a", "text": "x", "exact": 2}, "row 1 has exact = 2; expected true or false."),
+    ({"name": "a", "text": "x", "exact": 2}, "row 1 has exact = 2; expected true or false, in JSON"),
     (
         {"name": "a", "text": "x", "exact": "true"},
-        "row 1 has exact = 'true'; expected true or false, without quotes. Write JSON, since columns of CSV are text.",
+        "row 1 has exact = 'true'; expected true or false, in JSON",
     ),
     ({"name": "a; b", "text": "x"}, "the name 'a; b'; did you mean several names? Expected a list, \"name\": ["),
     ({"name": "a|b", "text": "x"}, "the name 'a|b'; did you mean several names?"),

@@ -53,14 +53,10 @@ class Entry(NamedTuple):
 
 
 def entry_of(row: Mapping[str, Any], where: str) -> Entry:
-    """Return the entry of a row.
-
-    Args:
-        row: `name`, a name or a list of names, and `text`; perhaps `exact`.
-        where: Origin of the row for messages, such as `"row 3 of glossary.jsonl"`.
+    """Return the entry of a row with `name`, a name or a list of names, `text`, and perhaps `exact`.
 
     Raises:
-        RequestError: If a name or the text is invalid, or a name seems to be several.
+        RequestError: If a name or the text is invalid, or a name seems to be several; `where` says whose row it is.
     """
     given, text, exact = row.get("name"), row.get("text"), row.get("exact")
     names = [given] if isinstance(given, str) else given
@@ -74,10 +70,9 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
             f"{where} has the text {text!r}; expected what is to be known of {names[0]!r}. Write it, or remove the row."
         )
     if exact not in (None, True, False):
-        remedy = "expected true or false" + (
-            ", without quotes. Write JSON, since columns of CSV are text." if isinstance(exact, str) else "."
+        raise RequestError(
+            f"{where} has exact = {exact!r}; expected true or false, in JSON, since columns of CSV are text."
         )
-        raise RequestError(f"{where} has exact = {exact!r}; {remedy}")
     for name in names:
         if any(sign in name for sign in ";|") or (name.strip().startswith("[") and name.strip().endswith("]")):
             raise RequestError(
@@ -144,13 +139,10 @@ class LoadedGlossary:
     """Entries that a model reads, each with a unique number from 1.
 
     Args:
-        tokenizer: The model's tokenizer.
+        tokenizer: The model's tokenizer; it has to show what its tokens spell.
         entries: The entries. Default: none.
         vocab_size: Number of tokens that the model has. Default: as many as the tokenizer.
         options: `PacksOptions` of the model's memory. Default: not known.
-
-    Raises:
-        RequestError: If it is not known what the tokenizer's tokens spell.
     """
 
     def __init__(
@@ -164,9 +156,10 @@ class LoadedGlossary:
             if len(frequent) == _WORDS_WITH_S:
                 break
         self._frequent = [*frequent]
-        names = (name for number, entry in self._entries.items() for name in names_of(number, entry))
+        self._not_forms = {word for word in frequent if word.endswith("s")}
+        self._names = {number: [*names_of(number, entry)] for number, entry in self._entries.items()}
         #: The names, as texts are compared with them.
-        self.index = NameIndex(names, {word for word in frequent if word.endswith("s")})
+        self.index = NameIndex(itertools.chain(*self._names.values()), self._not_forms)
         self._links: dict[int, tuple[NameIndex, tuple[int, ...]]] = {}
         #: What the tokenizer's chat template writes around questions, and why it is None in spite of a template.
         self.chat_marks, self.chat_remark = learn_chat_marks(self.spelling)
@@ -184,10 +177,6 @@ class LoadedGlossary:
 
     def __getitem__(self, number: int) -> Entry:
         return self._entries[number]
-
-    def items(self) -> list[tuple[int, Entry]]:
-        """Return the entries with their numbers."""
-        return [*self._entries.items()]
 
     def token_prefix(self, in_chat: bool) -> Sequence[int]:
         """Return the tokens before a text when it is read: in a chat, those before what a user says; else, those of a text."""
@@ -210,10 +199,6 @@ class LoadedGlossary:
         self._links[number] = index, links
         return links
 
-    def named(self, ids: Iterable[int]) -> list[int]:
-        """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
-        return [*dict.fromkeys(each.entry for each in find_names(self.index, map(self.spelling.piece, ids)))]
-
     def open_at_end(self, ids: Iterable[int]) -> list[Entry]:
         """Return the entries that the last token of a text reads, as the answer of `generate` does from its first token on.
 
@@ -221,7 +206,7 @@ class LoadedGlossary:
             ids: Ids as the model reads them, `[T]`: of a chat, what `apply_chat_template` returns with `add_generation_prompt=True`.
 
         Returns:
-            The entries in the order in which they are read, the latest named last; none if the answer begins without the glossary.
+            The entries in the order in which they are read, the latest named last.
 
         Raises:
             RequestError: If the glossary is not that of a model that `from_pretrained` loaded.
@@ -253,15 +238,13 @@ class GlossaryChange(NamedTuple):
 
 
 class Glossary(LoadedGlossary):
-    """A `LoadedGlossary` that can be changed. Changes take effect in the next pass.
+    """A `LoadedGlossary` that can be changed, also while passes run, from the next pass on.
 
-    Passes may run while entries change: a running generation keeps the pack that it reads until another name is found.
+    A running generation keeps the pack that it reads until another name is found.
     """
 
-    def __init__(
-        self, tokenizer: Any, entries: Iterable[Entry] = (), vocab_size: int | None = None, options: Any = None
-    ):
-        super().__init__(tokenizer, entries, vocab_size, options)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         #: Options of packs that `upscale` recorded in the model's config, where new names end what is said of protected texts.
         self.recorded: Sequence[dict[str, Any]] = ()
         self._changing = CopiedLock()
@@ -273,8 +256,7 @@ class Glossary(LoadedGlossary):
         Args:
             names: A name, or several.
             text: What the model should know about them.
-            exact: Whether names match only with their case and separators, and without an s. Default: false; short names and those
-                with a capital inside keep their case.
+            exact: As of an `Entry`. Default: false.
             common_names: Whether a name may be a frequent word, which almost every text has. Default: false.
 
         Raises:
@@ -286,13 +268,7 @@ class Glossary(LoadedGlossary):
     def replace(
         self, names: str | Sequence[str], text: str, *, exact: bool | None = None, common_names: bool = False
     ) -> None:
-        """Replace the text of the entry with a name, and add the names that are new; warnings are those of `add`.
-
-        Args:
-            names: A name of the entry, or several, perhaps with new ones.
-            text: What the model should know about them.
-            exact: Whether names match only with their case. Default: as before.
-            common_names: Whether a new name may be a frequent word. Default: false.
+        """Replace the text of the entry with a name, and add names that are new; otherwise as `add`. `exact`: None leaves it.
 
         Raises:
             RequestError: If no entry has a name, or two have, or for the reasons of `add`.
@@ -304,7 +280,7 @@ class Glossary(LoadedGlossary):
         """Remove all entries that names find, in any form in which they are found in texts, and return them.
 
         Raises:
-            RequestError: If a name finds no entry.
+            RequestError: If a name finds none.
         """
         with self._changing.held:
             numbers = dict.fromkeys(number for name in names for number in self._numbers(name))
@@ -369,7 +345,7 @@ class Glossary(LoadedGlossary):
     def _new_names(self, where: str, entry: Entry, replaced: set[int]) -> Iterator[str]:
         """Yield the names of an entry that were none of a replaced one; refuse those of others."""
         for name, given in names_of(0, entry).items():
-            others = [other for other in self.index.by_folded.get(name.folded, ()) if name.may_be(other)]
+            others = [other for other in self.index.by_folded.get(name.folded, ()) if may_be_same(name, other)]
             if has := [other.entry for other in others if other.entry not in replaced]:
                 raise RequestError(
                     f"{where} has the name {given!r}, which finds the entry {self._entries[has[0]].names[0]!r}; expected a new name. "
@@ -391,19 +367,19 @@ class Glossary(LoadedGlossary):
 
     def _exchange(self, numbers: Collection[int], new: Iterable[Entry]) -> None:
         """Replace entries by others with new numbers, while the lock is held."""
-        entries = dict(self._entries)
-        removed = [name for number in numbers for name in names_of(number, entries.pop(number))]
         added = dict(enumerate(new, self._next))
+        self._next += len(added)
         for number in numbers:
             self._links.pop(number, None)
-        self._next += len(added)
-        self._entries = entries | added
-        names = [name for number, entry in added.items() for name in names_of(number, entry)]
-        self.index = self.index.changed(names, removed)
+        self._entries = {number: each for number, each in self._entries.items() if number not in numbers} | added
+        kept = {number: names for number, names in self._names.items() if number not in numbers}
+        self._names = kept | {number: [*names_of(number, entry)] for number, entry in added.items()}
+        self.index = NameIndex(itertools.chain(*self._names.values()), self._not_forms)
 
     def _check_spelling(self, entries: Mapping[str, Entry]) -> list[int]:
         """Refuse names and texts that tokens of the model do not spell; return how many tokens each text has."""
-        lengths = []
+        lengths, added = [], self.spelling.tokenizer.added_tokens_decoder.values()
+        special_texts = {token.content.casefold(): token.content for token in added if token.special}
         parts = (
             (where, kind, text)
             for where, entry in entries.items()
@@ -419,9 +395,10 @@ class Glossary(LoadedGlossary):
                         f"{shown}, of which the tokenizer makes token {max(ids)}, and the model has {self.vocab_size}; expected the "
                         "model's own tokenizer. Copy it beside the weights, or resize the embedding."
                     )
-                is_spelled = self.spelling.spells(ids, text)
-                special = self.spelling.special_in(text) if kind == "name" or not is_spelled else None
-                if special is not None:
+                is_spelled = spells(self.spelling, ids, text)
+                within = f" {' '.join(text.split())} ".casefold()
+                special = next((token for folded, token in special_texts.items() if folded in within), None)
+                if special is not None and (kind == "name" or not is_spelled):
                     raise RequestError(
                         f"{shown}, in which the tokenizer finds the special token {special!r}, which is not text to the model; "
                         "expected plain text. Write it otherwise, or make the token an ordinary one."
@@ -451,11 +428,19 @@ class Glossary(LoadedGlossary):
         near = (match for part in parts for match in difflib.get_close_matches(part, self.index.by_folded, 3, 0.8))
         return [self[self.index.by_folded[folded][0].entry].names[0] for folded in sorted({*near})][:3]
 
+    def items(self) -> list[tuple[int, Entry]]:
+        """Return the entries with their numbers."""
+        return [*self._entries.items()]
+
+    def named(self, ids: Iterable[int]) -> list[int]:
+        """Return the entries whose names occur in the tokens of a text, in order, without those within longer names."""
+        return [*dict.fromkeys(each.entry for each in find_names(self.index, map(self.spelling.piece, ids)))]
+
     def forms(self, ids: Iterable[int]) -> dict[str, int]:
         """Return names in the tokens of a text that are not spelled as an entry has them: with other separators, or an s.
 
         Returns:
-            The number of the entry by the name as the text has it, in the order of the text.
+            The number of the entry by the name as the text has it.
         """
         found = {each.written: each.entry for each in find_names(self.index, map(self.spelling.piece, ids))}
         return {
@@ -465,14 +450,11 @@ class Glossary(LoadedGlossary):
         }
 
     def names_in_front(self, text: str, in_chat: bool = True) -> str:
-        """Return the first name of the entry that a text names, on a line, to put before the text as `midus ask` does.
-
-        All words of a question then read the entry, and not only those after its name.
+        """Return names to put before a text, each on a line, as `midus ask` does, so that all its words read the entries.
 
         Args:
             text: What a user asks.
-            in_chat: Whether it is asked in a chat, where several entries are read best where the question names them, and none is
-                put before it; in other text all are. Default: True.
+            in_chat: Whether in a chat, where several entries are read best where the question names them. Default: True.
         """
         numbers = self.named(self.spelling.ids(text))
         return "".join(f"{self[number].names[0]}\n" for number in numbers if not in_chat or len(numbers) == 1)
@@ -482,12 +464,23 @@ class Glossary(LoadedGlossary):
 
         Before the first, a text keeps the logits of the model without packs, bit for bit. A name whose word goes on in a later token
         ("Ann" + "apolis") opens its entry up to there, so the same characters in other tokens may open none.
-
-        Args:
-            ids: Ids as the model reads them: of a text, what the tokenizer's call on it returns, with special tokens.
         """
         names = names_in(self.index, map(self.spelling.piece, ids))
         return [(at, match.entry) for at, token in enumerate(names) for match in token.opens]
+
+
+def may_be_same(name: Name, other: Name) -> bool:
+    """Return whether a text could have both names at the same place."""
+    if name.folded != other.folded or None in (name.written, other.written):
+        return name.folded == other.folded
+    return name.is_written(str(other.written)) or other.is_written(str(name.written))
+
+
+def spells(spelling: TokenSpelling, ids: Sequence[int], text: str) -> bool:
+    """Return whether tokens spell a text, by the comparison of names."""
+    pieces = [spelling.piece(token) for token in ids]
+    read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
+    return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
 
 
 def _renewed(old: Entry, new: Entry, has_exact: bool) -> Entry:
@@ -498,10 +491,7 @@ def _renewed(old: Entry, new: Entry, has_exact: bool) -> Entry:
 
 
 def joined(rows: Iterable[tuple[str, Entry]]) -> tuple[dict[str, Entry], int]:
-    """Join rows with the same names, whose texts are joined by a line break.
-
-    Args:
-        rows: Origin of each row for messages, and its entry.
+    """Join entries with the same names, whose texts are joined by a line break, by the origins of their rows.
 
     Returns:
         The entries, by the origin of the first row of each, and the number of rows that repeat the names and text of another one.
@@ -517,7 +507,7 @@ def joined(rows: Iterable[tuple[str, Entry]]) -> tuple[dict[str, Entry], int]:
         for name, given in names_of(0, entry).items():
             same = owners.setdefault(name.folded, [])
             for other, owner, first in same:
-                if owner != key and name.may_be(other):
+                if owner != key and may_be_same(name, other):
                     raise RequestError(
                         f"{where} has the name {given!r}, which would also find the entry of {first}; expected names that find one "
                         'entry. Give both rows the same names and the same "exact", which joins them, or, where only case or '

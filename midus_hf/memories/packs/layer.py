@@ -47,12 +47,7 @@ _NO_TOKEN = -1
 
 
 class CachedRows:
-    """Trackers of rows, to go on from them in the next pass. It is empty in a copy or a pickle, as after any change of rows.
-
-    Args:
-        rows: The rows. Default: none.
-        changes: Number of changes of the state in the cache when they were read.
-    """
+    """Trackers of rows, cached for the next pass: none in a copy or a pickle, nor after a change of the state in the cache."""
 
     def __init__(self, rows: Sequence[OpeningTracker] = (), changes: int = -1):
         self._rows, self._changes = rows, changes
@@ -67,15 +62,10 @@ class CachedRows:
 
 
 class SequenceOpenings:
-    """What the sequences of a batch have open, from pass to pass by a state in their cache.
+    """What the sequences of a batch have open, from pass to pass by a state in their cache, if there is one.
 
     The state keeps `ids`, `[B, S]`, of all tokens so far (-1 for padding, and for earlier documents); `open`, states after the last
     tokens; and `spare`, as `without_last` takes it.
-
-    Args:
-        glossary: The entries.
-        options: Options of the memory.
-        state: The state. Default: sequences begin, and nothing is kept.
     """
 
     def __init__(self, glossary: LoadedGlossary, options: PacksOptions, state: MemoryState | None):
@@ -85,13 +75,7 @@ class SequenceOpenings:
     def read(
         self, tokens: torch.Tensor, positions: Sequence[Sequence[int]], begins: torch.Tensor | None
     ) -> list[list[Reading]]:
-        """Return what the tokens of each row read, and keep what the next pass needs.
-
-        Args:
-            tokens: `[B, T]`, ids; -1 for padding.
-            positions: `[B, T]`.
-            begins: `[B, T]`, bool, whether a document begins at each token; None: none does.
-        """
+        """Return what tokens, `[B, T]` (-1 for padding), read, and keep what the next pass needs; `begins`: of documents, bool."""
         rows = self._trackers(positions)
         starts = [None] * len(rows) if begins is None else begins.tolist()
         read = [readings_of(*each) for each in zip(rows, tokens.tolist(), positions, starts, strict=True)]
@@ -367,10 +351,6 @@ class PacksMemory(MemoryModule):
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenPacks) -> HeadsOutput:
         """Attend to the sequence and to the packs of each token, in one softmax.
-
-        Args:
-            sequence: The layer's attention to the sequence.
-            packs: Packs that tokens read.
 
         Returns:
             The output of the heads, `[B, T, H, d]`, where a token reads no pack that of the sequence, bit for bit; and attention

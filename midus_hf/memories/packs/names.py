@@ -32,23 +32,14 @@ _LOOKBACK = 16
 
 
 class Character(NamedTuple):
-    """A character as names are compared.
-
-    Args:
-        folded: The character with its case folded; a space for white space.
-        written: The character with its case; empty after the first of several folded ones.
-        is_word: Whether it is part of a word or a number.
-        joins: Whether its script has no spaces.
-        is_mark: Whether it is a part of the letter before it: a combining mark, or the end of a Hangul syllable.
-        script: The script of a letter; empty for others, and for letters of several scripts.
-    """
+    """A character as names are compared: folded (a space for white space), and as written (empty after the first folded one)."""
 
     folded: str
     written: str
-    is_word: bool
-    joins: bool
-    is_mark: bool = False
-    script: str = ""
+    is_word: bool  # a part of a word or a number
+    joins: bool  # of a script without spaces
+    is_mark: bool = False  # a part of the letter before it: a combining mark, or the end of a Hangul syllable
+    script: str = ""  # of a letter of a single script
 
     @property
     def is_alphanumeric(self) -> bool:
@@ -115,14 +106,7 @@ def compared(text: str) -> tuple[str, str]:
 
 
 class Name(NamedTuple):
-    """A name of an entry.
-
-    Args:
-        entry: Number of the entry.
-        folded: The name as it is compared.
-        written: The name with its case, if case matters; else None.
-        is_exact: Whether `written` has the name's own separators.
-    """
+    """A name of an entry as it is compared; `written` has its case, if case matters, and if exact its own separators."""
 
     entry: int
     folded: str
@@ -132,13 +116,6 @@ class Name(NamedTuple):
     def is_written(self, text: str) -> bool:
         """Return whether a text that is the folded name is the name as written, too."""
         return self.written in (None, text) or (not self.is_exact and self.written == compared(text)[1])
-
-    def may_be(self, other: "Name") -> bool:
-        """Return whether a text could have both names at the same place."""
-        if None in (self.written, other.written):
-            return self.folded == other.folded
-        is_either = self.is_written(str(other.written)) or other.is_written(str(self.written))
-        return self.folded == other.folded and is_either
 
 
 def name_of(entry: int, name: str, exact: bool = False) -> Name:
@@ -172,7 +149,8 @@ class NameIndex:
         self._forms: dict[str, tuple[Name, ...]] = {}
         self._not_forms = not_forms
         for name in names:
-            self._add(name)
+            for forms, each in self._forms_of(name):
+                forms[each.folded] = (*forms.get(each.folded, ()), each)
         self._ordered = sorted({**self.by_folded, **self._forms})
         self._steps: dict[tuple[tuple[int, int, int], str], tuple[int, int, int] | None] = {}
         #: Earlier tokens that decide what a token opens: a name has at most one per byte, plus some for spaces and format.
@@ -189,26 +167,6 @@ class NameIndex:
         form = None if self._not_forms is None else _with_s(name)
         if form is not None and form.folded not in (self._not_forms or ()):
             yield self._forms, form
-
-    def _add(self, name: Name) -> None:
-        for names, each in self._forms_of(name):
-            names[each.folded] = (*names.get(each.folded, ()), each)
-
-    def changed(self, added: Sequence[Name] = (), removed: Iterable[Name] = ()) -> "NameIndex":
-        """Return an index with some names added and some removed."""
-        index = NameIndex((), self._not_forms)
-        index.by_folded, index._forms = dict(self.by_folded), dict(self._forms)
-        for names, name in itertools.chain.from_iterable(map(index._forms_of, removed)):
-            left = tuple(other for other in names.pop(name.folded) if other != name)
-            if left:
-                names[name.folded] = left
-        for name in added:
-            index._add(name)
-        before = [each for each in self._ordered if each in index.by_folded or each in index._forms]
-        new = {each.folded for name in added for _, each in index._forms_of(name)}.difference(before)
-        index._ordered = sorted([*before, *new])
-        index.lookback_tokens = max(self.lookback_tokens, *(len(each.encode()) + 2 * _LOOKBACK for each in new), 0)
-        return index
 
     def entries_of(self, name: str) -> list[int]:
         """Return the numbers of the entries that a name finds."""
@@ -241,21 +199,13 @@ class NameIndex:
 
 
 class NameMatch(NamedTuple):
-    """A name that ends within a token.
-
-    Args:
-        entry: Number of the entry.
-        token: Number of the token in which the name begins, from 1.
-        first: Number of the name's first character.
-        end: Number of the character after its last.
-        written: The name as the text has it.
-    """
+    """A name that ends within a token."""
 
     entry: int
-    token: int
-    first: int
-    end: int
-    written: str = ""
+    token: int  # number of the token in which the name begins, from 1
+    first: int  # number of its first character
+    end: int  # number of the character after its last
+    written: str = ""  # the name as the text has it
 
 
 class TokenNames(NamedTuple):
@@ -370,14 +320,7 @@ def find_names(index: NameIndex, text: str | Iterable[bytes | None]) -> list[Nam
 
 
 class TokenSpelling:
-    """The characters that the tokens of a tokenizer spell.
-
-    Args:
-        tokenizer: A fast tokenizer, whose decoder is byte-level, has byte fallback or metaspaces, or joins words or their pieces.
-
-    Raises:
-        RequestError: If the tokenizer does not tell what its tokens spell.
-    """
+    """The bytes that tokens of a fast tokenizer spell: byte-level, with byte fallback or metaspaces, of words or their pieces."""
 
     def __init__(self, tokenizer: Any):
         if not getattr(tokenizer, "is_fast", False):
@@ -394,8 +337,6 @@ class TokenSpelling:
             number: b"\0%b\0" % token.content.encode() for number, token in added.items() if token.special
         }
         self._added = {number: token.content for number, token in added.items() if not token.special}
-        # Special tokens by their text without the case of letters.
-        self._special_texts = {token.content.casefold(): token.content for token in added.values() if token.special}
         self._size = len(tokenizer)  # which a tokenizer counts anew at each call
         self._pieces: dict[int, bytes | None] = {}
         #: Tokens before a text: those that the tokenizer adds, or a line break.
@@ -439,17 +380,6 @@ class TokenSpelling:
             while ids and ids[-1] == self.tokenizer.eos_token_id:
                 ids.pop()
         return rows
-
-    def special_in(self, text: str) -> str | None:
-        """Return a special token that the tokenizer may find in a text, in any case; None without."""
-        within = f" {' '.join(text.split())} ".casefold()
-        return next((token for folded, token in self._special_texts.items() if folded in within), None)
-
-    def spells(self, ids: Sequence[int], text: str) -> bool:
-        """Return whether tokens spell a text, by the comparison of names."""
-        pieces = [self.piece(token) for token in ids]
-        read = b"".join(piece for piece in pieces if piece is not None).decode("utf-8", "replace")
-        return None not in pieces and (read.strip() == text.strip() or spelled(read)[0] == spelled(text)[0])
 
 
 def whole_words(spelling: TokenSpelling) -> Iterator[str]:

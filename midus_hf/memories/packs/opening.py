@@ -26,19 +26,12 @@ _READ_AS_TEXT = "packs close at the ends of lines in chats, as in other texts."
 
 
 class ChatMarks(NamedTuple):
-    """What a chat template writes between the contents of messages, in bytes that tokens spell, with white space collapsed.
+    """What a chat template writes between the contents of messages, in bytes that tokens spell, with white space collapsed."""
 
-    Args:
-        question: What stands before each content of a user, from where it differs from what stands before answers.
-        answer: What stands between a user's content and each answer to it, such as an answer with and without thoughts.
-        in_front: Tokens before each content of a user, after those that begin every text, such as BOS.
-        max_tokens: Maximum number of tokens of a mark.
-    """
-
-    question: bytes
-    answer: bytes
-    in_front: tuple[int, ...]
-    max_tokens: int
+    question: bytes  # before each content of a user, from where it differs from what stands before answers
+    answer: bytes  # between a user's content and each answer to it, with and without thoughts
+    in_front: tuple[int, ...]  # tokens before a user's content, and those that begin every text, such as BOS
+    max_tokens: int  # of a mark
 
 
 class _Rendering(NamedTuple):
@@ -99,10 +92,10 @@ def _learn_marks(spelling: TokenSpelling, renderings: Sequence[_Rendering]) -> C
     for question, answer in itertools.product(_question_marks(before, after), _answer_marks(before, after)):
         if answer in question or any(question in each for each in after):
             continue
-        # A token spells at least one byte.
-        marks = ChatMarks(
-            question, answer, (), max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
-        )
+        most = (
+            max(len(re.sub(_SPECIAL, b"\0", mark)) for mark in (question, answer)) + 1
+        )  # a token spells a byte or more
+        marks = ChatMarks(question, answer, (), most)
         if all(_holds(marks, spelling, rendering.ids) for rendering in renderings):
             return marks._replace(in_front=(*spelling.ids(""), *_read_before_user(spelling, question, renderings)))
     return None
@@ -207,12 +200,7 @@ def _collapsed(text: bytes) -> bytes:
 
 
 class TurnScan:
-    """Whose turn it is, token by token: a function of a few tokens before, and the turn before these.
-
-    Args:
-        marks: The marks of the tokenizer's template; None: all texts are read as no chat.
-        turn: `TEXT`, `QUESTION` or `ANSWER`. Default: no chat so far.
-    """
+    """Whose turn it is, token by token: a function of a few tokens before, and the turn before these."""
 
     def __init__(self, marks: ChatMarks | None, turn: int = TEXT):
         self.marks, self.turn = marks, turn
@@ -267,39 +255,23 @@ class NamedEntries(Protocol):
 
 
 class PackKey(NamedTuple):
-    """What a pack is computed from.
+    """What a pack is computed from."""
 
-    Args:
-        entries: Numbers of the entries whose texts are read as one text, in their order.
-        in_chat: Whether the texts are read as what a user says in a chat.
-        words: Ids that are read after the texts: the words of the user's turn before the name.
-    """
-
-    entries: tuple[int, ...]
-    in_chat: bool = False
-    words: tuple[int, ...] = ()
+    entries: tuple[int, ...]  # whose texts are read as one text, in this order
+    in_chat: bool = False  # whether they are read as what a user says in a chat
+    words: tuple[int, ...] = ()  # ids that are read after the texts: the words of the user's turn before the name
 
 
 class Opening(NamedTuple):
-    """An opening of an entry by its name.
-
-    Args:
-        entry: Number of the entry.
-        begins: Place in the text at which the name begins.
-        place: Position of the token where the pack is, the last of a name.
-        ends: Place in the text after the name.
-        stays: Whether the entry is open until newer names replace it, as in a chat; otherwise to the end of a line.
-        turn: Position of the first token of the user's turn that the name is in; -1 if it is in none.
-        words: Position of the token in which the name begins, up to which the words of the turn are read.
-    """
+    """An opening of an entry by its name."""
 
     entry: int
-    begins: int
-    place: int
-    ends: int
-    stays: bool = False
-    turn: int = -1
-    words: int = -1
+    begins: int  # place in the text at which the name begins
+    place: int  # position of the token where the pack is, the last of a name
+    ends: int  # place in the text after the name
+    stays: bool = False  # whether open until newer names replace it, as in a chat; otherwise to the end of a line
+    turn: int = -1  # position of the first token of the user's turn with the name
+    words: int = -1  # position of the token in which the name begins, up to which the words of the turn are read
 
     @property
     def last_token(self) -> int:
@@ -449,14 +421,12 @@ class OpeningTracker:
         return dict([*read.items()][: self.options.open])
 
     def pack(self) -> tuple[PackKey, int] | None:
-        """Return the pack that the latest token reads, and its place; None if nothing is open.
-
-        Texts stand in the order in which they were named, and a linked one after the one that links to it.
-        """
+        """Return the pack that the latest token reads, and its place; None if nothing is open."""
         read = self._read_entries()
         if not read:
             return None
         openings = [*dict.fromkeys(read.values())]
+        # In the order in which they were named, and a linked one after the one that links to it.
         entries = [entry for opening in reversed(openings) for entry, by in read.items() if by == opening]
         in_chat = self._turns.turn != TEXT
         words = self._words(openings[0]) if in_chat else ()
@@ -481,14 +451,7 @@ class OpeningTracker:
 def readings_of(
     row: OpeningTracker, tokens: Sequence[int], positions: Sequence[int], begins: Sequence[bool] | None
 ) -> tuple[list[Reading], list[RowState]]:
-    """Return what the tokens of a row read, and the state after each token.
-
-    Args:
-        row: Openings before the first token, which change.
-        tokens: The ids; -1 for padding.
-        positions: Position of each token.
-        begins: Whether a document begins at each token. Default: none does.
-    """
+    """Return what the tokens of a row (-1 for padding) read, and the state after each; `begins`: where documents begin."""
     readings: list[Reading] = []
     after: list[RowState] = []
     pack, start, state = row.pack(), 0, row.state
@@ -509,7 +472,7 @@ def readings_of(
 
 
 def kept_openings(options: Any) -> int:
-    """Return how many openings of a row are kept: those that are read, and others that return if a name continues as a word."""
+    """Return how many openings are kept: those that are read, and others that return if a name continues as another word."""
     return 2 * options.open + 2
 
 

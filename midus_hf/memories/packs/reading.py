@@ -28,12 +28,7 @@ _SEPARATOR = "\n"
 
 
 class Pack(NamedTuple):
-    """Keys and values of a text.
-
-    Args:
-        heads: Keys and values in each layer with packs, `[K, m, d]` both, keys rotated to the positions of the pass that read them.
-        first: Position of the text's first token in that pass.
-    """
+    """Keys and values of a text in each layer with packs, `[K, m, d]` both, rotated to positions from `first` on."""
 
     heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     first: int
@@ -49,11 +44,7 @@ class Recording:
     def note(
         self, layer: int, attention: Any, key: torch.Tensor, value: torch.Tensor, rotation: Rotation | None
     ) -> None:
-        """Record keys and values, `[B, K, T, d]`, and the rotation of the pass.
-
-        Raises:
-            RequestError: If the family rotates by complex numbers, as Llama 4 does.
-        """
+        """Record keys and values, `[B, K, T, d]`, and the rotation of the pass; refuse one by complex numbers, as Llama 4's."""
         self.heads[layer] = key, value
         if rotation is not None and not isinstance(rotation, tuple):
             raise RequestError(
@@ -97,9 +88,8 @@ class PackReader:
     def read(self, run: Any, glossary: LoadedGlossary, keys: Sequence[PackKey], device: Any) -> dict[PackKey, Pack]:
         """Return packs, without entries that were removed, and without packs that have none left.
 
-        The first token of a pass is an attention sink (arXiv 2309.17453), to which other tokens attend whatever it is. A sequence
-        has one, and each pack would add another, which takes attention from both; so texts are read after tokens that are not part
-        of their packs, as in APE (arXiv 2502.05431).
+        The first token of a pass is an attention sink (arXiv 2309.17453). A second one would take attention from both; so texts are
+        read after tokens that are not part of their packs, as in APE (arXiv 2502.05431).
         """
         numbers = dict.fromkeys(number for key in keys for number in key.entries)
         texts = glossary.tokens_of(numbers, self._options.max_tokens)
@@ -158,41 +148,26 @@ class KeptPacks:
 
 
 class PackPart(NamedTuple):
-    """Packs that some tokens of a pass read.
-
-    Args:
-        tokens: The T' tokens.
-        slots: `[B, S']`, which of the S slots of the pass the rows read; None for keys and values that belong to a single row.
-        reads: `[B, T', S']`, bool, whether a token reads a slot.
-        bias: `[B, T', S']`, float32, number added to the score of each slot; None for 0.
-        angles: `[G, B, S', r]`, angles in radians by which keys are moved to their place, for each kind of rotation; None for keys
-            that are in place.
-    """
+    """Packs that T' tokens of a pass read."""
 
     tokens: slice
-    slots: torch.Tensor | None
-    reads: torch.Tensor
-    bias: torch.Tensor | None
-    angles: torch.Tensor | None
+    slots: torch.Tensor | None  # `[B, S']`, which of the S slots of the pass the rows read; None: those of the row
+    reads: torch.Tensor  # `[B, T', S']`, bool, whether a token reads a slot
+    bias: torch.Tensor | None  # `[B, T', S']`, float32, added to the scores; None for 0
+    angles: (
+        torch.Tensor | None
+    )  # `[G, B, S', r]`, radians that move keys to their place by kind of rotation; None: in place
 
 
 class OpenPacks(NamedTuple):
-    """Packs that the tokens of a pass read.
+    """Packs that the tokens of a pass read."""
 
-    Args:
-        heads: For each layer, keys and values of all packs that the pass reads, side by side, `[K, S, d]` both; or of each row,
-            at their places, `[B, K, S, d]` both.
-        parts: The tokens, part by part.
-        is_open: `[B, T]`, bool, whether a token reads any.
-        is_whole: Whether every token reads all slots of its row.
-        kinds: The kind of rotation of each layer with packs.
-    """
-
+    # For each layer, keys and values of all packs, side by side, `[K, S, d]` both; or by row, in place, `[B, K, S, d]` both.
     heads: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     parts: tuple[PackPart, ...]
-    is_open: torch.Tensor
-    is_whole: bool
-    kinds: tuple[int, ...]
+    is_open: torch.Tensor  # `[B, T]`, bool, whether a token reads any
+    is_whole: bool  # whether every token reads all slots of its row
+    kinds: tuple[int, ...]  # the kind of rotation of each layer
 
     def of(self, layer: int, part: PackPart, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values for a part, `[B, K, S', d]` both, in a layer by its number among those with packs."""
@@ -229,7 +204,7 @@ def open_packs(
     device: Any,
     dtype: torch.dtype,
 ) -> OpenPacks:
-    """Return the packs that the T tokens of a pass read.
+    """Return the packs that the T tokens of a pass read, for a model's device and dtype.
 
     Args:
         rows: What the tokens of each row read; some do.
@@ -237,8 +212,6 @@ def open_packs(
         packs: The packs that are read, without those whose entries were removed since.
         angles: `[L, r]`, float64, angles by which a position rotates the keys of each layer.
         options: Options of the memory.
-        device: Device of the model.
-        dtype: Dtype of the model.
     """
     rows = [[each for each in row if each.pack in packs] for row in rows]
     read = {each.pack: packs[each.pack] for row in rows for each in row}
