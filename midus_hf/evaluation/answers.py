@@ -15,31 +15,51 @@ SPACED = r"[[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Numeric}]--\p{Hangul}]"
 # Around each number of a folded text, so that no part of a number is found; for private use, so that no text has them.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
-# A boundary before what is looked for, and no point that begins its name (.NET).
-_BEFORE = rf"(?:(?!{SPACED})|(?<!{SPACED}\p{{M}}*_*)(?<!(?<![.\w])\.))(?:(?!\p{{Hangul}})|(?<!\p{{Hangul}}))"
-# A boundary after it: no rest of a number, no mark on its last letter, and no sign that ends a name (C++, C#, A-; not a dash).
-_AFTER = (
-    rf"(?:(?<!{SPACED}\p{{M}}*)|(?!_*{SPACED}|\p{{No}}|[.,]\d))(?!\p{{M}})"
-    rf"(?:(?<!{_CLOSE})|(?!_*{SPACED})|(?=(?:st|nd|rd|th)(?!{SPACED})))"
-    rf"(?:(?<![\p{{L}}\p{{M}}+#♯\-])|(?!\+\+|\+(?![\w{_OPEN}])|[#♯]|-(?![\w{_OPEN}\-])))"
+
+def _between(*joints: tuple[str, str]) -> "regex.Pattern[str]":
+    """Return a pattern of the places between what the first and the second pattern of a pair match."""
+    return regex.compile("|".join(f"(?<={before})(?={after})" for before, after in joints), regex.V1)
+
+
+# An answer does not begin at these places, nor end at those: the name goes on.
+_NO_BEGINNING = _between(
+    (rf"{SPACED}\p{{M}}*_*", SPACED),
+    (r"(?<![.\w])\.", SPACED),  # .NET
+    (r"\p{Hangul}", r"\p{Hangul}"),
 )
-_NOT_WORDS = rf"[^\w{_OPEN}]*"
-_LEAD = rf"{_NOT_WORDS}(?:(?i:an?|the)\b{_NOT_WORDS})?"
+_NO_END = _between(
+    ("", r"\p{M}"),
+    (rf"{SPACED}\p{{M}}*", rf"_*{SPACED}|\p{{No}}|[.,]\d"),
+    (_CLOSE, rf"(?!(?:st|nd|rd|th)(?!{SPACED}))_*{SPACED}"),  # 5GB, but not 5th
+    (r"[\p{L}\p{M}+#♯\-]", rf"\+\+|\+(?![\w{_OPEN}])|[#♯]|-(?![\w{_OPEN}\-])"),  # C++, C#, A-; not a dash
+)
+_BETWEEN_WORDS = rf"[^\w{_OPEN}]*"
+_TO_FIRST_CHARACTER = regex.compile(rf"{_BETWEEN_WORDS}(?:(?i:an?|the)\b{_BETWEEN_WORDS})?.", regex.V1)
+_ARTICLE = regex.compile(r"^(?i:an?|the) (?=.)")
+_PUNCTUATION_AFTER_WORD = regex.compile(rf"(?<=[\w{_CLOSE}])\p{{Terminal_Punctuation}}+(?=\s|$)")
 
 _EXPONENT = r"(?:[eE][+\-]?\d{1,3}(?!\w))?"
-# Digits with separators, as many as there are; not after a letter, nor before a power of ten without a space (10², 5万).
 _NUMBER = regex.compile(
-    rf"(?:(?<!{SPACED}|[\p{{M}}_)\]+\-])(?P<sign>[+\-]))?(?P<currency>\p{{Sc}}?)(?<!{SPACED}\p{{M}}*_*)(?<!\d[.,])"
-    rf"(?P<digits>(?>\d+(?:[.,]\d+|['_\u00a0\u2009\u202f]\d{{3}}(?!\d))*{_EXPONENT}|(?<![.\w])\.\d+{_EXPONENT}))"
-    r"(?![\p{M}\p{No}十百千万萬亿億兆천억])",
-    regex.V1,
+    rf"""
+    (?:(?<!{SPACED}|[\p{{M}}_)\]+\-])(?P<sign>[+\-]))?
+    (?P<currency>\p{{Sc}}?)
+    (?<!{SPACED}\p{{M}}*_*)(?<!\d[.,])                                              # not within a word or a number
+    (?P<digits>(?>
+        \d+(?:[.,]\d+|['_\u00a0\u2009\u202f]\d{{3}}(?!\d))*{_EXPONENT}              # with as many separators as there are
+        |(?<![.\w])\.\d+{_EXPONENT}
+    ))
+    (?![\p{{M}}\p{{No}}十百千万萬亿億兆천억])                                            # not before a power of ten (10², 5万)
+    """,
+    regex.V1 | regex.VERBOSE,
 )
+_PLAIN_NUMBER = regex.compile(rf"(?:0|[1-9]\d*)?(?:\.\d+)?{_EXPONENT}")
 _POINT_FOR_FRACTIONS = regex.compile(r"[1-9]\d{0,2}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
 _COMMA_FOR_FRACTIONS = regex.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})|\d+,\d+")
-_PUNCTUATION_AFTER_WORD = regex.compile(rf"(?<=[\w{_CLOSE}])\p{{Terminal_Punctuation}}+(?=\s|$)")
-_APOSTROPHES, _HYPHENS = "\u2018\u2019\u02bc\u2032", "\u2010\u2011\u2012\u2013\u2212"
-_ARABIC_SEPARATORS = {"\u066b": ".", "\u066c": ","}
-_PLAIN_CHARACTERS = {**dict.fromkeys(_APOSTROPHES, "'"), **dict.fromkeys(_HYPHENS, "-"), **_ARABIC_SEPARATORS}
+_PLAIN_CHARACTERS = {
+    **dict.fromkeys("\u2018\u2019\u02bc\u2032", "'"),
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"),
+    **{"\u066b": ".", "\u066c": ","},  # Arabic separators
+}
 
 
 def has_answer(
@@ -61,19 +81,25 @@ def has_answer(
             an English article before it, `whole` also punctuation after it. Default: anywhere.
         match_case: Whether the case of letters counts. Default: False.
     """
-    wanted = _fold(answer, match_case)
+    folded, wanted = _fold(text, match_case), _fold(answer, match_case)
     if place == "whole":
-        wanted = regex.sub(r"^(?i:an?|the) (?=.)", "", wanted)
-    pattern = f"{_BEFORE}{regex.escape(wanted, special_only=True)}{_AFTER}"
-    if place != "anywhere":
-        pattern = f"^{_LEAD}{pattern}" + f"{_NOT_WORDS}$" * (place == "whole")
-    return bool(wanted) and regex.search(pattern, _fold(text, match_case), regex.V1) is not None
+        wanted = _ARTICLE.sub("", wanted)
+    start = folded.find(wanted) if wanted else -1
+    while start >= 0:
+        end = start + len(wanted)
+        is_apart = not _NO_BEGINNING.match(folded, start) and not _NO_END.match(folded, end)
+        is_first = place == "anywhere" or _TO_FIRST_CHARACTER.fullmatch(folded, 0, start + 1)
+        is_last = place != "whole" or regex.fullmatch(_BETWEEN_WORDS, folded, pos=end)
+        if is_apart and is_first and is_last:
+            return True
+        start = folded.find(wanted, start + 1)
+    return False
 
 
 def read_numbers(text: str) -> Iterator[Decimal]:
     """Yield the numbers of a text, as `has_answer` reads them."""
     for found in _NUMBER.finditer(_plain_text(text)):
-        for _, value in _parts(found):
+        for _, value in _read_parts(found):
             if value is not None:
                 yield value
 
@@ -82,18 +108,19 @@ def _fold(text: str, match_case: bool) -> str:
     """Return a text as it is compared, with each number in one form between marks."""
     plain = _plain_text(text)
     folded = plain if match_case else unicodedata.normalize("NFC", plain.casefold())
-    marked = _NUMBER.sub(
-        lambda found: found["currency"] + ",".join(f"{_OPEN}{part}{_CLOSE}" for part, _ in _parts(found)), folded
-    )
-    return " ".join(_PUNCTUATION_AFTER_WORD.sub("", marked).split())
+
+    def mark(found: "regex.Match[str]") -> str:
+        return found["currency"] + ",".join(f"{_OPEN}{part}{_CLOSE}" for part, _ in _read_parts(found))
+
+    return " ".join(_PUNCTUATION_AFTER_WORD.sub("", _NUMBER.sub(mark, folded)).split())
 
 
 def _plain_text(text: str) -> str:
-    return unicodedata.normalize("NFC", "".join(map(_plain, unicodedata.normalize("NFC", text))))
+    return unicodedata.normalize("NFC", "".join(map(_plain_character, unicodedata.normalize("NFC", text))))
 
 
 @functools.cache
-def _plain(character: str) -> str:
+def _plain_character(character: str) -> str:
     """Return the plain form of a character: a digit of ASCII, full width as half, no format characters."""
     digit = unicodedata.decimal(character, None)
     if digit is not None:
@@ -106,11 +133,11 @@ def _plain(character: str) -> str:
     return _PLAIN_CHARACTERS.get(character, character)
 
 
-def _parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
+def _read_parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
     """Yield the numbers that digits with separators are, each in one form and as a number; None for those that are none."""
     digits, sign = regex.sub(r"['_\s]", "", found["digits"]), "-" if found["sign"] == "-" else ""
-    for part in [digits] if _value(digits) is not None else digits.split(","):
-        value = _value(part)
+    for part in [digits] if _read_number(digits) is not None else digits.split(","):
+        value = _read_number(part)
         if value is None:
             yield sign + part, None
         else:
@@ -119,9 +146,10 @@ def _parts(found: "regex.Match[str]") -> Iterator[tuple[str, Decimal | None]]:
         sign = ""
 
 
-def _value(digits: str) -> Decimal | None:
-    if _COMMA_FOR_FRACTIONS.fullmatch(digits) and not _POINT_FOR_FRACTIONS.fullmatch(digits):
-        digits = digits.replace(".", "").replace(",", ".")
-    elif _POINT_FOR_FRACTIONS.fullmatch(digits):
+def _read_number(digits: str) -> Decimal | None:
+    """Return a number by its separators of thousands and fractions; None for a leading zero and what reads as no number."""
+    if _POINT_FOR_FRACTIONS.fullmatch(digits):
         digits = digits.replace(",", "")
-    return Decimal(digits) if regex.fullmatch(rf"(?:0|[1-9]\d*)?(?:\.\d+)?{_EXPONENT}", digits) else None
+    elif _COMMA_FOR_FRACTIONS.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    return Decimal(digits) if _PLAIN_NUMBER.fullmatch(digits) else None
