@@ -21,8 +21,8 @@ from material.addresses import addresses
 from material.excerpts import address_excerpts, article_excerpts
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
+from midus_hf.cli.evaluate import comparison_table
 from midus_hf.config.yaml_options import read_mapping
-from midus_hf.evaluation.report import comparison_table
 from midus_hf.sources.progress import limit_bars
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.safetensors_format import TensorDigests, content_sha256

@@ -4,15 +4,17 @@ import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.options import Device, Json, cli_option, flag, model_argument, needing_harness, show
 from midus_hf.config.yaml_options import from_mapping, read_mapping
-from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.sources.names import check_sources
+from midus_hf.evaluation.evaluate import EvaluationSettings
+from midus_hf.sources.names import check_sources, short_names
 
 app = command_line()
 
@@ -39,7 +41,6 @@ def midus_eval(
     device: Device = None,
     trust_remote_code: Annotated[bool | None, flag("--trust-remote-code", "Run code of a checkpoint.")] = None,
     config: Annotated[Path | None, cli_option("YAML file of these keys; options win.", "FILE")] = None,
-    write_card: Annotated[bool, flag("--write-card", "Write results into the cards of the folders.")] = False,
     json_: Json = False,
 ) -> None:
     """Measure perplexity on a text, and accuracy on tasks.
@@ -55,14 +56,8 @@ def midus_eval(
     settings = from_mapping(EvaluationSettings, {**({} if config is None else read_mapping(config)), **given})
     named = {key: getattr(settings, key) for key in ("text", "retriever", "data", "include_path")}
     check_sources((key, name) for key, name in named.items() if name is not None)
-    from rich.console import Console
-
-    from midus_hf.evaluation.card import check_cards, write_results
-    from midus_hf.evaluation.report import comparison_table
     from midus_hf.sources.progress import quiet_libraries
 
-    if write_card:
-        check_cards(models)
     with needing_harness(), quiet_libraries():
         from midus_hf.evaluation.evaluate import evaluate
 
@@ -75,8 +70,62 @@ def midus_eval(
                 file=sys.stderr,
             )
     show(report, json_, lambda report: Console().print(comparison_table(report)), indent=2)
-    for line in write_results(report) if write_card else ():
-        print(line, file=sys.stderr)
+
+
+def comparison_table(report: dict[str, Any]) -> Table:
+    """Return the report of `evaluate` as a table: one row per measure, one column per model."""
+    models, notes = report["models"], []
+    table = Table(title="Evaluation")
+    table.add_column("measure")
+    labels = short_names([model["model"] for model in models])
+    for label in labels:
+        table.add_column(label, justify="right", overflow="fold")
+    table.add_row("parameters", *(f"{model['parameters']:,}" for model in models))
+    if models[0]["perplexity"] is not None:
+        results = [model["perplexity"] for model in models]
+        table.add_row("perplexity", *(f"{result['perplexity']:.4f}" for result in results))
+        if len({result["tokens_sha256"] for result in results}) > 1:
+            bits = (result["bits_per_byte"] for result in results)
+            table.add_row("bits per byte", *("not known" if each is None else f"{each:.4f}" for each in bits))
+            notes.append(
+                "The models read the text in different tokens: perplexities, which are per token, cannot be compared; bits per "
+                "byte of the text (UTF-8) can."
+            )
+        table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
+        lengths = [result["sequence_length"] for result in results]
+        is_whole = report["settings"]["max_tokens"] is None and all(
+            one["tokens"] == one["sequence_length"] for one in results
+        )
+        if len({*lengths}) > 1 and not is_whole:  # a text in one window has as many tokens as its tokenizer makes
+            told = ", ".join(f"{label}: {length:,}" for label, length in zip(labels, lengths, strict=True))
+            notes.append(
+                f"Windows have other numbers of tokens ({told}), so results cannot be compared: pass --sequence-length "
+                f"{min(lengths)}."
+            )
+    for task, scores in models[0]["tasks"].items():
+        errors = {_error_of(metric) for metric in scores}
+        for metric in scores:
+            if metric not in ("num_fewshot", "num_questions", *errors):
+                cells = (_score(model["tasks"][task], metric) for model in models)
+                table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
+    if ahead := ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"]):
+        read_ahead = "A model that reads tokens before it predicts them has a perplexity that cannot be compared."
+        notes.append(f"Not causal: {ahead}. {read_ahead}")
+    table.caption = " ".join(notes) or None
+    return table
+
+
+def _error_of(metric: str) -> str:
+    """Return the name of the standard error of a metric, such as `acc,none`."""
+    name, comma, filter_name = metric.partition(",")
+    return f"{name}_stderr{comma}{filter_name}"
+
+
+def _score(scores: dict[str, Any], metric: str) -> str:
+    value, error = scores.get(metric), scores.get(_error_of(metric))
+    if not isinstance(value, (int, float)):
+        return value or "not finite"
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 main = partial(run_command, app, name="midus eval")

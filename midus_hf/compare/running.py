@@ -269,8 +269,7 @@ def _measure_tasks(model: str, comparison: Comparison) -> Mapping[str, Mapping[s
     """Return the metrics of a model by task; empty if the comparison has no tasks."""
     from accelerate.utils.memory import clear_device_cache
 
-    from midus_hf.evaluation.evaluate import evaluate
-    from midus_hf.evaluation.settings import EvaluationSettings
+    from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate
     from midus_hf.sources.progress import quiet_libraries
 
     if comparison.tasks is None:

@@ -1,7 +1,6 @@
 """Fetching of the blocks of each question's path from a bank while the harness runs a model."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,36 +63,3 @@ def check_tree_of(model: Any, tree: "ClusterTree") -> None:
         "grown_from": tree.grown_from,
     }
     check_tree(model.banks, tree.fingerprint, "the retriever", remedy, **about)
-
-
-def by_path(
-    items: Sequence[Any],
-    texts: Sequence[str],
-    find_paths: PathFinder,
-    model: nn.Module,
-    run: Callable[[list[Any]], list[Any]],
-) -> list[Any]:
-    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items."""
-    different = list(dict.fromkeys(texts))
-    path_of = dict(zip(different, map(tuple, find_paths(different).tolist()), strict=True))
-    members: dict[tuple[int, ...], list[int]] = {}
-    for index, text in enumerate(texts):
-        members.setdefault(path_of[text], []).append(index)
-    results: list[Any] = [None] * len(items)
-    for path, indices in members.items():
-        with fetching(model, path):
-            results_of_path = run([items[index] for index in indices])
-        for index, result in zip(indices, results_of_path, strict=True):
-            results[index] = result
-    return results
-
-
-def question_of(task: Any, doc: dict[str, Any]) -> str:
-    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched."""
-    text = task.doc_to_text(doc)
-    if isinstance(text, str):
-        return text
-    columns = zip(*map(str, task.doc_to_choice(doc)), strict=False)  # ends with the shortest choice
-    shared = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-    target = task.doc_to_target(doc)
-    return " ".join(part.strip() for part in (shared, target) if isinstance(part, str) and part.strip())

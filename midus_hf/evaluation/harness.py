@@ -1,14 +1,20 @@
-"""lm-evaluation-harness on models of this package, whose questions may fetch blocks."""
+"""lm-evaluation-harness on models of this package, whose questions may fetch blocks, and on local questions.
+
+A local task (`tasks/*.yaml`) names its data as `${DATA}/piqa.jsonl`; the folder replaces `${DATA}` when the task is loaded.
+"""
 
 import functools
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 import torch
+import yaml
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
@@ -17,11 +23,23 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.config.errors import RequestError
-from midus_hf.data.corpus import read_rows
-from midus_hf.evaluation.fetching import PathFinder, by_path, question_of
-from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
+from midus_hf.data.corpus import read_rows, refuse_pointers
+from midus_hf.evaluation.answers import has_answer, read_numbers
+from midus_hf.evaluation.fetching import PathFinder, fetching
+from midus_hf.files.json_text import parse_json
 from midus_hf.sources.progress import only_bars
 from midus_hf.sources.tokenizers import check_ids
+
+PREFIX = "midus_"
+_FOLDER = Path(__file__).parent / "tasks"
+# Name of the task whose rows are written by users.
+_FACTS = "facts"
+# Where a clause may end: at signs, but not within a number (1,000 or 10:30) or before a letter (.com), except for wide signs.
+_CLAUSE_END = regex.compile(
+    r"[,;](?!\d)|[\p{Terminal_Punctuation}--[,;]](?!\w)|[\p{Terminal_Punctuation}--\p{ASCII}]"
+    r"|\p{Open_Punctuation}|\s\p{Dash}\s|\u2014|\n|$",
+    regex.V1,
+)
 
 
 class FetchingLM(HFLM):
@@ -57,10 +75,22 @@ class FetchingLM(HFLM):
         *args: Any,
         **kwargs: Any,
     ) -> list[Any]:
+        """Run requests whose texts have the same path together, with its blocks, and return the results in their order."""
         if self._find_paths is None:
             return run(requests, *args, **kwargs)
         texts = [text_of(request) for request in requests]
-        return by_path(requests, texts, self._find_paths, self.model, lambda some: run(some, *args, **kwargs))
+        different = list(dict.fromkeys(texts))
+        path_of = dict(zip(different, map(tuple, self._find_paths(different).tolist()), strict=True))
+        members: dict[tuple[int, ...], list[int]] = {}
+        for index, text in enumerate(texts):
+            members.setdefault(path_of[text], []).append(index)
+        results: list[Any] = [None] * len(requests)
+        for path, indices in members.items():
+            with fetching(self.model, path):
+                results_of_path = run([requests[index] for index in indices], *args, **kwargs)
+            for index, result in zip(indices, results_of_path, strict=True):
+                results[index] = result
+        return results
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_ids(int(inps.max()), self.model.config.get_text_config().vocab_size)
@@ -140,21 +170,12 @@ class Tasks:
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
-            score["dataset"] = _dataset_of(loaded["tasks"].get(harness_name))
             scores[harness_name.removeprefix(PREFIX)] = score
         return scores
 
     def load(self) -> dict[str, Any]:
         """Return the harness's groups, and its `tasks` by their names in the harness, including members of groups."""
         return self.manager.load(self.specs)
-
-
-def _dataset_of(task: Any) -> dict[str, str | None]:
-    """Return the id, configuration and split of the dataset on the Hub that a task reads; None of a group or of local files."""
-    if task is None or "data_files" in (task.get_config("dataset_kwargs") or {}):
-        return {"id": None, "config": None, "split": None}
-    split = task.get_config("test_split") or task.get_config("validation_split")
-    return {"id": task.get_config("dataset_path"), "config": task.get_config("dataset_name"), "split": split}
 
 
 def _plain(value: Any) -> float | int | str | None:
@@ -177,3 +198,78 @@ def _task_manager(names: set[str], include_path: str | Path | None) -> TaskManag
 @functools.cache
 def _own_tasks() -> TaskManager:
     return TaskManager()
+
+
+def question_of(task: Any, doc: dict[str, Any]) -> str:
+    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched."""
+    text = task.doc_to_text(doc)
+    if isinstance(text, str):
+        return text
+    columns = zip(*map(str, task.doc_to_choice(doc)), strict=False)  # ends with the shortest choice
+    shared = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    target = task.doc_to_target(doc)
+    return " ".join(part.strip() for part in (shared, target) if isinstance(part, str) and part.strip())
+
+
+def local_task_names() -> list[str]:
+    """Return the short names of the local tasks, such as `boolq`. lm-eval knows this task as `midus_boolq`."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
+    """Read a local task."""
+    data = Path(data).resolve()
+    if not (data / f"{name}.jsonl").is_file():
+        raise RequestError(
+            f"{data} has no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
+            "(of atomic_numbers: name, number; of facts: question, answers)."
+        )
+    refuse_pointers("data", [data / f"{name}.jsonl"])
+    config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    if name == _FACTS:
+        _check_facts(data / f"{name}.jsonl")
+    read_rows("data", str(data / f"{name}.jsonl"))  # before any model is loaded
+    files = config["dataset_kwargs"]["data_files"]
+    config["dataset_kwargs"]["data_files"] = {
+        split: file.replace("${DATA}", str(data)) for split, file in files.items()
+    }
+    if name in _JUDGES:
+        config["process_results"] = _JUDGES[name]
+    return config
+
+
+def _judge_fact(row: dict[str, Any], written: Sequence[str]) -> dict[str, float]:
+    """Return whether what is written up to the end of a clause is one of the answers, which may be longer than a clause."""
+    clauses = [written[0][: end.start()] for end in _CLAUSE_END.finditer(written[0])]
+    is_right = any(has_answer(clause, answer, "whole") for clause in clauses for answer in row["answers"])
+    return {"exact_match": float(is_right)}
+
+
+def _judge_atomic_number(row: dict[str, Any], written: Sequence[str]) -> dict[str, float]:
+    """Return whether the first whole number that is written is the right one."""
+    found = next((number for number in read_numbers(written[0]) if number == number.to_integral_value()), None)
+    return {"exact_match": float(found is not None and found in read_numbers(str(row["number"])))}
+
+
+_JUDGES = {_FACTS: _judge_fact, "atomic_numbers": _judge_atomic_number}
+
+
+def _check_facts(path: Path) -> None:
+    """Refuse rows that are not a question with answers."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:  # the reader refuses what is no text
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError:
+                row = None
+            question, answers = (row.get("question"), row.get("answers")) if isinstance(row, dict) else (None, None)
+            are_answers = isinstance(answers, list) and all(
+                type(each) is str and has_answer(each, each) for each in answers
+            )
+            if not isinstance(question, str) or not question.strip() or not answers or not are_answers:
+                raise RequestError(
+                    f"line {number} of {path} is {line.strip()[:80]!r}; expected an object of JSON with question, a text, and "
+                    "answers, a list of texts, none of them empty, each of which is right."
+                )

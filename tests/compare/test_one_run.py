@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.plan import control_variants
 from midus_hf.compare.runs import Run, base_run, read_result, write_result
-from midus_hf.evaluation.evaluate import evaluate
-from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.evaluation.evaluate import EvaluationSettings, evaluate
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from scripts.anatomy.tiny import tiny_model as any_type
 from upscalers import upscale

@@ -11,7 +11,7 @@ from midus_hf.cli.upscale import RunRequest
 from midus_hf.compare.options import Comparison, TaskOptions, VariantOptions
 from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.evaluation.evaluate import EvaluationSettings
 from midus_hf.memories.registry import MEMORY_TYPES
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.keys import Rates

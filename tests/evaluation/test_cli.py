@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from evaluation.byte_models import byte_tokenizer, perplexity, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
-from huggingface_hub import EvalResult, ModelCard
 from processes.warm import run_warm
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
@@ -21,9 +19,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli import evaluate as cli
 from midus_hf.config.errors import install_extra
 from midus_hf.config.yaml_options import from_mapping, read_mapping
-from midus_hf.evaluation.card import write_results
-from midus_hf.evaluation.report import comparison_table
-from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.evaluation.evaluate import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")
@@ -69,7 +65,7 @@ def asked_for_json(room, words, tmp_path_factory) -> subprocess.CompletedProcess
     return run_warm(COMMAND, room / "base", room / "upscaled", *words, *tasks, COLUMNS="120")
 
 
-def test_json_is_one_object_on_standard_output_and_nothing_else_is(room, asked_for_json):
+def test_json_is_the_only_standard_output(room, asked_for_json):
     done = asked_for_json
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -90,7 +86,7 @@ def test_json_is_one_object_on_standard_output_and_nothing_else_is(room, asked_f
     assert base["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
 
 
-def test_a_table_compares_models_side_by_side_and_names_one_that_is_not_causal(room, words, tmp_path, ask):
+def test_table_compares_models_and_names_one_not_causal(room, words, tmp_path, ask):
     options = {"routing": "sequence", "memory_tokens": 16, "chapters": 4, "k": 2}
     upscale(base=room / "base", method="moc", output=tmp_path / "ahead", options=options, verify=False)
     models = ask(room / "base", tmp_path / "ahead", *words, "--json")["models"]
@@ -105,7 +101,7 @@ def test_a_table_compares_models_side_by_side_and_names_one_that_is_not_causal(r
     assert "causal" not in printed and "base" not in printed, "models of one name are told apart by their paths"
 
 
-def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(room, words, tmp_path, ask):
+def test_models_of_different_tokenizers_are_compared_by_bytes(room, words, tmp_path, ask):
     models = [save_byte_model("qwen2", tmp_path / name, vocab_size=280) for name in ("bytes", "words")]
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens("ordinary kind")
@@ -126,7 +122,7 @@ def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(r
     assert note in " ".join(ask(*models, *words).split())
     assert "bits" not in ask(room / "base", room / "upscaled", *words), "the tokens are the same"
     longer["bits_per_byte"] = None  # as of a tokenizer that does not tell places
-    assert [*comparison_table(report).columns[2].cells] == [
+    assert [*cli.comparison_table(report).columns[2].cells] == [
         *(
             f"{report['models'][1]['parameters']:,}",
             f"{longer['perplexity']:.4f}",
@@ -136,7 +132,7 @@ def test_models_that_read_a_text_in_different_tokens_are_compared_by_its_bytes(r
     ]
 
 
-def test_windows_of_different_lengths_are_told(room, tmp_path, ask):
+def test_windows_of_different_lengths_are_noted(room, tmp_path, ask):
     short = shutil.copytree(room / "base", tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
@@ -158,7 +154,7 @@ def test_short_text_is_measured_whole_in_one_window(room, tmp_path, ask):
     assert "Windows have other" not in " ".join(ask(*asked).split())
 
 
-def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp_path, capsys):
+def test_column_of_a_folder_is_read_and_unread_files_are_noted(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode())
     for name in ("b.doc", "c.doc", "d.pdf"):
         (tmp_path / name).touch()
@@ -170,14 +166,14 @@ def test_a_column_of_a_folder_is_read_and_it_is_told_what_was_not_read(room, tmp
     assert measured["tokens"] == len(("ü" + TEXT).encode()) - 1
 
 
-def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, ask):
+def test_options_override_settings_of_a_file(room, tmp_path, ask):
     (tmp_path / "a.yaml").write_text(f"text: {room / 'text.txt'}\nsequence_length: 16\nbatch_size: 2\n")
     report = ask(room / "base", "--config", tmp_path / "a.yaml", "--sequence-length", 32, "--json")
     assert report["models"][0]["perplexity"]["sequence_length"] == 32
     assert report["settings"]["batch_size"] == 2
 
 
-def test_help_is_plain_and_names_every_setting(ask):
+def test_help_names_every_setting(ask):
     printed = ask("--help")
     assert "╭" not in printed
     named = {words[0] for line in printed.splitlines() if (words := line.split())}
@@ -202,7 +198,7 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         (["{base}", "--text", "{text}", "--retriever", "{room}/absent"], "absent', which does not exist; expected a tree of topics."),
     ],
 )  # fmt: skip
-def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
+def test_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
     places = {"room": room, "base": room / "base", "text": room / "text.txt"}
     status, line = refusal(capsys, *(argument.format(**places) for argument in arguments))
     assert status == 2
@@ -211,7 +207,7 @@ def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, mes
 
 
 @pytest.mark.parametrize("measure", ["text", "tasks"])
-def test_ids_that_the_model_does_not_embed_get_one_line_and_status_2(room, words, tmp_path, capsys, measure):
+def test_ids_beyond_the_embedding_are_refused(room, words, tmp_path, capsys, measure):
     save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)
     asked = {"text": words, "tasks": ("--tasks", "piqa", "--data", room / "questions")}
     status, line = refusal(capsys, tmp_path, *asked[measure])
@@ -222,7 +218,7 @@ def test_ids_that_the_model_does_not_embed_get_one_line_and_status_2(room, words
     assert re.search(message, line)
 
 
-def test_work_that_fails_gets_one_line_and_status_1(room, words, tmp_path, capsys):
+def test_failed_work_gets_one_line_and_status_1(room, words, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(room / "base")
     model.model.norm.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path)
@@ -232,7 +228,7 @@ def test_work_that_fails_gets_one_line_and_status_1(room, words, tmp_path, capsy
     assert "RuntimeError: the loss of text 'text' is not a finite number" in line
 
 
-def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monkeypatch):
+def test_missing_harness_names_the_extra_to_install(room, capsys, monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("lm_eval.", "midus_hf.evaluation.harness"))]:
         monkeypatch.delitem(sys.modules, name)  # Python finds a loaded submodule without its package
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -283,7 +279,7 @@ def write_task(folder, noisy: bool = False) -> list[str]:
     return ["--tasks", "mine", "--include-path", str(folder), "--device", "cpu"]
 
 
-def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, ask):
+def test_every_metric_of_an_own_task_is_shown(room, tmp_path, ask):
     words = [room / "base", *write_task(tmp_path)]
     scores = ask(*words, "--json")["models"][0]["tasks"]["mine"]
     assert scores["shininess_stderr"] == pytest.approx(math.sqrt(5 / 3) / 2)
@@ -298,7 +294,7 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, ask):
     assert not any("stderr" in measure or "num_" in measure for measure in printed)
 
 
-def test_what_libraries_say_is_not_shown_unless_it_is_an_error(asked_for_json):
+def test_only_errors_of_libraries_are_shown(asked_for_json):
     assert set(asked_for_json.stderr.splitlines()) == {"an error of a library"}
     assert "chatter" not in asked_for_json.stdout
 
@@ -328,91 +324,6 @@ def test_every_recipe_is_read(recipe):
         ({"tasks": ["piqa"], "path_column": "i"}, "path_column is 'i', but there is no text to measure"),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(options, message):
+def test_contradicting_settings_are_refused(options, message):
     with refused(message):
         EvaluationSettings(**options)
-
-
-def test_results_are_written_into_the_cards_of_folders_as_the_hub_reads_them(room, words, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("base", "upscaled")]
-    for folder in folders:
-        shutil.copytree(room / folder.name, folder)
-    text = "---\r\nlicense: mit\r\nx: ü\r\n---\r\n# Title\r\nand more\r\n"
-    (folders[1] / "README.md").write_bytes(text.encode())
-    asked = [*folders, *words, *write_task(tmp_path), "--limit", 2, "--write-card"]
-    assert cli.main([*map(str, asked), "--json"]) == 0
-    printed = capsys.readouterr()
-    for folder, measured in zip(folders, json.loads(printed.out)["models"], strict=True):
-        card = folder / "README.md"
-        assert f"{card}: results in its metadata: 3 new, 0 earlier" in printed.err.splitlines()
-        assert f"{card}: no worst of mine, which is not finite" in printed.err.splitlines()
-        data = ModelCard.load(card).data
-        assert data.model_name == folder.name
-        perplexity, *of_task = data.eval_results
-        assert perplexity.metric_value == measured["perplexity"]["perplexity"]
-        assert (perplexity.task_type, perplexity.dataset_name) == ("text-generation", "text.txt")
-        assert (perplexity.metric_type, perplexity.dataset_split) == ("perplexity", None)
-        of_text = {"sequence_length": 32, "tokens": len(TEXT) - 1}
-        assert perplexity.metric_args == {**of_text, "tokens_sha256": measured["perplexity"]["tokens_sha256"]}
-        values = {result.metric_type: result.metric_value for result in of_task}
-        assert values == {name: measured["tasks"]["mine"][name] for name in ("shininess", "spread")}
-        assert all(result.metric_args == {"task": "mine", "num_few_shot": 0, "limit": 2} for result in of_task)
-    written = (folders[1] / "README.md").read_bytes().decode()
-    assert written.startswith("---\r\nlicense: mit\r\nx: ü\r\nmodel-index:")
-    assert written.endswith("---\r\n# Title\r\nand more\r\n")
-
-    # The same measure replaces its value, another one stands beside it, and what others wrote stays.
-    card = ModelCard.load(folders[0] / "README.md")
-    card.data.eval_results[0].metric_value = 1.0
-    other = EvalResult("text-generation", "piqa", "PIQA", "accuracy", 0.5, verified=True, verify_token="t")
-    card.data.eval_results.append(other)
-    card.save(folders[0] / "README.md")
-    for length, count in ((32, 4), (16, 5)):
-        cli.main([*map(str, (folders[0], *words[:2], "--sequence-length", length, "--write-card"))])
-        results = ModelCard.load(folders[0] / "README.md").data.eval_results
-        assert len(results) == count and other in results
-        assert 1.0 not in [result.metric_value for result in results]
-    (tmp_path / "text.txt").write_text(TEXT[::-1])  # another text of the same name and length
-    cli.main([*map(str, (folders[0], "--text", tmp_path / "text.txt", "--sequence-length", 16, "--write-card"))])
-    assert len(ModelCard.load(folders[0] / "README.md").data.eval_results) == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "---\nmodel-index:\n- broken\n---\n",
-            "README.md is not a model card that can be read (Invalid `model_index`",
-        ),
-        ("---\na: [\n---\n", "README.md is not a model card that can be read (while parsing a flow node"),
-        (
-            None,
-            "--write-card expects a folder here that can be written to. Download the model (hf download), or leave",
-        ),
-    ],
-)
-def test_a_card_that_cannot_be_written_is_refused_before_a_model_is_measured(
-    room, words, tmp_path, capsys, monkeypatch, text, message
-):
-    shutil.copytree(room / "base", tmp_path / "model")
-    if text is None:
-        monkeypatch.setattr(os, "access", lambda path, mode: False)  # as of a folder of somebody else
-    else:
-        (tmp_path / "model" / "README.md").write_text(text)
-    monkeypatch.setattr("midus_hf.evaluation.evaluate.load_for_reading", None)
-    status, line = refusal(capsys, tmp_path / "model", *words, "--write-card")
-    assert status == 2 and message in line
-
-
-def test_a_perplexity_that_cannot_be_compared_and_blocks_that_were_not_read_are_told_in_the_card(tmp_path):
-    dataset = {"id": "wikitext", "config": "wikitext-2-raw-v1", "split": "test"}
-    perplexity = {"perplexity": 3.0, "tokens": 9, "tokens_sha256": "ab", "sequence_length": 4, "dataset": dataset}
-    settings = dataclasses.asdict(EvaluationSettings(text="wikitext", dtype="bfloat16"))
-    report = {"model": str(tmp_path), "causal": True, "reads_blocks": False, "perplexity": perplexity, "tasks": {}}
-    write_results({"models": [report], "settings": settings})
-    (result,) = ModelCard.load(tmp_path / "README.md").data.eval_results
-    assert (result.dataset_type, result.dataset_config, result.dataset_split) == tuple(dataset.values())
-    how = {"sequence_length": 4, "tokens": 9, "tokens_sha256": "ab"}
-    assert result.metric_args == {"dtype": "bfloat16", "reads_blocks": False, **how}
-    (line,) = write_results({"models": [{**report, "causal": False}], "settings": settings})
-    assert line.endswith("no perplexity, since it cannot be compared: the model reads tokens before it predicts them")

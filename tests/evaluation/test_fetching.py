@@ -13,14 +13,13 @@ from topics.tiny_bert import WIDTH
 from topics.trees import random_tree
 
 from midus_hf.cli.evaluate import main
-from midus_hf.evaluation.evaluate import evaluate
-from midus_hf.evaluation.fetching import fetches_blocks, fetching, question_of
+from midus_hf.evaluation.fetching import fetches_blocks, fetching
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import TreeOrigin
 
 pytest.importorskip("lm_eval")
 
-from midus_hf.evaluation.harness import FetchingLM, Tasks
+from midus_hf.evaluation.harness import FetchingLM, Tasks, question_of
 
 DOCUMENTS = ["The sky is blue, and the sea is deep.", "Lions eat.", "x", "Two and two are four; so they say. " * 3]
 
@@ -57,7 +56,7 @@ def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, 
 
 
 @pytest.mark.parametrize("window", [8, 16])
-def test_perplexity_is_that_of_documents_apart_each_with_the_blocks_of_its_path(model, window):
+def test_perplexity_is_of_documents_with_their_own_blocks(model, window):
     result = perplexity(
         model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True, find_paths=find_paths, batch_size=3
     )
@@ -70,7 +69,7 @@ def test_perplexity_is_that_of_documents_apart_each_with_the_blocks_of_its_path(
     assert abs(without.perplexity - result.perplexity) > 1e-3 * without.perplexity
 
 
-def test_whoever_calls_the_model_within_fetches_a_path(model):
+def test_every_call_within_the_context_fetches_the_path(model):
     tokens = torch.arange(1, 9)[None].expand(3, -1)
     with torch.no_grad():
         expected = model(tokens, memory_ids=torch.tensor([[1, 4]] * 3)).logits
@@ -81,7 +80,7 @@ def test_whoever_calls_the_model_within_fetches_a_path(model):
     assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
 
 
-def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(model, tmp_path):
+def test_paths_are_of_questions_without_worked_examples(model, tmp_path):
     tasks = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions"))
     requests = []
 
@@ -110,7 +109,7 @@ def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
         assert value == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
+def test_question_is_what_contexts_have_in_common():
     contexts = [f"The trophy does not fit since the {name}" for name in ("trophy", "case")]
     told = {"doc_to_text": 1, "doc_to_choice": contexts, "doc_to_target": "is too large."}
     task = SimpleNamespace(**{name: lambda _, words=words: words for name, words in told.items()})
@@ -123,7 +122,7 @@ def write_rows(path, *rows) -> list[str]:
     return ["--text", str(path), "--sequence-length", "16", "--json"]
 
 
-def test_the_command_measures_by_a_tree(saved, model, tmp_path, capsys):
+def test_command_measures_by_a_tree(saved, model, tmp_path, capsys):
     texts = [f"w{i} w{i + 1} w{2 * i} " * 4 for i in range(6)]
     words = [str(saved.model), *write_rows(tmp_path / "texts.jsonl", *({"text": text} for text in texts))]
     main([*words, "--retriever", str(saved.tree)])
@@ -140,7 +139,7 @@ def test_the_command_measures_by_a_tree(saved, model, tmp_path, capsys):
     assert perplexity(model, byte_tokenizer(), texts, **arguments).perplexity != pytest.approx(expected, rel=1e-3)
 
 
-def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(saved, model, tmp_path, capsys):
+def test_command_measures_by_the_paths_of_rows(saved, model, tmp_path, capsys):
     paths = find_paths(DOCUMENTS).tolist()
     rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
     rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
@@ -158,7 +157,7 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(saved
 
 
 @pytest.mark.parametrize(("branching", "levels"), [(2, 2), (3, 3)], ids=["fewer-children", "more-levels"])
-def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, saved, tmp_path, capsys):
+def test_tree_of_another_shape_is_refused(branching, levels, saved, tmp_path, capsys):
     """By fewer children every node has a block, of other topics."""
     origin = TreeOrigin(embedding_model=str(saved.bert))
     random_tree(branching, levels, width=WIDTH, origin=origin).save(tmp_path / "tree")
@@ -171,9 +170,9 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
     assert message in capsys.readouterr().err
 
 
-def test_paths_in_another_tree_are_refused_before_anything_is_measured(saved, tmp_path, capsys, monkeypatch):
+def test_paths_in_another_tree_are_refused_before_measuring(saved, tmp_path, capsys, monkeypatch):
     measured: list[object] = []
-    monkeypatch.setitem(evaluate.__globals__, "row_losses", lambda *_, **__: measured.append(1))
+    monkeypatch.setattr("midus_hf.evaluation.text_rows.row_losses", lambda *_, **__: measured.append(1))
     rows = [*({"text": "a word " * 50, "memory_ids": [0, 0]} for _ in range(20)), {"text": "b", "memory_ids": [2, 9]}]
     words = write_rows(tmp_path / "texts.jsonl", *rows)
     assert main([str(saved.model), *words, "--path-column", "memory_ids"]) == 2

@@ -15,8 +15,6 @@ from models.fresh_process import run_python
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.local_tasks import load_local_task
-
 pytest.importorskip("lm_eval")
 
 from lm_eval import evaluator
@@ -24,7 +22,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import set_torch_seed
 
-from midus_hf.evaluation.harness import Tasks
+from midus_hf.evaluation.harness import Tasks, load_local_task
 
 PROMPTS = {
     "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),

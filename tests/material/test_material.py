@@ -21,7 +21,7 @@ from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from material.stages import mixed, stages
 from midus_hf.data.corpus import read_corpus
-from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+from midus_hf.evaluation.harness import load_local_task, local_task_names
 from midus_hf.memories.packs.names import NameIndex, find_names, name_of
 from midus_hf.topics.memory_retriever import TextEmbedder
 
