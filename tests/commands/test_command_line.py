@@ -80,7 +80,7 @@ SUBCOMMANDS = (
 def room(tmp_path, monkeypatch):
     """A working directory with the files that requests name; a comparison does not look into its base and texts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("midus_hf.compare.runs.check", lambda *_: None)
+    monkeypatch.setattr("midus_hf.compare.plan.check", lambda *_: None)
     (tmp_path / "text.txt").write_text("A text.")
     (tmp_path / "empty.txt").touch()
     for encoding in ("latin", "utf-16"):
