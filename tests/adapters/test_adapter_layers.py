@@ -35,7 +35,7 @@ def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tm
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
 
 
-def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well_as_the_first_or_the_second(upscaled, tmp_path):
+def test_adapter_of_the_base_s_stack_is_refused(upscaled, tmp_path):
     folder, config = upscaled("llama"), LoraConfig(**TARGETS)
     get_peft_model(AutoModel.from_pretrained(folder.parent / "base"), config).save_pretrained(tmp_path)
     with refused(r"none for 4, 5, which its targets also match"):
@@ -45,7 +45,7 @@ def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well_as_the_first_or_
 
 
 @pytest.mark.parametrize("of", ["targets", "lora_config", "last layers"])
-def test_an_adapter_of_the_upscaled_model_is_loaded_wherever_that_lies(of, upscaled, tmp_path, recwarn):
+def test_adapter_of_a_moved_upscaled_model_is_loaded(of, upscaled, tmp_path, recwarn):
     model = AutoModelForCausalLM.from_pretrained(shutil.copytree(upscaled("llama"), tmp_path / "model"))
     config = lora_config(model, r=2) if of == "lora_config" else LoraConfig(**TARGETS)
     if of == "last layers":
@@ -62,9 +62,7 @@ def test_an_adapter_of_the_upscaled_model_is_loaded_wherever_that_lies(of, upsca
 
 
 @pytest.mark.parametrize("loader", ["peft", "transformers"])
-def test_an_adapter_of_some_layers_is_loaded_with_a_warning_where_it_was_trained_on_another_model(
-    loader, upscaled, tmp_path
-):
+def test_adapter_of_few_layers_from_another_model_warns(loader, upscaled, tmp_path):
     folder = upscaled("llama")
     config = LoraConfig(**TARGETS, layers_to_transform=[0, 1])
     save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")

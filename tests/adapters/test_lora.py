@@ -32,7 +32,7 @@ def fresh_model():
     return model
 
 
-def test_the_offered_config_has_options_of_peft_and_trains_new_layers_whole_with_their_groups():
+def test_lora_config_trains_new_layers_whole():
     for model, new in ((fresh_model(), NEW_LAYERS), (tiny_model("mistral"), [2])):  # which is of a dense method
         model.config.upscale = {"new_layers": new, "trainable": "new"}
         config = lora_config(
@@ -59,7 +59,7 @@ def test_the_offered_config_has_options_of_peft_and_trains_new_layers_whole_with
             assert all(name.endswith(of_memory) for name in kinds.get(kind, []))
 
 
-def test_slots_are_counted_of_the_layers_that_train():
+def test_usage_counts_slots_of_trained_layers():
     model = upscaled_model("llama")
     model.config.upscale = {"new_layers": NEW_LAYERS}
     with record_usage(model) as plain:
@@ -71,7 +71,7 @@ def test_slots_are_counted_of_the_layers_that_train():
     assert all(torch.equal(counts, plain[layer]) and counts.any() for layer, counts in usage.items())
 
 
-def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
+def test_plain_or_wrapped_models_are_refused():
     with refused(r"this llama model records no new layers in upscale.new_layers, which would"):
         lora_config(tiny_model("llama"))
     model = fresh_model()
@@ -112,7 +112,7 @@ def test_adapters_land_on_the_projections_that_a_block_has(family, targets):
     "kind",
     by_default(["default", "reused", "projected", "some", *FETCHING, "own"], [*DEPTH, *FETCHING, "own", "heads"]),
 )
-def test_adapters_on_all_projections_change_nothing_then_act_and_are_merged(native_family, kind, tmp_path):
+def test_adapters_on_memories_act_and_are_merged(native_family, kind, tmp_path):
     tokens, inputs = prompt(6), {"memory_ids": IDS} if kind in FETCHING else {}
     if kind in FETCHING:
         model = hierarchical_model(native_family, kind, tmp_path)
@@ -178,7 +178,7 @@ def test_copies_that_peft_trains_are_read():
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's word
-def test_a_prompt_trains_and_a_prefix_where_memories_keep_nothing_of_the_sequence():
+def test_prompt_trains_and_prefix_without_states():
     def loss(kind: type, routing: str) -> torch.Tensor:
         torch.manual_seed(0)
         config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -50,7 +50,7 @@ def copies(base, tmp_path_factory) -> Path:
     return folder
 
 
-def test_they_train_the_linear_layers_and_are_merged(base, config_for, tmp_path):
+def test_adapters_train_linear_layers_and_are_merged(base, config_for, tmp_path):
     run = PreparedRun(config_for(model=base, adapters=LORA, max_steps=4))
     prompt, adapted = torch.tensor([[5, 9, 12, EOS_ID, 7]]), []
 
@@ -68,7 +68,7 @@ def test_they_train_the_linear_layers_and_are_merged(base, config_for, tmp_path)
     assert not list((tmp_path / "out").glob("adapter*"))
 
 
-def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(base, config_for, tmp_path):
+def test_adapters_of_bfloat16_models_are_float32(base, config_for, tmp_path):
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
@@ -80,7 +80,7 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(base, config_for, t
     assert all(value.dtype == torch.bfloat16 for value in weights(tmp_path / "out").values())
 
 
-def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(upscaled, config_for, tmp_path, capsys):
+def test_new_parameters_train_whole_with_adapters(upscaled, config_for, tmp_path, capsys):
     model = upscaled("llama")
     options = {"max_steps": 4, "adapters": LORA}
     run_training(config_for(**options))
@@ -123,7 +123,7 @@ def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, fetching, tm
     assert not bank_of(tmp_path / "all").written(1)
 
 
-def test_they_may_be_on_all_layers_or_on_those_that_peft_is_given(copies, config_for, tmp_path, capsys):
+def test_adapters_can_be_on_all_or_on_named_layers(copies, config_for, tmp_path, capsys):
     every = linear(weights(copies))
     new = {name for name in every if re.search(r"layers\.[25]\.", name)}
     named = {"layers_to_transform": [2, 5], "target_modules": sorted({name.split(".")[-2] for name in every})}
@@ -159,7 +159,7 @@ OF_ZEROS = (
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_is_written(model, adapters, message, request, config_for, tmp_path):
+def test_wrong_adapters_are_refused_before_writing(model, adapters, message, request, config_for, tmp_path):
     """DoRA among it, on new layers whose weights are zero."""
     arguments = config_for(model=request.getfixturevalue(model), adapters=adapters)
     if message is None:
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(model, adapters, m
         assert not (tmp_path / "out").exists()
 
 
-def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscaled):
+def test_mamba_modules_are_refused_for_hosted_types(upscaled):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     model.model.layers[0].self_attn.out_proj = torch.nn.Linear(32, 32)
     model.config.model_type = "midus_falcon_h1"
@@ -178,7 +178,7 @@ def test_modules_that_mamba_reads_by_itself_are_refused_for_our_types_too(upscal
         add_adapters(ModelView(model), {"layers": "all", "target_modules": ["out_proj"]})
 
 
-def test_defaults_are_those_of_the_commands_and_without_peft_it_is_named(base, config_for, without):
+def test_adapter_defaults_and_missing_peft_is_named(base, config_for, without):
     config, trains_new = read_adapters({})
     assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
     assert config.task_type == "CAUSAL_LM" and trains_new

@@ -39,7 +39,7 @@ def output_and_gradients(model: torch.nn.Module, given: torch.Tensor, forward: A
     return {"output": output.detach(), **dict(zip(parameters, gradients, strict=True))}
 
 
-def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
+def test_cached_step_is_one_graph_with_one_call_of_the_op():
     model, graphs, logits = upscaled_model("llama", attention="eager", num_hidden_layers=2, new_layers=(1,)), [], []
 
     def counting(graph, _):
@@ -63,7 +63,7 @@ def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
     reason="inductor does not support ATEN_CPU_CAPABILITY=default on every processor",
 )
 @pytest.mark.parametrize("part", by_default(["model.layers.0.memory"], ["model.layers.0.memory", ""]))
-def test_inductor_compiles_a_memory_or_the_whole_model_for_training(part):
+def test_inductor_compiles_memory_and_model_for_training(part):
     model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,)).get_submodule(part)
     given = prompt() if part == "" else torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True)
@@ -73,7 +73,7 @@ def test_inductor_compiles_a_memory_or_the_whole_model_for_training(part):
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
-def test_a_pass_without_gradients_between_two_with_them_changes_neither():
+def test_pass_without_gradients_changes_no_pass_around_it():
     """It calls the memory directly, past what torch knows of the op."""
     model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,))
     tables = list(model.model.layers[0].memory.parameters())
@@ -88,7 +88,7 @@ def test_a_pass_without_gradients_between_two_with_them_changes_neither():
 
 
 @pytest.mark.parametrize(("name", "case"), by_default(USUAL, ALL, fewest=FEWEST))
-def test_generation_with_a_static_cache_compiles_nothing_after_the_first_call(name, case, tmp_path):
+def test_static_cache_generation_compiles_once(name, case, tmp_path):
     model, graphs = CASES[case].model(name, tmp_path, small=True), []
 
     def counting(graph: Any, _: Any) -> Any:

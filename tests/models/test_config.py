@@ -23,7 +23,7 @@ def config_of(family: str, **changes):
     return type(config)(**{**fields, **changes})
 
 
-def test_memory_entries_and_every_other_field_travel_through_config_json(family, tmp_path):
+def test_every_config_field_survives_config_json(family, tmp_path):
     config = config_of(family, upscale={"method": "by hand", "new_layers": [1, 4]})
     assert config.memory == [ENTRY]
     config.save_pretrained(tmp_path)
@@ -44,7 +44,7 @@ def test_memory_entries_and_every_other_field_travel_through_config_json(family,
 
 
 @pytest.mark.parametrize("memory", [None, []])
-def test_without_entries_the_model_is_the_family_s_own(family, memory, tmp_path):
+def test_model_without_entries_is_the_family_s(family, memory, tmp_path):
     base = tiny_model(family)
     model = MEMORY_FAMILIES[base.config.model_type](host_config(base.config, memory)).eval()
     model.load_state_dict(base.state_dict())
@@ -53,7 +53,7 @@ def test_without_entries_the_model_is_the_family_s_own(family, memory, tmp_path)
     assert model.config.memory == AutoConfig.from_pretrained(tmp_path).memory == []
 
 
-def test_a_config_does_not_share_its_entries_with_the_caller(family):
+def test_config_copies_the_entries_it_is_given(family):
     entry = {"type": "midus-hml", "layers": [1], "n": 8, "k": 3}
     config = config_of(family, memory=[entry])
     entry["n"] = 99
@@ -61,7 +61,7 @@ def test_a_config_does_not_share_its_entries_with_the_caller(family):
     assert config.memory == [{"type": "midus-hml", "layers": [1], "n": 8, "k": 3}]
 
 
-def test_wrong_memory_is_refused_when_the_config_is_made_and_when_it_is_read(family, tmp_path):
+def test_wrong_memory_is_refused_when_made_and_when_read(family, tmp_path):
     """tests/config/test_memory_entries.py has every message."""
     memory, message = [{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8"
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ class _AsTorchaoDoes(torch.nn.Parameter):
     """A parameter of another class, as torchao's are."""
 
 
-def test_a_quantisation_config_that_quantises_what_a_memory_reads_is_refused(tmp_path, monkeypatch):
+def test_quantised_tensors_of_memories_are_refused(tmp_path, monkeypatch):
     upscaled_model("llama").save_pretrained(tmp_path)
     loads = PreTrainedModel.from_pretrained.__func__
 

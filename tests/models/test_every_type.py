@@ -130,7 +130,7 @@ def test_the_reason_is_the_one_that_holds(model_type):
 
 
 @pytest.mark.parametrize(("model_type", "wiring"), by_default(SAMPLE, itertools.product(TYPES, WIRINGS)))
-def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, wiring):
+def test_hosted_type_is_proven_or_lacks_the_part(model_type, wiring):
     refusal = refusal_of(model_type)
     if refusal is not None:
         with pytest.raises(UnknownType) as refused:
@@ -236,7 +236,7 @@ WRONG_LAYERS = {
 
 
 @pytest.mark.parametrize(("wiring", "name", "change", "message"), WRONG_LAYERS.values(), ids=WRONG_LAYERS)
-def test_a_layer_that_is_wired_wrongly_fails_the_proof(wiring, name, change, message, monkeypatch):
+def test_wrong_wiring_of_a_layer_fails_the_proof(wiring, name, change, message, monkeypatch):
     (layer_class,) = FAMILIES["llama"].model_class.layer_classes
     # transformers gives each layer class a forward of its own
     owner = layer_class if name in vars(layer_class) else HostLayer
@@ -314,9 +314,7 @@ WRONG_INSIDE = [
 
 
 @pytest.mark.parametrize(("model_type", "wiring", "owner", "name", "change"), WRONG_INSIDE)
-def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(
-    model_type, wiring, owner, name, change, monkeypatch
-):
+def test_wrong_wiring_inside_a_part_fails_the_proof(model_type, wiring, owner, name, change, monkeypatch):
     """In Qwen 3, since it normalises queries and keys."""
     if isinstance(owner, dict):
         monkeypatch.setitem(owner, name, change(owner[name]))
@@ -336,7 +334,7 @@ def test_a_block_without_gradient_fails_the_proof(monkeypatch):
         prove.__wrapped__("llama", "hier-kv")
 
 
-def test_a_type_of_memory_without_a_proof_of_its_own_needs_all_proofs_of_its_site():
+def test_memory_type_without_proof_needs_all_of_its_site():
     row = dataclasses.replace(
         model_type_of("llama"), wirings=("skip", "hier-kv"), refused=dict.fromkeys(WIRINGS, "no part")
     )
@@ -358,7 +356,7 @@ def test_a_type_that_no_run_proves_is_proven_here(wiring, model_type):
     prove(model_type, wiring)
 
 
-def test_types_that_no_run_proves_have_a_layout_and_a_row_of_families():
+def test_main_types_have_layouts_and_rows():
     assert {*MAIN_TYPES} == {family.config_class.model_type for family in NATIVE_FAMILIES.values()}
     assert [name for name in listed_types() if model_type_of(name).layout] == sorted(MAIN_TYPES)
 
@@ -381,7 +379,7 @@ def test_every_type_has_a_row():
     assert {*TYPES, *composite_types()} <= ROWS.keys()
 
 
-def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tmp_path, monkeypatch):
+def test_unlisted_type_is_refused_with_its_proof_command(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(types, "FILE", tmp_path / "types.json")
     rows = dict(ROWS)
@@ -413,7 +411,7 @@ def test_a_type_that_is_not_listed_is_refused_with_the_command_that_proves_it(tm
         [clear() for clear in fresh]
 
 
-def test_another_version_of_transformers_has_the_same_tensors_or_is_refused(monkeypatch):
+def test_other_transformers_needs_the_same_tensors(monkeypatch):
     monkeypatch.setattr(template, "installed_version", lambda: "9.1")
     row = model_type_of("llama")
     template._check_version(row)
@@ -474,7 +472,7 @@ def test_a_model_that_cannot_be_built_is_named(monkeypatch):
         tiny_model("llama")
 
 
-def test_a_tiny_model_leaves_random_numbers_as_they_were_and_is_always_the_same():
+def test_tiny_model_is_deterministic_and_keeps_the_rng():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -513,7 +511,7 @@ def refusing_an_argument(forward):
         ),
     ],
 )
-def test_a_stack_that_takes_no_arguments_for_its_layers_is_refused(change, message, monkeypatch):
+def test_stack_without_layer_arguments_is_refused(change, message, monkeypatch):
     monkeypatch.setattr(LlamaModel, "forward", change(LlamaModel.forward))
     with pytest.raises(UnknownType, match=f"^{message}"):
         architecture_of.__wrapped__("llama")

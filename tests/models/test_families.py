@@ -39,7 +39,7 @@ def test_source_of_a_family_is_renewed_in_the_cache(tmp_path, monkeypatch):
     assert all(path.is_relative_to(tmp_path / "midus_hf" / "families") for path in paths)
 
 
-def test_cache_that_cannot_be_written_leaves_the_source_in_memory(tmp_path):
+def test_unwritable_cache_leaves_the_source_in_memory(tmp_path):
     (tmp_path / "file").write_text("")
     code = """
 import inspect, os, sys
@@ -70,7 +70,7 @@ def test_parts_of_other_names_and_orders_are_read(model_type, network):
     assert ("adds_mixer = False" in source) == (model_type == "cohere")
 
 
-def test_another_process_reads_pickled_configs_and_makes_classes_of_types_that_are_named(tmp_path):
+def test_fresh_process_unpickles_configs_and_makes_named_types(tmp_path):
     config = FAMILIES["llama"].config_class(num_hidden_layers=1)
     (tmp_path / "config.pkl").write_bytes(pickle.dumps(config))
     code = """

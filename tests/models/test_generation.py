@@ -133,7 +133,7 @@ def test_later_tokens_change_no_earlier_logits(native_family, case, tmp_path):
 
 
 @pytest.mark.filterwarnings("always:`past_key_values` is deprecated:FutureWarning")
-def test_the_older_name_of_the_cache_is_warned_of_where_transformers_warns(family):
+def test_older_cache_name_warns_as_transformers_does(family):
     model, caches = upscaled_model(family), [DynamicCache(), DynamicCache(), DynamicCache()]
     native = tiny_model(family)
     tokens = prompt()
@@ -149,7 +149,7 @@ def test_the_older_name_of_the_cache_is_warned_of_where_transformers_warns(famil
             model(tokens, cache=DynamicCache(), past_key_values=caches[1])
 
 
-def test_the_padding_of_a_new_token_has_one_stride_whatever_stands_before():
+def test_padding_mask_of_a_step_has_one_stride():
     """Compiled decoding would be compiled again for each token, if the strides of an argument grew."""
     model = CASES["chunk"].model("llama", None)
     strides = set()

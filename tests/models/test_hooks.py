@@ -63,7 +63,7 @@ def wrapped(module):
 
 @on_rows
 @pytest.mark.parametrize("change", [replaced, wrapped])
-def test_modules_that_take_the_place_of_others_run_the_hooks_once(row, change, tmp_path):
+def test_replaced_modules_run_hooks_once(row, change, tmp_path):
     model = CASES[row].model(FAMILY, tmp_path)
     before = logits_of(model, row)
     for layer in layers_with_sites(model):
@@ -170,7 +170,7 @@ def is_same(before, after):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @on_rows
-def test_a_pass_that_trains_leaves_no_attribute_of_a_module_changed(row, checkpointed, tmp_path):
+def test_training_pass_changes_no_module_attribute(row, checkpointed, tmp_path):
     model = CASES[row].model(FAMILY, tmp_path).train()
     if checkpointed:
         enable_checkpointing(model, use_reentrant=False)

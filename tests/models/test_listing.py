@@ -59,7 +59,7 @@ def test_the_trainer_shifts_labels_where_the_package_is_absent(tmp_path):
     run_python(_SMOOTHED + code, tmp_path, package_present=False)
 
 
-def test_adapters_of_experts_from_before_transformers_5_find_the_experts():
+def test_older_expert_adapters_find_the_experts():
     peft = pytest.importorskip("peft")
     base = type_model("mixtral")
     host_type("mixtral")
@@ -96,7 +96,7 @@ def test_only_the_module_transformers_shows_the_classes():
     assert not hasattr(transformers.models, name) and not hasattr(transformers.models.llama, name)
 
 
-def test_a_family_that_cannot_be_made_is_a_warning_and_the_others_load(tmp_path):
+def test_broken_family_warns_and_others_load(tmp_path):
     program = """
         import warnings
         from transformers.models.qwen2 import modeling_qwen2

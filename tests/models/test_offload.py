@@ -12,7 +12,7 @@ TWO_TOKENS = {**GREEDY, "max_new_tokens": 2, "min_new_tokens": 2}
 
 
 @pytest.mark.parametrize(("case", "layers"), chosen_in_turn(["odd", "all"]))
-def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(native_family, case, layers, tmp_path):
+def test_offloaded_layers_give_the_same_output(native_family, case, layers, tmp_path):
     model, arguments = CASES[case].model(native_family, tmp_path / "made", torch.float32), CASES[case].given()
     expected, generated = logits(model, prompt(), **arguments), model.generate(prompt(), **TWO_TOKENS, **arguments)
     saved = tmp_path / "saved"

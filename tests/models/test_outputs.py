@@ -23,7 +23,7 @@ SHARING = {
 
 @pytest.mark.parametrize("kind", SHARING)
 @torch.no_grad()
-def test_layers_compute_what_is_stated_of_the_base_with_the_tables_of_their_group(native_family, kind):
+def test_layers_with_shared_tables_match_the_stated_base(native_family, kind):
     model, native, inputs = SHARING[kind](native_family), tiny_model(native_family, torch.float64), {}
     ((name, entry),) = model.config.memories().attached.items()
     memories = [model.model.layers[layer].memories[name] for layer in entry.layers]

@@ -55,14 +55,14 @@ def behind_text(base, text, asked, first=0, **places):
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_behind_a_name_the_model_computes_what_the_base_computes_behind_its_text(family):
+def test_logits_after_a_name_are_those_after_its_text(family):
     base, model = both(family)
     assert IN_FRONT.shape[1] + TEXT.shape[1] + ASKED.shape[1] < WINDOW
     torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(model, ASKED), logits(base, ASKED), atol=1e-3)
 
 
-def test_attentions_are_the_weights_of_the_softmax_over_packs_and_the_sequence():
+def test_attentions_are_weights_over_packs_and_sequence():
     base, model = both("llama")
     for each in (base, model):
         each.set_attn_implementation("eager")
@@ -79,7 +79,7 @@ def test_attentions_are_the_weights_of_the_softmax_over_packs_and_the_sequence()
     assert all(map(torch.equal, as_ever, of_base)), "no pack is read"
 
 
-def test_a_text_is_read_from_the_last_token_of_its_name_on():
+def test_text_is_read_from_the_last_token_of_its_name():
     base, model = both("llama")
     text, asked, last = ids(ENTRIES[1].text), ids("So gold is"), ids("So gold").shape[1] - 1
     torch.testing.assert_close(logits(model, asked), behind_text(base, text, asked, first=last), rtol=1e-4, atol=1e-5)
@@ -97,7 +97,7 @@ def test_up_to_a_name_every_bit_is_the_bases(family, dtype):
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_a_pack_stands_at_its_distance_from_the_name_wherever_that_stands(family):
+def test_pack_keeps_its_distance_from_the_name(family):
     base, model = both(family, distance=2)
     torch.testing.assert_close(logits(model, ASKED), behind_text(base, TEXT, ASKED, distance=2), rtol=1e-4, atol=1e-5)
     count = ASKED.shape[1]
@@ -143,7 +143,7 @@ def test_entries_open_together_are_read_as_one_text():
     torch.testing.assert_close(logits(model, ASKED), behind_text(base, ids("(3) W"), ASKED), rtol=1e-4, atol=1e-5)
 
 
-def test_in_a_chat_a_text_is_read_as_what_a_user_says_and_then_the_words_before_the_name():
+def test_chat_text_is_read_in_a_user_turn_before_the_words():
     base, tokenizer = tiny_model("llama", torch.float32), chat_tokenizer()
     options = {**AS_IF_IN_FRONT, "score_bias": 3.0, "chat_score_bias": 0.0}
     model = pack_model("llama", torch.float32, ENTRIES, options=options, tokenizer=tokenizer)
@@ -155,7 +155,7 @@ def test_in_a_chat_a_text_is_read_as_what_a_user_says_and_then_the_words_before_
     torch.testing.assert_close(in_parts, logits(model, asked), rtol=1e-4, atol=1e-5)
 
 
-def test_a_conversation_goes_on_where_rows_were_exchanged_or_taken_back():
+def test_conversation_survives_exchanged_and_cropped_rows():
     """Packs that belong to a question are made again from the ids before, which the cache keeps."""
     model = pack_model("llama", torch.float32, ENTRIES, tokenizer=chat_tokenizer())
     asked = torch.cat([ids("(Q) Is it gold\n(A) So"), ids("(Q) Or is gold\n(A) No")])
@@ -170,7 +170,7 @@ def test_a_conversation_goes_on_where_rows_were_exchanged_or_taken_back():
     torch.testing.assert_close(rest, expected.flip(0)[:, -18:], rtol=1e-4, atol=1e-5)
 
 
-def test_steps_go_on_where_rows_were_exchanged_copied_or_taken_back():
+def test_steps_survive_exchanged_copied_and_cropped_rows():
     _, model = both("llama")
     before, after = torch.cat([ids("So gold is (q"), ids("So zinc is (q")]), torch.cat([ids("; no"), ids("? no")])
     expected = logits(model, torch.cat([torch.cat([before, before.flip(0)]), torch.cat([after] * 2)], 1))
@@ -197,7 +197,7 @@ def test_steps_go_on_where_rows_were_exchanged_copied_or_taken_back():
     torch.testing.assert_close(rest(taken_back), expected[:2, length:], rtol=1e-4, atol=1e-5)
 
 
-def test_layers_that_skip_packs_compute_as_the_base_and_others_read_on():
+def test_layers_without_packs_compute_as_the_base():
     base, model = both("llama")
     with without_memories(model.model.layers, ["packs"]):
         assert torch.equal(logits(model, ASKED), logits(base, ASKED))
@@ -218,7 +218,7 @@ def test_texts_are_read_up_to_their_most_tokens():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_of_padded_rows_are_finite_and_those_of_the_rows_alone(side, attention):
+def test_gradients_of_padded_rows_are_those_of_single_rows(side, attention):
     model = pack_model("llama", torch.float32, ENTRIES).train()
     model.set_attn_implementation(attention)
     rows = [ids("So gold is it"), ids(" q: a")]
@@ -304,7 +304,7 @@ def test_packs_are_those_of_the_adapters_that_are_on():
     torch.testing.assert_close(logits(merged, ASKED), on, rtol=1e-4, atol=1e-5)
 
 
-def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on():
+def test_changed_entries_hold_from_the_next_pass_on():
     base, model = both("llama")
     for_each = {name: ids(f"So {name} is") for name in ("gold", "q", "lead")}
     before = {name: logits(model, tokens) for name, tokens in for_each.items()}
@@ -322,7 +322,7 @@ def test_entries_that_are_added_replaced_and_removed_hold_from_the_next_pass_on(
     assert torch.equal(logits(model, for_each["q"]), before["q"])
 
 
-def test_a_sequence_keeps_its_open_pack_until_another_name_comes():
+def test_open_pack_stays_until_another_name_comes():
     parts, lead = [ids("So gold is"), ids(" of"), ids(" lead.")], Entry(("lead",), "Grey, with a text.")
 
     def computed(entries, *changes):
@@ -351,7 +351,7 @@ def test_a_sequence_keeps_its_open_pack_until_another_name_comes():
     assert not torch.allclose(whole, late) and not torch.allclose(computed([lead], keep, keep, keep), late)
 
 
-def test_a_pass_whose_entry_is_removed_after_its_name_was_found_computes_as_the_base(monkeypatch):
+def test_entry_removed_during_a_pass_is_not_read(monkeypatch):
     base, model = both("llama")
     monkeypatch.setattr(model.glossary, "tokens_of", lambda *_: {})
     assert torch.equal(logits(model, ids("So gold is")), logits(base, ids("So gold is")))
@@ -389,7 +389,7 @@ def test_threads_read_while_another_changes_entries():
     assert not wrong
 
 
-def test_a_glossary_is_saved_and_loaded_and_copied_with_its_model(tmp_path):
+def test_glossary_is_saved_loaded_and_copied_with_its_model(tmp_path):
     _, model = both("llama")
     model.glossary.add("lead", "Grey.", exact=True)
     model.save_pretrained(tmp_path)

@@ -111,7 +111,7 @@ def test_conversations_in_parts_are_computed_as_whole_ones(engine):
 
 @pytest.mark.parametrize("make", [with_engram, with_packs], ids=["engram", "packs"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_prefix_that_another_request_computes_in_the_same_pass_is_read(order, make, engine):
+def test_prefix_computed_in_the_same_pass_is_read(order, make, engine):
     model, tokens = make("llama"), prompt()[:1]
     expected = model.model(tokens, use_cache=False).last_hidden_state.detach()[0]
     stack = served(engine, model)

@@ -71,7 +71,7 @@ def test_tokens_are_generated_with_kept_values_and_a_cache(kind, family):
     assert torch.equal(logits(model), logits(model)) and not torch.equal(logits(model), logits(model, seed=1))
 
 
-def test_a_batch_norm_learns_the_statistics_of_what_would_be_asked():
+def test_batch_norm_learns_statistics_of_content_queries():
     statistics = []
     for addressing in ("content", "random"):
         model = upscaled_model(

@@ -34,7 +34,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
     ).item()
 
 
-def test_the_loss_is_cross_entropy_and_the_mean_of_the_routers_of_each_memory(native_family):
+def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
     """tests/memory/test_router_losses.py has what a router tells; here each is asked again for what it read."""
     behind_layers = {"routing": "token", "site": "behind-layer"}
     memory = [entry(**COEFFICIENTS), entry("chapters-2", (0, 1, 2), **behind_layers, **COEFFICIENTS)]
@@ -108,7 +108,7 @@ def test_reentrant_activation_checkpointing_is_refused():
     model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False, output_router_logits=False).loss.backward()
 
 
-def test_passes_of_one_step_share_the_losses_of_routers_by_their_tokens():
+def test_router_losses_are_shared_by_tokens_of_a_step():
     """With `num_items_in_batch`, cross entropy is divided by the tokens of the step; a router's loss is its mean over tokens."""
     model, labels = model_with().train(), labels_of(prompt(TOKENS))
     labels[1, :6] = -100
@@ -126,7 +126,7 @@ def test_a_model_without_routers_takes_no_such_option_further():
     assert "router_logits" not in output
 
 
-def test_a_trainer_keeps_the_columns_that_routers_read_and_no_predictions_of_what_they_tell():
+def test_trainer_keeps_router_columns_and_no_router_outputs():
     model = model_with()
     names = set(inspect.signature(model.forward).parameters)
     assert {"input_ids", "labels", "token_mask", "output_router_logits"} <= names

@@ -129,7 +129,7 @@ def test_requests_get_the_tokens_that_they_get_one_by_one(family, case, attentio
 
 
 @pytest.mark.parametrize("case", by_default(READ_THE_DEPTH[:2], READ_THE_DEPTH))
-def test_heads_that_read_the_depth_need_attention_that_tells_its_sum(case, tmp_path):
+def test_depth_needs_attention_with_a_log_sum_exp(case, tmp_path):
     model = with_attention(CASES[case].model("qwen3", tmp_path, torch.float32), "sdpa")
     expected = one_by_one(model)
     assert expected != one_by_one(tiny_model("qwen3"))

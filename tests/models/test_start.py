@@ -79,7 +79,7 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
                 assert torch.equal(model(part, **{CACHE: caches[1]}, **arguments).logits, of_base)
 
 
-def test_a_model_from_a_config_has_the_declared_start_values_in_every_layer(native_family):
+def test_new_model_has_the_declared_initial_values(native_family):
     """Build depth attention, whose first layer holds linear layers alone."""
     native = tiny_model(native_family)
     model = host_of(native, {"type": "moda", "layers": [0, 1, 2]})
@@ -90,7 +90,7 @@ def test_a_model_from_a_config_has_the_declared_start_values_in_every_layer(nati
 
 
 @pytest.mark.parametrize("case", [name for name in BASES if name.startswith("depth")])
-def test_what_depth_acts_through_learns_from_the_first_step_and_the_rest_from_the_next(pair, case):
+def test_depth_learns_through_values_and_gates_first(pair, case):
     _, model = pair(case)
     new = {name: value for name, value in model.train().named_parameters() if ".memories." in name}
     gates = {name for name in new if name.endswith("depth_gate")}
@@ -112,7 +112,7 @@ def test_what_depth_acts_through_learns_from_the_first_step_and_the_rest_from_th
 
 
 @pytest.mark.parametrize("case", INSERTED)
-def test_what_is_inserted_learns_by_its_values_alone_and_one_step_on_them_leaves_the_base(pair, case):
+def test_inserted_memory_learns_first_by_its_values(pair, case):
     base, model = pair(case)
     (entry,) = model.config.memories().entries
     learn = {name for name, gradient in loss_and_gradients(model.train(), prompt())[1].items() if gradient.any()}

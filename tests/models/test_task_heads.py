@@ -53,7 +53,7 @@ def head_of(kind, model, **settings):
 
 
 @pytest.mark.parametrize(("case", "kind"), chosen_in_turn(KINDS))
-def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, kind, tmp_path):
+def test_task_head_reads_the_stack_with_memory_inputs(case, kind, tmp_path):
     causal = CASES[case].model("llama", tmp_path)
     head, tokens = head_of(kind, causal), prompt()
     for key, service in causal.model.services.items():
@@ -72,7 +72,7 @@ def test_a_head_reads_what_the_stack_computes_from_all_inputs_of_memories(case, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_of_a_family_is_the_head_of_its_base_where_memories_do_nothing(native_family, kind):
+def test_task_head_without_memories_is_the_base_s(native_family, kind):
     if kind not in kinds_of(native_family):
         pytest.skip("Transformers has no such head of the family")
     config, auto = tiny_model(native_family).config, getattr(transformers, f"AutoModel{kind}")
@@ -110,7 +110,7 @@ def test_the_losses_of_routers_join_the_loss_in_training(kind):
     assert wanted.router_logits and torch.equal(wanted.loss, plain.loss + wanted.aux_loss)
 
 
-def test_heads_on_a_language_model_lack_their_own_tensors_alone_and_load_without_the_package(tmp_path):
+def test_task_heads_of_a_language_model_load_without_the_package(tmp_path):
     chapter_model(routing="chunk", dtype=torch.float32).save_pretrained(tmp_path / "causal")
     expected = {}
     for kind in KINDS:

@@ -40,7 +40,7 @@ CHOSEN = [(name, kind) for name, kind in CHECKPOINTED if name in chosen()]
 
 
 @pytest.mark.parametrize(("case", "use_reentrant"), by_default(CHOSEN, CHECKPOINTED + ALSO_CHECKPOINTED))
-def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_reentrant, tmp_path):
+def test_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_reentrant, tmp_path):
     model, arguments, passes = trained(case, native_family, tmp_path), CASES[case].of_training(prompt()), []
     loss, expected = loss_and_gradients(model, prompt(), **arguments)
     assert {name for name in expected if isinstance(name, str)} == {name for name, _ in model.named_parameters()}
@@ -59,7 +59,7 @@ def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family,
 
 
 @pytest.mark.parametrize("case", chosen(name for name in CASES if name != "packs"))  # which train nothing
-def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_family, case, tmp_path):
+def test_checkpointing_with_a_frozen_base_changes_no_gradient(native_family, case, tmp_path):
     model, arguments = trained(case, native_family, tmp_path), CASES[case].of_training(prompt())
     new = new_parameters(model)
     for name, parameter in model.named_parameters():
@@ -71,7 +71,7 @@ def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_
     check_close(loss_and_gradients(model, prompt(), **arguments)[1], expected, RELATIVE[CASES[case].dtype])
 
 
-def test_a_config_that_asks_for_checkpointing_gets_it_in_every_layer(family):
+def test_config_enables_checkpointing_in_every_layer(family):
     config = upscaled_model(family).config
     for auto in (AutoModel, AutoModelForCausalLM):
         config.gradient_checkpointing = True
@@ -82,7 +82,7 @@ def test_a_config_that_asks_for_checkpointing_gets_it_in_every_layer(family):
 
 
 @pytest.mark.parametrize(("case", "checkpointing"), chosen_in_turn([False, True]))
-def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, case, checkpointing, tmp_path):
+def test_two_passes_before_one_backward_add_gradients(native_family, case, checkpointing, tmp_path):
     model, batches = trained(case, native_family, tmp_path), (prompt(7), prompt(9, batch=1, seed=2))
     arguments = [CASES[case].of_training(tokens) for tokens in batches]
     apart = [loss_and_gradients(model, *both[:1], **both[1])[1] for both in zip(batches, arguments, strict=True)]
@@ -137,7 +137,7 @@ def test_a_graph_reads_the_blocks_that_each_pass_is_given(tmp_path):
 
 # Another rounding lets routers choose other chapters.
 @pytest.mark.parametrize("case", chosen(name for name in CASES if name not in CHAPTERS))
-def test_autocast_changes_a_little_and_nothing_where_memories_do_not_act(native_family, case, tmp_path):
+def test_autocast_keeps_gradients_and_identity(native_family, case, tmp_path):
     tokens, arguments = prompt(), CASES[case].of_training(prompt())
     model = trained(case, native_family, tmp_path, torch.float32)
     _, expected = loss_and_gradients(model, tokens, **arguments)

@@ -59,7 +59,7 @@ def names_that_train(model):
 
 
 @each_kind
-def test_what_is_new_alone_trains_or_beside_adapters_with_which_it_is_saved_and_merged(kind, made, tmp_path):
+def test_new_parameters_train_alone_and_with_adapters(kind, made, tmp_path):
     start, blocks = load(made(kind) / "born"), tuple(f"model.layers.{layer}." for layer in LAYERS[kind])
     report, untrained = set_trainable(start, "auto"), logits(start)
     new = {
@@ -86,7 +86,7 @@ def test_what_is_new_alone_trains_or_beside_adapters_with_which_it_is_saved_and_
 
 
 @each_kind
-def test_a_trained_memory_stays_with_its_layers_where_others_are_inserted(kind, made, tmp_path):
+def test_trained_memory_moves_with_its_layers(kind, made, tmp_path):
     once, placement, moved = made(kind) / "once", [1, 4], [0, 2, 3, 5]
     if kind == "midus-hml":
         placement, moved = [3, 7], [0, 1, 2, 4, 5, 6]
@@ -99,9 +99,7 @@ def test_a_trained_memory_stays_with_its_layers_where_others_are_inserted(kind, 
 
 
 @pytest.mark.parametrize("kind", ATTACHED)
-def test_the_same_memory_twice_has_two_names_and_the_second_alone_trains_and_is_taken_away(
-    kind, made, shared_base, tmp_path
-):
+def test_same_memory_twice_trains_and_strips_the_second(kind, made, shared_base, tmp_path):
     once = made(kind) / "once"
     report = upscale(base=once, output=tmp_path / "twice", **KINDS[kind])
     assert report.identity.max_abs_diff == 0.0 and torch.equal(
@@ -149,7 +147,7 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
         ("hier-ffn", {}, "memory 'hier-ffn' ties layers .* together, and the plan repeats some of them"),
     ],
 )
-def test_layers_that_a_memory_ties_together_are_not_repeated(kind, options, message, shared_base, tmp_path):
+def test_tied_layers_are_not_repeated(kind, options, message, shared_base, tmp_path):
     request = {**KINDS[kind], "options": {**KINDS[kind]["options"], **options}}
     upscale(base=shared_base("llama"), output=tmp_path / "once", verify=False, **request)
     with pytest.raises(ValueError, match=message):
@@ -157,7 +155,7 @@ def test_layers_that_a_memory_ties_together_are_not_repeated(kind, options, mess
     assert not (tmp_path / "solar").exists()
 
 
-def test_a_base_that_is_stripped_has_its_own_dtype_though_most_bytes_were_those_of_the_memory(tmp_path):
+def test_stripped_base_keeps_its_dtype(tmp_path):
     base = save_base(tmp_path / "base", "llama", dtype=torch.bfloat16)
     with_memory(base, tmp_path / "out", options={**SMALL_MEMORY, "n": 128}, verify=False)
     tensors = read_tensors(tmp_path / "out")
@@ -175,7 +173,7 @@ PADDED = {"input_ids": prompt().masked_fill(MASK == 0, 0), "attention_mask": MAS
 
 
 @pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMemV2Memory), ("midus-hml", MidusHmlMemory)])
-def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_beam(
+def test_memory_argument_reaches_passes_and_beams(
     case, layer_class, tmp_path, monkeypatch
 ):
     honest = layer_class.forward
@@ -202,7 +200,7 @@ def test_an_argument_that_a_memory_asks_for_reaches_it_in_passes_and_for_each_be
 
 
 @torch.no_grad()
-def test_an_argument_that_the_model_takes_as_well_reaches_both(tmp_path, monkeypatch):
+def test_argument_of_model_and_memory_reaches_both(tmp_path, monkeypatch):
     make, seen, honest = CASES["ultramem own"].model, [], UltraMemV2Memory.forward
     expected = make("llama", tmp_path)(prompt(), attention_mask=MASK).logits
 
@@ -220,7 +218,7 @@ def test_an_argument_that_the_model_takes_as_well_reaches_both(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("case", ["ultramem own", "token behind layers", "ultramem skip"])
-def test_the_stream_keeps_its_dtype_whatever_a_memory_computes_in(case, tmp_path, monkeypatch):
+def test_stream_keeps_its_dtype(case, tmp_path, monkeypatch):
     model = CASES[case].model("llama", tmp_path, torch.bfloat16)
     layer_class = next(
         type(memory) for layer in model.model.layers for memory in getattr(layer, "memories", {}).values()
@@ -231,7 +229,7 @@ def test_the_stream_keeps_its_dtype_whatever_a_memory_computes_in(case, tmp_path
         assert model(prompt()).logits.dtype == torch.bfloat16
 
 
-def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
+def test_memory_inputs_move_to_another_device():
     memory_class = SimpleNamespace(forward_arguments=("scale",), services=(Tables,))
     tables = {("own", 1): {"up": torch.ones(3)}}
     inputs = MemoryInputs({"tables": tables}, {"scale": torch.ones(2), "word": "x"})
