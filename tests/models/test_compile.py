@@ -73,20 +73,6 @@ def test_inductor_compiles_memory_and_model_for_training(part):
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
 
 
-def test_pass_without_gradients_changes_no_pass_around_it():
-    """It calls the memory directly, past what torch knows of the op."""
-    model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,))
-    tables = list(model.model.layers[0].memory.parameters())
-    first, second = prompt(3), prompt(3, seed=2)
-    apart = [torch.autograd.grad(model(tokens).logits.sum(), tables) for tokens in (first, second)]
-    together = model(first).logits.sum()
-    with torch.no_grad(), decode_cache(model):
-        model(second)
-    together = together + model(second).logits.sum()
-    for result, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):
-        torch.testing.assert_close(result, sum(parts), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(("name", "case"), by_default(USUAL, ALL, fewest=FEWEST))
 def test_static_cache_generation_compiles_once(name, case, tmp_path):
     model, graphs = CASES[case].model(name, tmp_path, small=True), []

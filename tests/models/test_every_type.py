@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from models.hosting import host_config
 from packaging.version import Version
 from pairs import by_default, in_turn
 from tiny import NATIVE_FAMILIES
@@ -122,10 +123,8 @@ def test_every_type_is_hosted_or_refused_with_a_named_reason(model_type):
 
 @pytest.mark.parametrize("model_type", REASONS)
 def test_the_reason_is_the_one_that_holds(model_type):
-    refusal, told = (
-        refusal_of(model_type),
-        {"gpt2": "at transformer.h;", "longcat_flash": "2 layers at model.layers where"},
-    )
+    told = {"gpt2": "at transformer.h;", "longcat_flash": "2 layers at model.layers where"}
+    refusal = refusal_of(model_type)
     assert re.fullmatch(REASONS[model_type], refusal) and told.get(model_type, model_type) in refusal
 
 
@@ -148,22 +147,24 @@ def test_hosted_type_is_proven_or_lacks_the_part(model_type, wiring):
 
 
 def noisy_in(dtype):
-    def change(added):
-        def with_added(self, *inputs):
-            result = added(self, *inputs)
-            return result * 1.01 if result.dtype == dtype else result
+    def with_added(added, *inputs):
+        result = added(*inputs)
+        return result * 1.01 if result.dtype == dtype else result
 
-        return with_added
-
-    return change
+    return with_added
 
 
-def with_another_tensor(host):
-    def widened(self, *args):
-        host(self, *args)
-        self.gain = nn.Parameter(torch.ones(1))
+def with_another_tensor(host, self, *args):
+    host(self, *args)
+    self.gain = nn.Parameter(torch.ones(1))
 
-    return widened
+
+def failing(forward, *args, **kwargs):
+    raise KeyError("depth")
+
+
+def added_twice(added, self, at, stream, *read):
+    return added(self, at, added(self, at, stream, *read), *read)
 
 
 STATED = (
@@ -171,31 +172,23 @@ STATED = (
 )
 NOISY = r"logits at initialisation in {} differ by up to .*; expected equal bits\."
 SITES = ("beside-ffn", "behind-attention", "behind-layer")
-# What is wrong: the wiring, a method of the layer, what is made of it, and what the proof says.
+# What is wrong: the wiring, a method of the layer, what runs in its place with it and its arguments, and what the proof says.
 WRONG_LAYERS = {
-    **{
-        f"added twice {site}": (
-            site,
-            "with_added",
-            lambda added: lambda self, at, stream, *read: added(self, at, added(self, at, stream, *read), *read),
-            STATED.format(site),
-        )
-        for site in SITES
-    },
+    **{f"added twice {site}": (site, "with_added", added_twice, STATED.format(site)) for site in SITES},
     **{
         f"reading another tensor {site}": (
             site,
             "with_added",
-            lambda added: lambda self, at, stream, read, inputs: added(self, at, stream, stream, inputs),
+            lambda added, self, at, stream, read, inputs: added(self, at, stream, stream, inputs),
             STATED.format(site),
         )
         for site in SITES[:2]
     },
-    "doubled": ("skip", "read", lambda read: lambda self, *inputs: 2 * read(self, *inputs), STATED.format("skip")),
+    "doubled": ("skip", "read", lambda read, *inputs: 2 * read(*inputs), STATED.format("skip")),
     "not reached": (
         "beside-ffn",
         "with_added",
-        lambda added: lambda self, at, stream, read, inputs: stream,
+        lambda added, self, at, stream, read, inputs: stream,
         r"a memory at beside-ffn changes no logit; expected a change\.",
     ),
     "noisy in bfloat16": ("beside-ffn", "with_added", noisy_in(torch.bfloat16), NOISY.format("bfloat16")),
@@ -203,21 +196,19 @@ WRONG_LAYERS = {
     "without a mask": (
         "beside-ffn",
         "forward",
-        lambda forward: lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None}),
+        lambda forward, *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None}),
         r"logits with padding at initialisation in \w+ differ .*",
     ),
     "detached": (
         "beside-ffn",
         "read",
-        lambda read: lambda self, *inputs: read(self, *inputs).detach(),
+        lambda read, *inputs: read(*inputs).detach(),
         r"model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.",
     ),
     "doubled in steps": (
         "beside-ffn",
         "read",
-        lambda read: (
-            lambda self, name, stream, *inputs: read(self, name, stream, *inputs) * (2 if stream.shape[1] == 1 else 1)
-        ),
+        lambda read, self, name, stream, *inputs: read(self, name, stream, *inputs) * (1 + (stream.shape[1] == 1)),
         r"with a cache, logits differ by \S+ from those of one pass, and by \S+ .*; expected at most 1\.0e-04\.",
     ),
     "with another tensor": (
@@ -226,12 +217,7 @@ WRONG_LAYERS = {
         with_another_tensor,
         r"a model with memory has other tensors than its base, such as model\.layers\.0\.gain\.",
     ),
-    "raising": (
-        "beside-ffn",
-        "forward",
-        lambda forward: lambda self, *args, **kwargs: {}["depth"],
-        "the proof ended with KeyError: 'depth'",
-    ),
+    "raising": ("beside-ffn", "forward", failing, "the proof ended with KeyError: 'depth'"),
 }
 
 
@@ -240,7 +226,8 @@ def test_wrong_wiring_of_a_layer_fails_the_proof(wiring, name, change, message, 
     (layer_class,) = FAMILIES["llama"].model_class.layer_classes
     # transformers gives each layer class a forward of its own
     owner = layer_class if name in vars(layer_class) else HostLayer
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    method = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args, **kwargs: change(method, self, *args, **kwargs))
     with pytest.raises(UnprovenArchitecture) as refused:
         prove.__wrapped__("llama", wiring)
     assert re.fullmatch(f"llama: {message}", str(refused.value))
@@ -302,7 +289,7 @@ WRONG_INSIDE = [
         "hier-kv",
         hierarchical,
         "_rows_of",
-        lambda rows_of: lambda fetched, _: rows_of(fetched, "memory_values"),
+        lambda rows_of: lambda fetched, _, dtype: rows_of(fetched, "memory_values", dtype),
     ),
     ("qwen3", "hier-kv", sites, "unrotated", left_as_they_are),
     ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
@@ -438,38 +425,34 @@ def test_an_inserted_layer_without_heads_is_refused(model_type):
         pytest.skip(f"the installed transformers has no {model_type}")
     if model_type not in FAMILIES:
         host_type(model_type)
-    hosting = FAMILIES[model_type]
-    fields = {
-        key: value
-        for key, value in tiny_config(model_type).to_dict().items()
-        if key not in ("model_type", "architectures")
-    }
-    config = hosting.config_class(**fields, memory=[{"type": "midus-linear", "slots": 4, "k": 2, "layers": [0]}])
+    config = host_config(tiny_config(model_type), [{"type": "midus-linear", "slots": 4, "k": 2, "layers": [0]}])
     with pytest.raises(MissingPartError, match=r"^layer 0 of class \w+ " + re.escape(NO_PART.format("inserted"))):
-        hosting(config)
+        FAMILIES[model_type](config)
 
 
-def test_sizes_that_a_config_class_refuses_are_named(monkeypatch):
-    monkeypatch.setitem(tiny._SMALL_OF_TYPE, "llama", {"num_attention_heads": "four"})
-    with pytest.raises(
-        UnknownType,
-        match=r"(?s)^'llama' has no tiny config \(.*\)\. Add the sizes that it needs to _SMALL_OF_TYPE in scripts",
-    ):
-        tiny_config("llama")
-
-
-def test_a_model_that_cannot_be_built_is_named(monkeypatch):
-    with pytest.raises(
-        UnknownType,
-        match=r"^a tiny model of 'llama' cannot be built \(.*'gelo'.*\)\. Add the sizes that it needs",
-    ):
-        tiny_model("llama", hidden_act="gelo")
-    monkeypatch.setattr(tiny, "_MOST_PARAMETERS", 1000)
-    with pytest.raises(
-        UnknownType,
-        match=r"^a tiny model of 'llama' cannot be built \(ValueError: it has [\d,]+ parameters\)\.",
-    ):
-        tiny_model("llama")
+@pytest.mark.parametrize(
+    ("sizes", "most", "message"),
+    [
+        (
+            {"hidden_act": "gelo"},
+            None,
+            r"a tiny model of 'llama' cannot be built \(.*'gelo'.*\)\. Add the sizes that it needs",
+        ),
+        ({}, 1000, r"a tiny model of 'llama' cannot be built \(ValueError: it has [\d,]+ parameters\)\."),
+        (
+            None,
+            None,
+            r"(?s)'llama' has no tiny config \(.*\)\. Add the sizes that it needs to _SMALL_OF_TYPE in scripts",
+        ),
+    ],
+)
+def test_tiny_model_that_cannot_be_built_is_named(sizes, most, message, monkeypatch):
+    if sizes is None:
+        monkeypatch.setitem(tiny._SMALL_OF_TYPE, "llama", {"num_attention_heads": "four"})
+    if most is not None:
+        monkeypatch.setattr(tiny, "_MOST_PARAMETERS", most)
+    with pytest.raises(UnknownType, match=message):
+        tiny_model("llama", **sizes or {})
 
 
 def test_tiny_model_is_deterministic_and_keeps_the_rng():

@@ -7,7 +7,7 @@ from models.gradients import enable_checkpointing, loss_and_gradients
 from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from pairs import by_default
-from tiny import prompt
+from tiny import logits, prompt
 
 from midus_hf.memories.decode_cache import decode_cache
 from midus_hf.memories.module import MemoryModule
@@ -28,16 +28,10 @@ MODELS = {
 }
 
 
-@torch.no_grad()
-def logits(model, seed=0):
+def seeded(call, *arguments, seed=0):
+    """Return the result of a call after a seed."""
     torch.manual_seed(seed)
-    return model(prompt(), use_cache=False).logits
-
-
-def of_seed(model, seed=0):
-    """Return loss and gradients of a pass."""
-    torch.manual_seed(seed)
-    return loss_and_gradients(model, prompt())
+    return call(*arguments)
 
 
 # Routers with losses refuse reentrant checkpointing, random or not.
@@ -47,28 +41,25 @@ CHECKPOINTED = [
 
 
 @pytest.mark.parametrize(("kind", "use_reentrant"), CHECKPOINTED)
-def test_a_layer_that_is_computed_twice_reads_the_same_slots(kind, family, use_reentrant):
+def test_checkpointed_layer_reads_the_same_slots_again(kind, family, use_reentrant):
     model = MODELS[kind](family).train()
-    loss, gradients = of_seed(model)
+    loss, gradients = seeded(loss_and_gradients, model, prompt())
     enable_checkpointing(model, use_reentrant)
-    checkpointed_loss, checkpointed = of_seed(model)
+    checkpointed_loss, checkpointed = seeded(loss_and_gradients, model, prompt())
     assert torch.equal(checkpointed_loss, loss) and checkpointed.keys() == gradients.keys()
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in gradients.items())
-    assert not torch.equal(of_seed(model, seed=1)[0], loss)
+    assert not torch.equal(seeded(loss_and_gradients, model, prompt(), seed=1)[0], loss)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_tokens_are_generated_with_kept_values_and_a_cache(kind, family):
+def test_generation_depends_on_the_seed_alone(kind, family):
     model = MODELS[kind](family)
-    written = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        written.append(model.generate(prompt(8), max_new_tokens=6, do_sample=False))
+    written = [seeded(lambda: model.generate(prompt(8), max_new_tokens=6, do_sample=False)) for _ in range(2)]
     assert written[0].shape == (2, 14) and torch.equal(*written)
+    plain = seeded(logits, model)
     with decode_cache(model):
-        kept = logits(model)
-    torch.testing.assert_close(kept, logits(model), rtol=1e-3, atol=1e-3)
-    assert torch.equal(logits(model), logits(model)) and not torch.equal(logits(model), logits(model, seed=1))
+        torch.testing.assert_close(seeded(logits, model), plain, rtol=1e-3, atol=1e-3)
+    assert torch.equal(seeded(logits, model), plain) and not torch.equal(seeded(logits, model, seed=1), plain)
 
 
 def test_batch_norm_learns_statistics_of_content_queries():
