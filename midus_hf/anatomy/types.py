@@ -45,14 +45,14 @@ class UnknownType(RequestError):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Names of the parts of a class of decoder layers, and what is known of the residual stream between them.
+    """Names of the parts of a class of decoder layers, None for absent ones, and what is known of the residual stream between.
 
     Args:
-        feed_forward: Name of the feed-forward network, dense or of experts; None if there is none.
-        attention_norm: Name of the norm before the mixer; None if the mixer reads the residual stream itself.
-        attention_output_norm: Name of the norm behind the mixer; None if there is none.
-        mlp_norm: Name of the norm before the feed-forward network; None if there is none, or if it is `attention_norm`.
-        mlp_output_norm: Name of the norm behind the feed-forward network; None if there is none.
+        feed_forward: The feed-forward network, dense or of experts.
+        attention_norm: The norm before the mixer; None if the mixer reads the residual stream itself.
+        attention_output_norm: The norm after the mixer.
+        mlp_norm: The norm before the feed-forward network; None also if it is `attention_norm`.
+        mlp_output_norm: The norm after the feed-forward network.
         adds_mixer: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for
             bit. False for parallel layers and for scaled residual streams.
         reads_norm: Whether the mixer reads the layer's input or the output of `attention_norm`, and nothing else.

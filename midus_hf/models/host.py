@@ -53,11 +53,7 @@ class CodeMixin:
         show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
     def memories(self) -> Memories:
-        """Return the memories of the language model, read from its current `memory` list.
-
-        Raises:
-            RequestError: If `read_memories` refuses the list.
-        """
+        """Return the memories of the language model, read from its current `memory` list by `read_memories`."""
         return memories_of(self)
 
 
@@ -135,20 +131,15 @@ class HostMixin:
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as its family does, and what its memories have next to the weights.
-
-        Raises:
-            RequestError: If `push_to_hub` is set and a bank is open.
-        """
+        """Save the model as its family does, and what its memories have next to the weights. No upload while a bank is open."""
         if kwargs.get("push_to_hub"):
             self._check_upload()
-        if kwargs.get("is_main_process", True):
-            for service in self.stack.services.values():
-                service.before_saving(save_directory)
+        services = self.stack.services.values() if kwargs.get("is_main_process", True) else ()
+        for service in services:
+            service.before_saving(save_directory)
         saved = super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            for service in self.stack.services.values():
-                service.after_saving(save_directory)
+        for service in services:
+            service.after_saving(save_directory)
         return saved
 
     def _get_files_timestamps(self, *args: Any) -> dict[str, float]:
@@ -158,11 +149,7 @@ class HostMixin:
         return {name: time for name, time in times.items() if not name.startswith(beside)}
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the model as its family does.
-
-        Raises:
-            RequestError: If a bank is open.
-        """
+        """Upload the model as its family does, unless a bank is open."""
         self._check_upload()
         return super().push_to_hub(*args, **kwargs)
 
@@ -188,11 +175,7 @@ class HostMixin:
         return packs.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
-        """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled.
-
-        Raises:
-            RequestError: If no memory fetches blocks.
-        """
+        """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled."""
         if self.banks is None:
             raise RequestError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
         return self.banks.fetch(memory_ids, len(memory_ids), self.device, self.dtype)
@@ -209,12 +192,7 @@ class HostMixin:
         return adjusted
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as transformers does.
-
-        Raises:
-            RequestError: If the adapter numbers layers as in the base, and this model numbers them otherwise. The model then has the
-                adapter, and has to be loaded again.
-        """
+        """Load an adapter as transformers does, and refuse one of the base if its layers have other numbers here."""
         before = set(getattr(self, "peft_config", {}))
         loading_info = super().load_adapter(*args, **kwargs)
         for adapter in set(self.peft_config) - before:

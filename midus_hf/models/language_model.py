@@ -163,8 +163,7 @@ class RoutedAnswer(QuestionAnsweringModelOutput):
 class MemoryHead(HostMixin):
     """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
 
-    The stack is always the attribute `model`, as in the language model, whose checkpoint fills it. `LlamaForQuestionAnswering` calls
-    its stack otherwise, and starts it at random.
+    The stack is always the attribute `model`, also of `LlamaForQuestionAnswering`, so that a language model's checkpoint fills it.
     """
 
     base_model_prefix = "model"

@@ -15,11 +15,7 @@ _MODEL_TYPE_PREFIX = "midus_"
 def list_model(model_class: type[PreTrainedModel]) -> None:
     """List a class in each table of Transformers that lists the class of its family, and one that generates among language models.
 
-    A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read
-    others.
-
-    Args:
-        model_class: Class of models that extends a class of Transformers, and has its own `config_class`.
+    A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read others.
     """
     own_type = model_class.config_class.model_type
     family_type = own_type.removeprefix(_MODEL_TYPE_PREFIX)
@@ -54,11 +50,7 @@ def share_conversions(causal_lm_class: Any) -> None:
 
 
 class _Shown:
-    """Attribute of the module `transformers` alone, among all modules that load their contents on demand.
-
-    Args:
-        model_class: Value of the attribute.
-    """
+    """Attribute of only the module `transformers`, among all modules that load their contents on demand."""
 
     def __init__(self, name: str, model_class: type):
         self._name, self._model_class = name, model_class

@@ -63,35 +63,6 @@ def test_gate_beyond_a_bound_has_the_gradient_that_leads_back(native_family, kin
     torch.testing.assert_close(of_outside, back, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["default", "reused"])
-def test_padding_changes_no_gradient(native_family, kind, attention):
-    """Also where rows that are padding alone read nothing of the sequence."""
-    attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
-    model, texts = depth_model(native_family, kind, torch.float32).train(), [prompt(size, 1, 1) for size in (11, 6)]
-    model.set_attn_implementation(attention)
-    for text in texts:
-        model(text, labels=text, num_items_in_batch=15, use_cache=False).loss.backward()
-    expected = gradients_of(model)
-    for before in (True, False):
-        padded = [
-            torch.nn.functional.pad(text, (11 - text.shape[1], 0) if before else (0, 11 - text.shape[1]))
-            for text in texts
-        ]
-        tokens = torch.cat(padded)
-        mask = (tokens != 0).long()
-        labels = tokens.masked_fill(mask == 0, -100)
-        labels[1, 11 - 6 if before else 0] = -100  # alone, the first token of a text is predicted from nothing
-        arguments = {
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "num_items_in_batch": 15,
-        }
-        model.zero_grad()
-        model(tokens, labels=labels, use_cache=False, **arguments).loss.backward()
-        check_close(gradients_of(model), expected, 1e-4)
-
-
 def told(module, query, key, value, mask, *, scaling, **_):
     """Causal attention, and the logarithm of its sum, as `flex_attention` gives it on a GPU."""
     key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))

@@ -216,35 +216,6 @@ def test_texts_are_read_up_to_their_most_tokens():
     assert torch.equal(logits(cut, ASKED), logits(short, ASKED))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_of_padded_rows_are_those_of_single_rows(side, attention):
-    model = pack_model("llama", torch.float32, ENTRIES).train()
-    model.set_attn_implementation(attention)
-    rows = [ids("So gold is it"), ids(" q: a")]
-    longest = max(row.shape[1] for row in rows)
-    filled = [longest - row.shape[1] for row in rows]
-    sides = [(count, 0) if side == "left" else (0, count) for count in filled]
-    tokens, mask = (
-        torch.cat([torch.nn.functional.pad(each, pad) for each, pad in zip(made, sides, strict=True)])
-        for made in (rows, [torch.ones_like(row) for row in rows])
-    )
-    # No token of padding predicts the first of its row.
-    labels = tokens.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
-
-    def gradients(parts):
-        model.zero_grad()
-        for part in parts:
-            model(**part, use_cache=False).loss.mul(part["labels"].ne(-100)[:, 1:].sum()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"input_ids": tokens, "attention_mask": mask, "labels": labels, "position_ids": positions}
-    together = gradients([given])
-    apart = gradients([{"input_ids": row, "labels": row} for row in rows])
-    torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-5)
-
-
 def scaled(model):
     for parameter in model.parameters():
         parameter.data.mul_(1.25)

@@ -98,6 +98,37 @@ def test_two_passes_before_one_backward_add_gradients(native_family, case, check
     check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
 
 
+# Routers with losses, statistics of batches, and what training keeps depend on the other texts of a batch.
+OF_BATCHES = (*CHAPTERS, "headwise with everything", "midus-pkm", "linear")
+PADDED = [name for name in CASES if name not in OF_BATCHES and "ultramem" not in name]
+
+
+@pytest.mark.parametrize(("case", "attention"), chosen_in_turn(["sdpa", "eager"], PADDED))
+def test_padding_changes_no_gradient(native_family, case, attention, tmp_path):
+    """Also where rows that are only padding read nothing of the sequence."""
+    model, sizes, given = trained(case, native_family, tmp_path, torch.float32), (11, 6), CASES[case].given()
+    model.set_attn_implementation("eager" if native_family == "gemma2" else attention)  # whose scores sdpa cannot cap
+    for row, size in enumerate(sizes):
+        text, own = prompt(size, 1, 1), {name: of_rows[row : row + 1] for name, of_rows in given.items()}
+        model(text, labels=text, num_items_in_batch=15, use_cache=False, **own).loss.backward()
+    expected = gradients_of(model)
+    for before in (True, False):
+        pads = [(11 - size, 0) if before else (0, 11 - size) for size in sizes]
+        rows = [torch.nn.functional.pad(prompt(size, 1, 1), pad) for size, pad in zip(sizes, pads, strict=True)]
+        mask = (torch.cat(rows) != 0).long()
+        labels = torch.cat(rows).masked_fill(mask == 0, -100)
+        labels[1, pads[1][0]] = -100  # alone, the first token of a text is predicted from nothing
+        arguments = {
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "labels": labels,
+            **given,
+        }
+        model.zero_grad()
+        model(torch.cat(rows), num_items_in_batch=15, use_cache=False, **arguments).loss.backward()
+        check_close(gradients_of(model), expected, 1e-4)
+
+
 # Passes without gradients are in test_compile.py; memories alone, which AOTAutograd traces too, in test_random_slots.py.
 COMPILED = [("llama", "chunk", "eager"), ("llama", "all fetched", "eager"), ("llama", "depth default", "aot_eager")]
 # With the oldest versions, which generate with fewer graphs.

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +23,8 @@ HeadsOutput = tuple[torch.Tensor, torch.Tensor | None]
 AttentionFunction = Callable[..., HeadsOutput]
 
 
-class Attention(Protocol):
-    """A family's attention that hosts memories at its heads."""
-
-    config: "AttentionHost"
-
-
-class ChangesHeads(Protocol):
-    """Site whose memories change the output of the heads."""
-
-    def attend(
-        self, attention_function: AttentionFunction, module: Attention, *heads: Any, **kwargs: object
-    ) -> HeadsOutput:
-        """Attend by a function, the model's own with the changes of sites before, and change the output of the heads.
-
-        Args:
-            heads: Queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the mask.
-        """
+# A family's attention that hosts memories at its heads: its `config` is an `AttentionHost`.
+Attention = Any
 
 
 class AttentionHost:
@@ -58,8 +43,8 @@ class AttentionHost:
         self.rotates = rotates
         # Name of the module of the family's code.
         self.modeling = type(attention).__module__
-        # Sites whose memories change the heads, in their order.
-        self.changes: list[ChangesHeads] = []
+        # Sites whose memories change the heads, in their order: each has a method `attend`, as `AttentionHeads` has.
+        self.changes: list[Any] = []
 
     @property
     def _attn_implementation(self) -> str:
@@ -103,7 +88,6 @@ class _StopAtHeads(Exception):
 
     @classmethod
     def attend(cls, *heads: object, **kwargs: object) -> HeadsOutput:
-        """Raise this."""
         raise cls
 
 
@@ -166,14 +150,10 @@ _LSE_IMPLEMENTATIONS = (*_MASKS_TELL, "flex_attention")
 
 
 def require_log_sum_exp(implementation: str | None) -> None:
-    """Refuse an attention implementation with which a memory cannot share the softmax on any device.
+    """Refuse an attention implementation without a log-sum-exp of its softmax on any device.
 
-    Args:
-        implementation: The implementation's name; None lets transformers choose, which chooses supported ones only.
-
-    Raises:
-        RequestError: If it gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged attention, vLLM's and
-            SGLang's, and any registered by a user.
+    That is FlashAttention 2 and 3 of transformers, paged attention, vLLM's and SGLang's, and any registered by a user. With None,
+    transformers chooses a supported one.
     """
     if implementation is not None and implementation not in _LSE_IMPLEMENTATIONS:
         raise _lse_error(implementation)

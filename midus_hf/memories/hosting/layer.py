@@ -32,21 +32,14 @@ from midus_hf.memories.registry import Memories, MemoryEntry, layer_class
 
 @dataclasses.dataclass
 class LayerCall:
-    """One call of a layer with attached memories, which hooks on the layer's parts read.
+    """One call of a layer with attached memories, which hooks on the layer's parts read."""
 
-    Args:
-        layer_input: `[B, T, D]`.
-        memory_inputs: Inputs of the pass for memories.
-        carried: Tensors from earlier layers, and those that the layer adds for later layers.
-        rotation: Cosines and sines of the pass at this layer; None if there are none.
-        attention_input: `[B, T, D]`, noted by sites that need it, as is:
-        own_heads: The attention's own keys and values, `[B, K, T, d]`.
-    """
-
-    layer_input: torch.Tensor
+    layer_input: torch.Tensor  # [B, T, D]
     memory_inputs: MemoryInputs
+    # Tensors from earlier layers, and those that the layer adds for later layers.
     carried: dict[CarriedKey, torch.Tensor | None]
-    rotation: Any
+    rotation: Any  # cosines and sines of the pass at this layer, or None
+    # Noted by sites that need them: the input of attention, `[B, T, D]`, and its own keys and values, `[B, K, T, d]`.
     attention_input: torch.Tensor | None = None
     own_heads: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -154,11 +147,6 @@ class HostLayer(LayerNames):
         return call
 
     @property
-    def lacks_attention(self) -> bool:
-        """True if the layer has another attention than the family's."""
-        return self.attention_class is None or not isinstance(self.mixer_part, self.attention_class)
-
-    @property
     def mixer_part(self) -> Any:
         """The child that mixes tokens; None if no child is known to."""
         return getattr(self, self.mixer_name, None)
@@ -186,15 +174,12 @@ class HostLayer(LayerNames):
     ) -> PartOutput:
         """Return what the family's layer returns, with the changes that memories make.
 
+        A layer with `layer_inputs` or `layer_outputs` returns a tuple of this and of the tensors for later layers, in their order.
+
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.
             args: Tensors from earlier layers, in the order of `layer_inputs`, then other arguments of the family's forward.
             memory_inputs: Inputs of the pass for memories. Default: none.
-            kwargs: Other arguments of the family's forward.
-
-        Returns:
-            `[B, T, D]`, or a tuple that begins with it, as the family's layer returns; if the layer has `layer_inputs` or
-            `layer_outputs`, a tuple of this and the tensors for later layers, in the order of `layer_outputs`.
         """
         for site in self.attached:
             site.attach()
@@ -393,13 +378,11 @@ class MemoryBlock(LayerNames):
         memory_inputs: MemoryInputs | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Return the residual stream `[B, T, D]` after this layer. Arguments that are not listed here are the family layer's.
+        """Return the residual stream `[B, T, D]` after this layer. Arguments are the family layer's.
 
         Args:
-            hidden_states: The residual stream before this layer, `[B, T, D]`.
             args: Inputs of parts that the block dropped, such as the per-layer embeddings of Gemma 4; not used.
             memory_inputs: Inputs of the pass for memories. Default: none.
-            kwargs: Other arguments of the family's attention.
         """
         norm = None if self.attention_norm is None else getattr(self, self.attention_norm)
         attention_output, _ = getattr(self, self.attention_name)(

@@ -324,10 +324,7 @@ def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, 
 def folder_of_checkpoint(name: str | os.PathLike, options: Keywords, patterns: Sequence[str]) -> Path | None:
     """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
 
-    Args:
-        name: Folder or hub id, the first argument of `from_pretrained`.
-        options: Keyword arguments of `from_pretrained`.
-        patterns: Patterns of files in the folder.
+    The name, a folder or hub id, and the options are the arguments of `from_pretrained`.
     """
     folder = Path(name, options.get("subfolder") or "")
     if folder.is_dir():
@@ -346,14 +343,10 @@ RouterReport = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class RouterReports:
-    """Reports of all routers on one forward pass; a layer repeated by activation checkpointing replaces its report by an equal one.
-
-    Args:
-        needs_gradient: Whether the routers' losses need gradients. Default: false.
-    """
+    """Reports of all routers on one forward pass; a layer that checkpointing repeats replaces its report by an equal one."""
 
     def __init__(self, needs_gradient: bool = False):
-        self.needs_gradient = needs_gradient
+        self.needs_gradient = needs_gradient  # of the routers' losses
         # Logits and losses by layer and memory.
         self.routed: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 

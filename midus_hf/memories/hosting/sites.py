@@ -57,7 +57,7 @@ class InsideAttention(Site):
     @staticmethod
     def is_missing(layer: HostLayer) -> bool:
         """Return whether the layer has another attention than the family's."""
-        return layer.lacks_attention
+        return layer.attention_class is None or not isinstance(layer.mixer_part, layer.attention_class)
 
 
 class AttentionAdapters(InsideAttention, ChangesProjections):

@@ -22,8 +22,7 @@ from torch import nn
 from midus_hf.config.errors import RequestError
 from midus_hf.memories.hosting.heads import WITH_MEMORY, AttentionHost
 from midus_hf.memories.hosting.parts import Keywords
-from midus_hf.memories.hosting.service import HostStack, Service
-from midus_hf.memories.module import MemoryModule
+from midus_hf.memories.hosting.service import Hosted, HostStack, Service
 from midus_hf.memories.registry import Memories
 
 if TYPE_CHECKING:  # vLLM may be absent
@@ -154,18 +153,20 @@ class Slots:
         return torch.where(position < 0, self.num_slots, slots)
 
 
-def pass_storage() -> dict[str, Any]:
-    """Return the storage of the current pass."""
+def _read_context(path: str) -> Any:
     from vllm.forward_context import get_forward_context
 
-    return part_of_vllm(get_forward_context(), "additional_kwargs")
+    return part_of_vllm(get_forward_context(), path)
+
+
+def pass_storage() -> dict[str, Any]:
+    """Return the storage of the current pass."""
+    return _read_context("additional_kwargs")
 
 
 def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first blocks of requests of the pass that runs in the cache of a layer, `[N, count]`."""
-    from vllm.forward_context import get_forward_context
-
-    return part_of_vllm(get_forward_context(), "attn_metadata")[layer].block_table[requests, :count].long()
+    return _read_context("attn_metadata")[layer].block_table[requests, :count].long()
 
 
 class CachedHeads:
@@ -263,18 +264,14 @@ def slot_table(attention: "VllmAttention", name: str, slots: Slots, like: torch.
 
 def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
     """Return vLLM's attention of a layer, by its name, and the slots of the pass that runs; None while vLLM has no cache yet."""
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    attention = part_of_vllm(context, "no_compile_layers")[layer]
-    metadata = part_of_vllm(context, "attn_metadata")
+    attention, metadata = _read_context("no_compile_layers")[layer], _read_context("attn_metadata")
     if metadata is None or not part_of_vllm(attention, "kv_cache").numel():
         return attention, None
     if not isinstance(metadata, dict):
         raise RequestError(
             f"vLLM {_version()} runs a pass in several parts, which memories that read the tokens before do not find; expected one."
         )
-    return attention, Slots(attention, metadata[layer], part_of_vllm(context, "slot_mapping")[layer])
+    return attention, Slots(attention, metadata[layer], _read_context("slot_mapping")[layer])
 
 
 # Opaque to compilers, which would bake in what vLLM tells of the first pass that it tries, in which there is no cache.
@@ -286,10 +283,7 @@ def store_and_read_past(new: torch.Tensor, layer: str, name: str, back: list[int
         new: `[T, ...]`, the rows.
         layer: Name of vLLM's attention whose slots are used.
         name: Name of the table.
-        back: How many positions before each token the P rows are that are returned.
-
-    Returns:
-        `[T, P, ...]`, zeros where a request begins later.
+        back: Distances before each token of the P rows that are returned, `[T, P, ...]`, zeros where a request begins later.
     """
     attention, slots = slots_of_pass(layer)
     if slots is None:
@@ -307,12 +301,7 @@ def _(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor
 
 
 class SlotState:
-    """What a memory keeps of the tokens of all requests, in place of a `MemoryState`.
-
-    Args:
-        layer: Name of vLLM's attention whose slots are used.
-        owner: Name of the memory and its layer.
-    """
+    """What a memory keeps of the tokens of all requests, in place of a `MemoryState`, by the slots of one layer's attention."""
 
     def __init__(self, layer: str, owner: str):
         self.layer, self.owner = layer, owner
@@ -335,7 +324,7 @@ class SlotStates(Service):
 
     key = "state"
 
-    def __init__(self, model: HostStack, memories: Memories, hosted: Mapping[tuple[str, int], MemoryModule]):
+    def __init__(self, model: HostStack, memories: Memories, hosted: Hosted):
         self.hosted = tuple(hosted)
         check_engine(next(name for name, _ in hosted))
 

@@ -1,8 +1,7 @@
 """Modules of the classes that host memory in a type, made from its row in the table of types.
 
-The classes are thin subclasses of the type's own. Their source is a template: one for language models, one for composite models that
-hold a language model. A module behaves as if it came from a file, which the user's cache has for debuggers and others that open it:
-its classes are pickled by name, and code that checkpoints carry is written from its source.
+The classes are thin subclasses of the type's own, from one template for language models and one for composite models. A module
+behaves as if it came from a file, which the user's cache has: its classes are pickled by name, and checkpoints carry its source.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
     """Make the module of the classes that host memory in a type, `midus_hf.models.families.MODEL_TYPE`, which registers them.
 
     Args:
-        model_type: The `model_type` of a causal language model of transformers, or of a composite model that holds one.
+        model_type: That of a causal language model of transformers, or of a composite model that holds one.
         row: What is known of the type. Default: its row in the table of types.
 
     Raises:
@@ -188,10 +187,7 @@ def _mixin(kind: str) -> str:
 
 
 def _experts(native: Any) -> str:
-    """Return the line by which a class has the experts of its native class, where there are any.
-
-    Transformers looks for them in the text of a class's module, but they are in that of the native class.
-    """
+    """Return the line that gives a class the experts of its native class: Transformers looks for them in its module's text."""
     line = f"    _can_set_experts_implementation = {native.__name__}._can_set_experts_implementation\n"
     return line if native._can_set_experts_implementation() else ""
 
