@@ -3,12 +3,16 @@
 import pytest
 import torch
 from adapters.adapted_models import adapted_model, let_act
-from models.chapter_models import chapter_model
-from models.depth_models import KINDS as DEPTH
-from models.depth_models import depth_model
-from models.hierarchical_models import IDS, OTHER_IDS, hierarchical_model
-from models.hierarchical_models import KINDS as FETCHING
-from models.ultramem_models import ultramem_model
+from models.memory_models import DEPTHS as DEPTH
+from models.memory_models import (
+    FETCHING,
+    IDS,
+    OTHER_IDS,
+    chapter_model,
+    depth_model,
+    hierarchical_model,
+    ultramem_model,
+)
 from models.upscaled import upscaled_model
 from pairs import by_default
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model

@@ -13,8 +13,7 @@ import pytest
 import torch
 from evaluation.questions import write_questions
 from look.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
-from models.chapter_models import chapter_model
-from models.depth_models import depth_model
+from models.memory_models import chapter_model, depth_model
 from safetensors.torch import load_file, save_file
 from sft.tiny_chats import write_rows
 from training.tiny_run import document, tiny_tokenizer

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models.depth_models import depth_model
 from models.depth_reference import add_depth
+from models.memory_models import depth_model
 from tiny import tiny_model
 from training.tiny_run import refused
 

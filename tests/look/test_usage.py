@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from models.chapter_models import chapter_model, memories_of
-from models.hierarchical_models import hierarchical_model
+from models.memory_models import chapter_model, chapters_of, hierarchical_model
 from models.upscaled import NEW_LAYERS, upscaled_model
 from tiny import prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -67,7 +66,7 @@ def routed_model(family):
     for block in model.model.layers:
         for projection in (block.self_attn.o_proj, block.mlp.down_proj):
             projection.weight[0] = 0
-    for memory in memories_of(model):
+    for memory in chapters_of(model):
         memory.output_projection.weight[0] = 0
         memory.router_bias.zero_()
         memory.router_weight.zero_()

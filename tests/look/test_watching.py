@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models.chapter_models import chapter_model
-from models.depth_models import depth_model
 from models.gradients import enable_checkpointing
-from models.hierarchical_models import hierarchical_model
+from models.memory_models import chapter_model, depth_model, hierarchical_model
 from models.upscaled import upscaled_model
 from tiny import prompt
 from training.tiny_run import refused

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models.hierarchical_models import fill
+from models.memory_models import fill
 from tiny import save_tiny_model
 from topics.tiny_bert import WIDTH, save_tiny_bert
 from topics.trees import random_tree

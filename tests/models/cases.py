@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import chapter_models, depth_models, hierarchical_models, pack_models, ultramem_models
+from models import memory_models, pack_models
 from models.hosting import host_of
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
@@ -51,7 +51,7 @@ class Case:
 
     def given(self, rows: int = 2) -> dict[str, torch.Tensor]:
         """Return what a pass and `generate` take beside that many rows of tokens."""
-        return {"memory_ids": hierarchical_models.IDS[:rows]} if self.fetches else {}
+        return {"memory_ids": memory_models.IDS[:rows]} if self.fetches else {}
 
     def of_training(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what a pass that trains takes beside tokens: labels of all of them, and what a pass takes."""
@@ -65,14 +65,14 @@ def _inserted(family, folder, dtype, acting, small, *, new_layers=(1, 4), **opti
 
 def _chapters(family, folder, dtype, acting, small, **options):
     sizes = {"config": {"num_hidden_layers": 2}, "layers": (0, 1)} if small else {}
-    return chapter_models.chapter_model(family, dtype=dtype, acting=acting, **sizes, **options)
+    return memory_models.chapter_model(family, dtype=dtype, acting=acting, **sizes, **options)
 
 
 def _ultramem(family, folder, dtype, acting, small, *, kind):
     across = {"layers": [0], "into": [1]} if kind.endswith("skip") else {"layers": [0, 1]}
     sizes = {"num_hidden_layers": 2, **across} if small else {}
     values = {} if acting else {"zero": "values"}
-    return ultramem_models.ultramem_model(family, kind, dtype, **sizes, **values)
+    return memory_models.ultramem_model(family, kind, dtype, **sizes, **values)
 
 
 def _ngrams(family, folder, dtype, acting, small, **options):
@@ -95,7 +95,7 @@ def _ngrams(family, folder, dtype, acting, small, **options):
 
 def _depth(family, folder, dtype, acting, small, *, kind):
     sizes = {"num_hidden_layers": 2} if small else {}
-    return depth_models.depth_model(family, kind, dtype, acting=acting, **sizes)
+    return memory_models.depth_model(family, kind, dtype, acting=acting, **sizes)
 
 
 def _packs(family, folder, dtype, acting, small):
@@ -105,7 +105,7 @@ def _packs(family, folder, dtype, acting, small):
 
 def _fetched(family, folder, dtype, acting, small, *, kind):
     sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]} if small else {}
-    return hierarchical_models.hierarchical_model(family, kind, folder, dtype, acting=acting, **sizes)
+    return memory_models.hierarchical_model(family, kind, folder, dtype, acting=acting, **sizes)
 
 
 INSERTED = {
@@ -133,19 +133,19 @@ CASES = (
         "ngram": Case(_ngrams, reads_ids=True),
         "ngram behind layers": Case(partial(_ngrams, site="behind-layer", kernel=0, min_order=1), reads_ids=True),
     }
-    | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in ultramem_models.KINDS}
+    | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in memory_models.ULTRAMEMS}
     | {
         f"depth {kind}": Case(partial(_depth, kind=kind), is_base_at_first=kind not in ("joint", "added to reused"))
-        for kind in depth_models.KINDS
+        for kind in memory_models.DEPTHS
     }
     | {"packs": Case(_packs, reads_ids=True)}
-    | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in hierarchical_models.KINDS}
-    | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
+    | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in memory_models.FETCHING}
+    | {"all fetched": Case(partial(_fetched, kind=memory_models.FETCHING), fetches=len(memory_models.FETCHING))}
 )
 
 # Rows whose lines of ours other rows run too. They run with the product, and but for headwise, which another row has in every
 # layer, in test_depth.py, test_ultramem.py and test_hierarchical.py, which have a test for each kind.
-_REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *hierarchical_models.KINDS} - {"hier-kv"}
+_REPEATED = {"midus-hml", "ultramem own", "ultramem ring", *memory_models.FETCHING} - {"hier-kv"}
 _REPEATED |= {f"depth {kind}" for kind in ("default", "bias", "some", "attention", "added to reused")}
 USUAL = [name for name in CASES if name not in _REPEATED]
 # One for each module of memory, at every site, where versions are the oldest and the newest have run the usual ones.

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from models.depth_models import depth_model
 from models.gradients import enable_checkpointing, loss_and_gradients
+from models.memory_models import depth_model
 from models.upscaled import upscaled_model
 from tiny import FAMILIES, prompt
 

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from models.chapter_models import chapter_model, chapter_pair, memories_of
 from models.gradients import enable_checkpointing
 from models.hosting import by_full_passes
+from models.memory_models import chapter_model, chapter_pair, chapters_of
 from tiny import logits, prompt
 from transformers import DynamicCache
 
@@ -25,7 +25,7 @@ def gradients(sparse: bool = False, checkpointing: bool = False, **options) -> d
     model = chapter_model(layers=(0, 1, 2, 3), memory_tokens=192, chapters=96, **options).train()
     if checkpointing:
         enable_checkpointing(model, use_reentrant=False)
-    for memory in memories_of(model):
+    for memory in chapters_of(model):
         memory.sparse_gradient = sparse
     for seed in (1, 2):
         tokens = prompt(9, seed=seed)

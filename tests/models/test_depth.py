@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from models.depth_models import KINDS, depth_model
 from models.depth_reference import add_depth
 from models.gradients import check_close, gradients_of, loss_and_gradients
+from models.memory_models import DEPTHS, depth_model
 from tiny import logits, prompt, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -16,7 +16,7 @@ AUTO = (AutoModelForCausalLM, AutoModel)
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 # Families, kinds and options: also the paper's model, which is the joint one, layers of one kind alone, and longer keys.
 COMPARED = [
-    *((family, kind, {}) for family in ("llama", "gemma3") for kind in KINDS),
+    *((family, kind, {}) for family in ("llama", "gemma3") for kind in DEPTHS),
     *(
         (family, kind, {})
         for family in ("qwen2", "qwen3", "gemma2", "mistral", "olmo2")

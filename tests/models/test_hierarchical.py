@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from models.cases import GREEDY
 from models.gradients import gradients_of_blocks, loss_and_gradients
-from models.hierarchical_models import (
-    FOUR_TOKENS,
+from models.hosting import host_of
+from models.memory_models import (
+    FETCHING,
     IDS,
-    KINDS,
     OTHER_IDS,
-    entry_of,
+    fetching_entry,
     hierarchical_model,
     stated_base,
 )
-from models.hosting import host_of
 from tiny import logits, prompt, tiny_model
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
@@ -35,7 +35,7 @@ def compare(family, kind, folder, **base):
     return model
 
 
-@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
+@pytest.mark.parametrize("kind", [*FETCHING, FETCHING], ids=lambda kind: kind if isinstance(kind, str) else "all")
 def test_logits_and_block_gradients_match_the_stated_base(native_family, kind, tmp_path):
     """Of each block that was fetched, and of no other."""
     model, native, tokens = compare(native_family, kind, tmp_path), tiny_model(native_family, torch.float64), prompt(7)
@@ -72,7 +72,7 @@ def test_rotation_by_complex_numbers_is_refused():
         unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FETCHING)
 def test_texts_without_ids_can_read_the_generic_memory(native_family, kind, tmp_path):
     model = hierarchical_model(native_family, kind, tmp_path, without_ids="generic")
     generic = logits(model, memory_ids=torch.full((2, 3), -1))
@@ -83,14 +83,14 @@ def test_texts_without_ids_can_read_the_generic_memory(native_family, kind, tmp_
     assert torch.equal(model(inputs_embeds=embeddings, use_cache=False).logits, generic)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FETCHING)
 def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
     model = hierarchical_model(family, kind, tmp_path, torch.float32)
     blocks, expected = model.fetch_memory(IDS), logits(model, memory_ids=IDS)
     assert not torch.equal(logits(model, memory_ids=OTHER_IDS), expected)
     assert torch.equal(logits(model, memory_blocks=blocks), expected)
-    generated = model.generate(prompt(9), memory_ids=IDS, **FOUR_TOKENS)
-    assert torch.equal(model.generate(prompt(9), memory_blocks=blocks, **FOUR_TOKENS), generated)
+    generated = model.generate(prompt(9), memory_ids=IDS, **GREEDY)
+    assert torch.equal(model.generate(prompt(9), memory_blocks=blocks, **GREEDY), generated)
 
 
 # What is given to the texts of a batch; tests/banks/test_bank_refusals.py has the refusals of ids.
@@ -122,7 +122,7 @@ def test_inputs_that_do_not_fit_the_texts_are_refused(case, tmp_path):
 
 def test_ids_without_an_open_bank_are_refused():
     model, generic = (
-        host_of(tiny_model("llama"), entry_of("hier-kv", without_ids=how)) for how in ("none", "generic")
+        host_of(tiny_model("llama"), fetching_entry("hier-kv", without_ids=how)) for how in ("none", "generic")
     )
     assert torch.equal(logits(model), logits(tiny_model("llama")))
     for call in (lambda: model(prompt(), memory_ids=IDS), lambda: generic(prompt())):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from models.cases import CASES, chosen
-from models.chapter_models import act, chapter_model
 from models.hosting import host_of
-from models.ultramem_models import ultramem_model
+from models.memory_models import act_by_chapters, chapter_model, ultramem_model
 from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, logits, prompt, tiny_model
 
@@ -63,7 +62,7 @@ def test_memories_at_one_site_read_the_same_and_add_up(native_family, site):
     entry |= {"into": [1, 3]} if site == "skip" else {}
     native = tiny_model(native_family, torch.float64)
     once, twice = host_of(native, entry), host_of(native, entry, {**entry, "name": "other"})
-    act(once)
+    act_by_chapters(once)
     tensors = {name: tensor for name, tensor in once.state_dict().items() if ".memories." in name}
     tensors |= {name.replace(f".{SITES[site]}.", ".other."): tensor for name, tensor in tensors.items()}
     assert not twice.load_state_dict(tensors, strict=False).unexpected_keys

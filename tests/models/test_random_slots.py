@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from models.chapter_models import chapter_model
 from models.gradients import enable_checkpointing, loss_and_gradients
-from models.ultramem_models import ultramem_model
+from models.memory_models import chapter_model, ultramem_model
 from models.upscaled import upscaled_model
 from pairs import by_default
 from tiny import logits, prompt

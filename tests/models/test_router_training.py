@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from models.chapter_models import chapter_model, entry
 from models.gradients import enable_checkpointing
+from models.memory_models import chapter_entry, chapter_model
 from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
 def test_loss_adds_the_mean_of_each_memory_s_routers(native_family):
     """tests/memory/test_router_losses.py has what a router tells; here each is asked again for what it read."""
     behind_layers = {"routing": "token", "site": "behind-layer"}
-    memory = [entry(**COEFFICIENTS), entry("chapters-2", (0, 1, 2), **behind_layers, **COEFFICIENTS)]
+    memory = [chapter_entry(**COEFFICIENTS), chapter_entry("chapters-2", (0, 1, 2), **behind_layers, **COEFFICIENTS)]
     model = chapter_model(native_family, memory=memory).train()
     told: dict[str, list[float]] = {"chapters": [], "chapters-2": []}
 

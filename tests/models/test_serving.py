@@ -9,7 +9,7 @@ import torch
 import transformers
 from composite import composite_model
 from models.cases import CASES
-from models.chapter_models import chapter_model
+from models.memory_models import chapter_model
 from models.upscaled import upscaled_model
 from pairs import by_default, in_turn
 from tiny import WINDOW, prompt, save_tiny_tokenizer, tiny_model

@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 from models.cases import CASES, chosen_in_turn
-from models.chapter_models import chapter_model
 from models.fresh_process import run_python
 from models.hosting import host_config
+from models.memory_models import chapter_model
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from transformers import set_seed
 from transformers.models.auto import modeling_auto

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.hosting import host_config
-from models.ultramem_models import ultramem_model
+from models.memory_models import ultramem_model
 from tiny import NATIVE_FAMILIES, logits, prompt, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from models.hierarchical_models import hierarchical_model
+from models.memory_models import hierarchical_model
 from pairs import by_default
 from processes.warm import MIDUS, run_ranks
 from sft.tiny_chats import character_tokenizer, chat, prepared, sft_config, write_rows

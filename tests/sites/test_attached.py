@@ -173,9 +173,7 @@ PADDED = {"input_ids": prompt().masked_fill(MASK == 0, 0), "attention_mask": MAS
 
 
 @pytest.mark.parametrize(("case", "layer_class"), [("ultramem own", UltraMemV2Memory), ("midus-hml", MidusHmlMemory)])
-def test_memory_argument_reaches_passes_and_beams(
-    case, layer_class, tmp_path, monkeypatch
-):
+def test_memory_argument_reaches_passes_and_beams(case, layer_class, tmp_path, monkeypatch):
     honest = layer_class.forward
 
     def scaled(self, read, *residual, scale=None, **inputs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from banks.small_bank import layout_of, made, record_of
-from models.hierarchical_models import IDS, hierarchical_model
+from models.memory_models import IDS, hierarchical_model
 from tiny import prompt
 from topics.tiny_bert import WIDTH
 from topics.trees import random_tree

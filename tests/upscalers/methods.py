@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.hierarchical_models import IDS, fill
+from models.memory_models import IDS, fill
 
 from midus_hf.files.checkpoint_files import BANKS_FOLDER
 from midus_hf.memories.hierarchical.bank import MemoryBank

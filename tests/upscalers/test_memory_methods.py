@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from models.hierarchical_models import IDS, OTHER_IDS
+from models.memory_models import IDS, OTHER_IDS
 from tiny import prompt
 
 from midus_hf.cli import edit

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models.depth_models import depth_model
+from models.memory_models import depth_model
 from ops.laws import assert_close
 from ops.table import DEVICE
 from pairs import by_default
