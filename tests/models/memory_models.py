@@ -14,7 +14,7 @@ from midus_hf.memories.hierarchical.bank import FetchedBatch, MemoryBank, create
 from midus_hf.memories.hierarchical.options import block_layouts
 from midus_hf.memories.moc.layer import MocMemory
 from midus_hf.memories.moda.layer import ModaMemory
-from midus_hf.memories.tables import MemoryTables
+from midus_hf.memories.module import MemoryTables
 from scripts.anatomy.statement import state
 
 # How far tensors of chapters are spread where they act: hidden states of a tiny model are small, and routers shall choose clearly.
