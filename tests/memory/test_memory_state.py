@@ -21,7 +21,7 @@ def kept(state: MemoryState) -> tuple[list, list]:
     return state.kept["count"].tolist(), state.kept["total"].flatten().tolist()
 
 
-def test_a_cache_does_to_every_tensor_of_it_what_it_does_to_its_layers(state):
+def test_a_cache_changes_states_as_its_layers(state):
     cache = DynamicCache()
     cache.update(torch.arange(3.0)[:, None, None, None], torch.zeros(3, 1, 1, 1), 0)
     cache.layers.append(state)
@@ -44,7 +44,7 @@ def test_it_holds_no_tokens_that_the_cache_would_count(state):
     assert kept(state)[0] == [1, 2, 3]
 
 
-def test_tensors_of_the_same_shape_are_written_over_and_others_replaced(state):
+def test_kept_tensors_of_equal_shape_are_overwritten(state):
     before = state.kept["count"]
     state.keep({"count": torch.tensor([4, 5, 6])})
     assert state.kept["count"] is before and kept(state) == ([4, 5, 6], [1.0, 2.0, 3.0])
@@ -67,7 +67,7 @@ def memory(is_croppable):
     return SimpleNamespace(is_croppable=is_croppable, rollback=None)
 
 
-def test_states_are_made_once_behind_the_layers_of_a_cache():
+def test_states_follow_the_layers_of_a_cache():
     cache, wanted = DynamicCache(), {("a", 0): memory(True), ("b", 1): memory(False)}
     states = states_in(cache, wanted, 3)
     assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
@@ -75,14 +75,11 @@ def test_states_are_made_once_behind_the_layers_of_a_cache():
     assert states_in(cache, wanted, 3) == states and len(cache.layers) == 5
 
 
-def test_a_sequence_that_lost_tokens_is_not_gone_on_with_unless_it_may(state):
+def test_a_state_that_is_not_croppable_refuses(state):
     MemoryState("chapters", 0, is_croppable=True).crop(-1)
     state.crop(0)
     assert kept(state)[0] == [1, 2, 3]
-    message = (
-        r"the memory 'chapters' routes by all tokens before, and cannot take tokens back; expected decoding without "
-        r"an assistant or prompt lookup\. Or upscale with routing = 'token'\."
-    )
+    message = "the memory 'chapters' routes by all tokens before, .*; expected decoding without an assistant"
     with pytest.raises(ValueError, match=message):
         state.crop(-1)
     with pytest.raises(ValueError, match=message):
@@ -91,13 +88,13 @@ def test_a_sequence_that_lost_tokens_is_not_gone_on_with_unless_it_may(state):
     assert not state.kept
 
 
-def test_masks_take_it_for_a_layer_of_a_kind_that_there_is():
+def test_a_state_is_sliding_as_its_layers():
     full, sliding = DynamicLayer(), DynamicSlidingWindowLayer(4)
     for layers, is_sliding in (([full], False), ([sliding], True), ([sliding, full], True)):
         assert MemoryState("chapters", 0, is_croppable=True, layers=layers).is_sliding is is_sliding
 
 
-def test_a_cache_that_offloads_fetches_its_first_layer_behind_the_last(monkeypatch):
+def test_an_offloading_cache_fetches_its_first_layer(monkeypatch):
     fetched = []
     cache, wanted = DynamicCache(), {("a", 0): memory(True)}
     state = states_in(cache, wanted, 2)["a", 0]

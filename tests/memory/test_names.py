@@ -144,7 +144,7 @@ def test_no_splitting_into_tokens_changes_what_is_open(case):
     assert open_at_end(names, [text[at : at + 1] for at in range(len(text))]) == expected
 
 
-def test_a_name_is_open_from_its_last_token_and_closed_at_the_one_that_goes_on_with_its_word():
+def test_a_name_closes_where_its_word_goes_on():
     does = [*names_in(table_of(["gold", "Unit 1"]), bytes_of(["the go", "ld", "en", " Unit ", "1", ".", "2"]))]
     assert [[found.entry for found in token.opens] for token in does] == [[], [1], [], [], [2], [], []]
     assert [[found.entry for found in token.closes] for token in does] == [[], [], [1], [], [], [], []]
@@ -230,7 +230,7 @@ def test_chunks_open_what_one_pass_opens(pieces, sizes, most):
         ({3: (4,)}, {"open": 4, "links": False}, ((1, 2, 3), 2)),
     ],
 )
-def test_open_entries_are_one_text_in_the_order_they_were_named(linked, options, expected):
+def test_open_entries_are_read_in_naming_order(linked, options, expected):
     """Linked ones stand after the entry that links to them, and are left out before those that are named."""
     pieces = ["gold ", "tin ", "zinc ", *["and "] * 5]
     row = OpeningTracker(Pieces(["gold", "tin", "zinc", "lead", "iron"], pieces, linked), PacksOptions(**options))
@@ -244,7 +244,7 @@ WRITTEN = st.text(LETTERS, min_size=1, max_size=6).filter(lambda text: spelled(t
 
 
 @given(WRITTEN, WRITTEN, st.tuples(st.booleans(), st.booleans()))
-def test_what_two_names_find_shows_whether_they_may_be_of_two_entries(one, other, exact):
+def test_names_that_find_one_text_may_be_the_same(one, other, exact):
     names = [name_of(0, one, exact[0]), name_of(1, other, exact[1])]
     for text in (one, other):
         tables = [NameIndex([name]) for name in names]
@@ -337,7 +337,7 @@ def test_names_that_tokens_do_not_spell():
     assert is_spelled(tiny_tokenizer(), "é\u00e9 ü") and not is_spelled(tiny_tokenizer(), "ö")
 
 
-def test_a_tokenizer_that_does_not_tell_what_its_tokens_spell_is_refused():
+def test_a_slow_tokenizer_is_refused():
     class Slow:
         is_fast = False
 

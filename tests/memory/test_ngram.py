@@ -61,7 +61,7 @@ def assert_same(output, expected):
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_a_new_memory_adds_zero_and_its_rows_get_gradients_at_once():
+def test_a_new_memory_adds_zero_and_has_gradients():
     memory = build_memory(EngramOptions(**HASHED), SIZES)
     output = memory(states().float(), input_ids=IDS)
     assert torch.equal(output, torch.zeros(2, 12, 16))
@@ -102,7 +102,7 @@ def test_tokens_that_are_taken_back_leave_no_trace(memory, count):
     assert_same(run(memory, 10 - count, 12, state=state), run(memory)[:, 10 - count :])
 
 
-def test_more_tokens_than_the_state_keeps_are_not_taken_back():
+def test_cropping_beyond_the_state_is_refused():
     memory = filled(HASHED)
     state = MemoryState("ngram", 0, True, rollback=memory.rollback)
     for _ in range(8):
@@ -122,7 +122,7 @@ def test_documents_of_a_row_do_not_see_one_another(memory):
     assert_same(run(memory, 8, 12, state=state), expected[:, 8:])
 
 
-def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
+def test_an_unknown_ngram_reads_nothing():
     memory = filled({**EXACT, "kernel": 0})
     memory.value_table.grad = None
     tables = tables_of(memory)
@@ -134,7 +134,7 @@ def test_an_unknown_ngram_reads_nothing_and_gives_row_zero_no_gradient():
     assert memory.value_table.grad[rows[rows > 0]].abs().sum(1).gt(0).all()
 
 
-def test_tokens_that_were_added_behind_the_table_are_numbered_by_their_ids():
+def test_tokens_after_the_table_are_numbered_by_ids():
     memory, like = filled({**HASHED, "known_tokens": 3}), {"token_numbers": torch.tensor([0, 1, 1])}
     rows = rows_of(memory, torch.tensor([[1, 2, 5], [2, 1, 5], [1, 2, 6]]), like)
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0, :2], rows[2, :2])
@@ -170,14 +170,14 @@ def test_sparse_gradients_are_the_dense_ones(memory):
     assert torch.equal(memory.value_table.grad.to_dense(), dense)
 
 
-def test_layers_hash_differently_and_random_rows_do_not_depend_on_the_text():
+def test_layers_hash_differently():
     options = EngramOptions(**HASHED)
     assert options.multipliers(0) != options.multipliers(1)
     memory = filled({**HASHED, "addressing": "random"})
     assert not torch.equal(run(memory), run(memory))
 
 
-def test_the_memory_computes_what_qwen4_computes_with_the_same_rows():
+def test_the_memory_computes_what_qwen4_computes():
     modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 

@@ -199,7 +199,7 @@ def test_entries_an_answer_names_close_with_their_line(said, expected):
     assert bool(key.words) is (expected == (2,))  # what the answer names is read without words of the question
 
 
-def test_an_open_entry_does_not_move_when_an_answer_names_it():
+def test_an_answer_does_not_move_an_open_entry():
     tokenizer = tokenizer_of("ChatML", "special tokens")
     glossary = Glossary(
         tokenizer, [Entry(("Kestrel",), "a bird on Merlin"), Entry(("Merlin",), "a cache"), Entry(("Mer",), "a sea")]
@@ -235,7 +235,7 @@ def test_words_before_a_name_are_read_with_its_text(asked, words):
         assert open_behind(tokenizer, ids, [1] * len(ids)) == key
 
 
-def test_a_text_that_is_no_chat_is_read_by_lines_as_without_a_template():
+def test_plain_text_is_read_by_lines():
     tokenizer = tokenizer_of("Vicuna", "text")
     for text, is_open in (("Kestrel is\n", False), ("A superUSER: Kestrel is", True), ("Kestrel", True)):
         key = open_behind(tokenizer, tokenizer(text)["input_ids"])
@@ -256,7 +256,7 @@ def test_passes_of_any_size_open_what_one_pass_opens(name, kind, parts, sizes):
     assert open_behind(tokenizer, ids[:-1], [1] * len(ids)) == open_behind(tokenizer, ids[:-1])
 
 
-def test_an_entry_is_read_behind_what_the_template_writes_before_a_user():
+def test_the_prefix_of_entries_is_the_users_header():
     tokenizer = tokenizer_of("ChatML, a default prompt", "special tokens")
     glossary = Glossary(tokenizer)
     assert tokenizer.decode(glossary.token_prefix(True)) == "<|im_start|>user\n"
@@ -269,7 +269,7 @@ def test_an_entry_is_read_behind_what_the_template_writes_before_a_user():
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"]
 )
-def test_without_a_template_that_tells_roles_apart_chats_are_texts(template):
+def test_chats_without_marks_are_plain_text(template):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     glossary = Glossary(tokenizer)
@@ -318,3 +318,31 @@ def test_a_template_without_marks_is_told(template, remark):
     glossary = Glossary(tokenizer)
     assert glossary.chat_marks is None and str(glossary.chat_remark).startswith(remark)
     assert Glossary(byte_tokenizer()).chat_remark is None
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("- iron: 26\n- gold", "n: 26"),
+        ("iron: 26\niron is", "n: 26n is"),
+        ("iron\nIts number is 26.\nNext", "n\nIts number is 26."),
+        ("iron\n\n- 26\nNext", "n\n\n- 26"),
+        ("iron?<eos>\n<bos>x\nIt is a metal.\nNext", "n?<eos>\n<bos>x\nIt is a metal."),
+        ("iron" + "." * 20 + "\nNext\nx", "n" + "." * 20 + "\nNext"),
+    ],
+    ids=["a list", "a name again", "a name as a heading", "a blank line", "a chat template", "a line of dots"],
+)
+def test_a_pack_is_open_to_the_end_of_its_line(text, read):
+    tokenizer = byte_tokenizer()
+    glossary, options = Glossary(tokenizer, [Entry(("iron",), "a metal")]), PacksOptions()
+    ids = tokenizer(text)["input_ids"]
+    readings, _ = readings_of(OpeningTracker(glossary, options), ids, range(len(ids)), None)
+    whole = [at for each in readings for at in range(each.start, each.stop)]
+    steps, before = [], RowState()
+    for at, token in enumerate(ids):
+        row = OpeningTracker(glossary, options, before)
+        row.read_before(ids[max(0, at - glossary.lookback_tokens) : at], at)
+        row.read(token, at)
+        steps += [at] if row.pack() else []
+        before = row.state
+    assert tokenizer.decode([ids[at] for at in whole]) == read and steps == whole

@@ -216,15 +216,6 @@ def test_texts_are_read_up_to_their_most_tokens():
     assert torch.equal(logits(cut, ASKED), logits(short, ASKED))
 
 
-def scaled(model):
-    for parameter in model.parameters():
-        parameter.data.mul_(1.25)
-
-
-def loaded(model):
-    model.load_state_dict({name: value * 1.25 for name, value in model.state_dict().items()})
-
-
 def stepped(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     model(ASKED, labels=ASKED, use_cache=False).loss.backward()
@@ -247,7 +238,7 @@ def fresh(model):
     return made
 
 
-@pytest.mark.parametrize("change", [scaled, loaded, stepped, through_bfloat16])
+@pytest.mark.parametrize("change", [stepped, through_bfloat16])
 def test_packs_are_those_of_the_weights_as_they_are(change):
     _, model = both("llama")
     before = logits(model, ASKED)

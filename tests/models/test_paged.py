@@ -145,25 +145,16 @@ def refusal_of(engine, model):
 
 
 def test_what_packs_do_not_read_is_refused(engine):
-    assert refusal_of(engine, with_packs("gemma2")) == (
-        "this model caps scores of attention, which packs in vLLM do not; expected a model without attn_logit_softcapping. Serve it "
-        "with `transformers serve`."
-    )
+    assert "caps scores of attention" in refusal_of(engine, with_packs("gemma2"))
     engine.config.cache_config.cache_dtype = "fp8_e5m2"
-    assert refusal_of(engine, with_packs("llama")) == (
-        "--kv-cache-dtype is fp8_e5m2, whose keys and values packs do not read; expected auto, float16, bfloat16 or float32. Leave "
-        "the option out."
-    )
+    said = refusal_of(engine, with_packs("llama"))
+    assert said.startswith("--kv-cache-dtype is fp8_e5m2") and said.endswith("or float32. Leave the option out.")
     engine.config.lora_config = object()
-    assert refusal_of(engine, with_packs("llama")) == (
-        "vLLM is not to serve the memory 'packs' so, which reads the tokens before: --enable-lora changes keys and values by "
-        "request, and packs are one for all. Leave the option out, or serve the model with `transformers serve`."
-    )
+    assert "--enable-lora changes keys and values by request" in refusal_of(engine, with_packs("llama"))
     entries = {"site": "beside-ffn", **ENGRAM}, {"type": "packs", "layers": [0, 1, 2, 3]}
     both = host_of(tiny_model("llama", torch.float32), *entries)
-    assert refusal_of(engine, both) == (
-        "vLLM is not to serve packs beside the memory 'ngram', which would take texts of entries for requests; expected one of the "
-        "two. Serve the model with `transformers serve`."
+    assert "'ngram', which would take texts of entries for requests; expected one of the two" in refusal_of(
+        engine, both
     )
 
 
@@ -174,11 +165,10 @@ def test_attention_sinks_are_refused_when_the_glossary_is_opened(engine, tmp_pat
     stack.services["packs"].glossary = None
     stack.services["packs"].settings = SimpleNamespace(model=str(tmp_path), revision=None, trust_remote_code=False)
     engine.layers["layers.1"].has_sink = True
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(
+        ValueError, match=r"attention sinks, .*; expected a model without. Serve it with `transformers serve`"
+    ):
         run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
-    assert str(raised.value) == (
-        "this model has attention sinks, which packs in vLLM leave out; expected a model without. Serve it with `transformers serve`."
-    )
     engine.layers["layers.1"].has_sink = False
     run_pass(engine, stack, prompt(), [(0, FIRST, 0, 4)])
     assert len(stack.services["packs"].glossary) == len(ENTRIES)
@@ -193,9 +183,7 @@ def test_a_cache_that_holds_no_single_numbers_is_refused(monkeypatch):
         Attention.write(layer, key // 2, value, cache, slots)
 
     attention.impl.do_kv_cache_update = halved
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(
+        ValueError, match=r"CPU_ATTN does not hold keys .*vLLM 0.32.0, torch.float32.*; expected one that does. Pass"
+    ):
         CachedHeads(attention)
-    assert str(raised.value) == (
-        "the cache of vLLM's CPU_ATTN does not hold keys and values number by number (vLLM 0.32.0, torch.float32), which packs read; "
-        "expected one that does. Pass --dtype float32, or serve the model with `transformers serve`."
-    )

@@ -147,7 +147,7 @@ def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, b
         generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path)
 
 
-def test_an_option_that_leaves_the_tokens_before_unknown_is_refused(bases, tmp_path):
+def test_an_option_that_hides_tokens_is_refused(bases, tmp_path):
     folder = tmp_path / "model"
     upscale(base=bases("qwen3"), method="engram", options={"rows": 97}, output=folder, verify=False)
     with pytest.raises(

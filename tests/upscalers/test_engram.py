@@ -61,7 +61,7 @@ def made(base, tmp_path, **options):
     return read_tensors(tmp_path / "out")
 
 
-def test_tokens_of_like_text_have_one_number_whatever_the_dtype(spoken_base, tmp_path):
+def test_tokens_of_like_text_have_one_number(spoken_base, tmp_path):
     upscale(base=spoken_base, method="engram", output=tmp_path / "out", options={"rows": 199}, dtype="bfloat16")
     tensors = read_tensors(tmp_path / "out")
     numbers = tensors["model.memory_tables.ngram.0.token_numbers"]
@@ -73,7 +73,7 @@ def test_tokens_of_like_text_have_one_number_whatever_the_dtype(spoken_base, tmp
     assert {name.split(".")[2] for name in tensors if ".memories." in name} == {"1", "2"}
 
 
-def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, learned):
+def test_each_ngram_of_the_corpus_has_a_row(spoken_base, learned):
     tensors, model = read_tensors(learned), AutoModelForCausalLM.from_pretrained(learned)
     # As numbers from 1: the, cat, sat are 2, 5, 7.
     expected = [
@@ -92,9 +92,7 @@ def test_every_ngram_of_the_corpus_has_a_row_and_each_row_is_read(spoken_base, l
     assert config_of(learned)["upscale"]["options"]["corpus"] == "texts"
 
 
-def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_many_have_rows(
-    spoken_base, command, tmp_path
-):
+def test_min_documents_limits_the_ngrams_with_rows(spoken_base, command, tmp_path):
     corpus = write_corpus(tmp_path / "texts")
     tensors = made(spoken_base, tmp_path, **EXACT, corpus=str(corpus), min_documents=2)
     assert tensors["model.memory_tables.ngram.0.ngrams"].tolist() == [5 + 2 * LIMIT]
@@ -102,7 +100,7 @@ def test_rows_may_need_several_texts_that_have_the_ngram_and_a_line_says_how_man
     assert command("--base", spoken_base, "--method", "engram", *words).err == "3 n-grams of the corpus have rows\n"
 
 
-def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_in_no_ngram(spoken_base, learned, tmp_path):
+def test_end_tokens_are_in_no_ngram(spoken_base, learned, tmp_path):
     base, tokenizer = shutil.copytree(spoken_base, tmp_path / "base"), AutoTokenizer.from_pretrained(spoken_base)
     behind = processors.TemplateProcessing(single="$A <unk>", special_tokens=[("<unk>", 0)])
     tokenizer.backend_tokenizer.post_processor = behind
@@ -112,7 +110,7 @@ def test_an_end_token_that_the_tokenizer_puts_behind_texts_is_in_no_ngram(spoken
     assert torch.equal(tensors[name], read_tensors(learned)[name])
 
 
-def test_each_name_of_a_corpus_has_one_row_and_special_tokens_are_no_part_of_it(spoken_base, tmp_path):
+def test_each_name_of_a_corpus_has_one_row(spoken_base, tmp_path):
     base = shutil.copytree(spoken_base, tmp_path / "base")
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ("the cat", "cat", "dog the cat sat"))}
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -146,7 +144,7 @@ _NAMES = {
 
 
 @pytest.mark.parametrize("case", _NAMES)
-def test_lines_name_the_names_that_are_cut_or_share_a_row(spoken_base, command, tmp_path, case):
+def test_cut_and_shared_names_are_listed(spoken_base, command, tmp_path, case):
     names, lines = _NAMES[case]
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", names)}
     words = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
@@ -202,9 +200,7 @@ def split_base(request, tmp_path):
     return tmp_path / "base", fast
 
 
-def test_a_name_is_read_at_its_last_token_behind_every_sign_and_not_within_a_word_of_other_tokens(
-    split_base, tmp_path
-):
+def test_a_name_is_read_at_its_last_token_after_every_sign(split_base, tmp_path):
     base, tokenizer = split_base
     tensors = made(base, tmp_path, **{**NAMES, "corpus": write_names(tmp_path / "names.jsonl", [*_NAMED, "gold"])})
     ngrams, numbers = (tensors[f"model.memory_tables.ngram.0.{name}"] for name in ("ngrams", "token_numbers"))
@@ -229,7 +225,7 @@ def test_a_list_of_names_that_is_one_text_is_refused(spoken_base, tmp_path):
         made(spoken_base, tmp_path, **{**NAMES, "corpus": str(tmp_path / "names.txt")})
 
 
-def test_names_need_a_tokenizer_that_tells_what_its_tokens_spell(spoken_base, tmp_path, monkeypatch):
+def test_names_need_a_fast_tokenizer(spoken_base, tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     options = {**NAMES, "corpus": write_names(tmp_path / "names.jsonl", ["cat"])}
     with pytest.raises(ValueError, match="does not tell what its tokens spell; expected one with"):
@@ -239,9 +235,7 @@ def test_names_need_a_tokenizer_that_tells_what_its_tokens_spell(spoken_base, tm
 KNOWN, UNKNOWN = torch.tensor([[9, 1, 4, 6, 20, 30]]), torch.tensor([[4, 1, 6, 9, 20, 30]])
 
 
-def test_a_text_without_known_ngrams_has_the_logits_of_the_base_and_a_second_corpus_changes_no_row(
-    spoken_base, learned, tmp_path
-):
+def test_texts_without_known_ngrams_have_the_bases_logits(spoken_base, learned, tmp_path):
     model, taught = AutoModelForCausalLM.from_pretrained(learned), tmp_path / "taught"
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -261,9 +255,7 @@ def test_a_text_without_known_ngrams_has_the_logits_of_the_base_and_a_second_cor
     assert same_tensors(tmp_path / "one", taught)
 
 
-def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refused(
-    spoken_base, base, tmp_path, without
-):
+def test_missing_tokenizer_or_datasets_is_refused(spoken_base, base, tmp_path, without):
     corpus = write_corpus(tmp_path / "texts")
     shutil.copytree(spoken_base, tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
@@ -276,9 +268,7 @@ def test_a_base_without_a_sound_tokenizer_or_a_process_without_datasets_is_refus
         made(spoken_base, tmp_path, **EXACT, corpus=str(corpus))
 
 
-def test_without_a_tokenizer_or_compression_spellings_are_apart_and_a_dry_run_expects_a_tokenizer(
-    spoken_base, base, tmp_path
-):
+def test_spellings_are_apart_without_compression(spoken_base, base, tmp_path):
     (tmp_path / "config.json").write_bytes((spoken_base / "config.json").read_bytes())
     expected, known = (
         upscale(base=each, method="engram", dry_run=True, options={"rows": 199, "width": 8})
