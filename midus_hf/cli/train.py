@@ -25,6 +25,8 @@ from midus_hf.files.outputs import as_disk_error
 # For a command that passes its flags on to the parser of its keys.
 WITH_FLAGS: dict[str, Any] = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 HELP = {"-h", "--help"}
+# The event of a failure of the first process of this machine.
+_FAILURE_HERE = f"failure on machine {os.environ.get('GROUP_RANK', 0)}"
 
 app = command_line()
 
@@ -60,7 +62,7 @@ def midus_train(
 
 
 def asks_for_all_keys(words: Sequence[str]) -> bool:
-    """Return whether words ask for the Trainer's keys too, which are imported for seconds, which a line says."""
+    """Return whether --help=all is given; print a note, since importing the Trainer's keys takes seconds."""
     asks = "--help=all" in words
     if asks and "transformers.training_args" not in sys.modules:
         print_note("reading the Trainer's keys ...")
@@ -106,11 +108,10 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         arguments = read_arguments(arguments_class, words)
         check_sources(arguments.sources())
         result = run(arguments)
-    except KeyboardInterrupt as interrupted:
-        status, line = INTERRUPTED, "interrupted"
-        if isinstance(interrupted, RunInterrupted):
-            status, line = 128 + interrupted.signal_number, str(interrupted)
-        return _ending(status, line)
+    except RunInterrupted as interrupted:
+        return _ending(128 + interrupted.signal_number, str(interrupted))
+    except KeyboardInterrupt:
+        return _ending(INTERRUPTED, "interrupted")
     except (NotFiniteError, PartialSaveError) as error:
         return _ending(FAILED, str(error))
     except RequestError as error:
@@ -125,7 +126,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
         if "/gloo/" in str(error):  # the process at the other end said nothing
             killed = "another process of the run ended without a word, perhaps killed for its memory"
             return _ending(FAILED, f"{killed} ({first_line(error)}); see the log of its machine")
-        is_first_to(_failure_here())
+        is_first_to(_FAILURE_HERE)
         raise
     if is_main_process():
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
@@ -136,11 +137,7 @@ def _train(words: Sequence[str], arguments_class: Any, run: Callable[[Any], Any]
 def _ending(status: int, line: str) -> CommandExit:
     """Return the ending of a process, which says why if no process of its machine has failed before."""
     is_first_to("failure")
-    return CommandExit(status, line if is_first_to(_failure_here()) else None, from_any_process=True)
-
-
-def _failure_here() -> str:
-    return f"failure on machine {os.environ.get('GROUP_RANK', 0)}"
+    return CommandExit(status, line if is_first_to(_FAILURE_HERE) else None, from_any_process=True)
 
 
 main = partial(run_command, app, name="midus train", raises=True)

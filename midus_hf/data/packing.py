@@ -1,12 +1,10 @@
 """Texts packed into sequences of one length, as Trainers read them.
 
-Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are concatenated. The
-tokens are cut into sequences of `sequence_length` tokens. The remainder at the end is a shorter sequence if it is more than
-1 % of the tokens, and otherwise dropped, as is usual in continual pretraining. `datasets` keeps the results in its cache.
+Every text is tokenised and ends in EOS, and all are concatenated and cut into sequences of `sequence_length` tokens. The
+remainder is a shorter sequence if it is more than 1 % of the tokens, else it is dropped. `datasets` caches the results.
 
-If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), every sequence begins with them, as every
-text that such a model was pretrained on, and every row of an evaluation, does. A sequence that begins with a text has them
-already; one that goes on with a text gets them without a loss, in place of as many tokens of texts.
+If the tokenizer puts tokens before a text (`prefix_ids`: BOS of Llama and Gemma), every sequence begins with them. A sequence
+that begins with a text has them already; one that continues a text gets them masked from the loss, in place of as many tokens.
 """
 
 from bisect import bisect_right
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, format_count
 from midus_hf.data.corpus import DocumentPaths, read_paths
 from midus_hf.memories.hierarchical.bank import check_paths
 from midus_hf.memories.hierarchical.options import BankLayout
@@ -45,13 +43,11 @@ class PackedTexts(NamedTuple):
 
     def phrase(self, sequence_length: int) -> str:
         """Return a phrase about what is read of the texts, and why the rest is not."""
-        number = len(self.sequences)
+        sequences = format_count(len(self.sequences), "sequence")
         short = ", the last padded" if self.is_short else ""
         dropped = f"; the last {self.dropped:,} fill no sequence and are dropped" if self.dropped else ""
-        return (
-            f"{self.tokens - self.dropped:,} of {self.tokens:,} tokens are read, in {number:,} sequence{'s' * (number != 1)} of "
-            f"{sequence_length:,}{short}{dropped}"
-        )
+        read = f"{self.tokens - self.dropped:,} of {self.tokens:,} tokens are read"
+        return f"{read}, in {sequences} of {sequence_length:,}{short}{dropped}"
 
 
 def packed_sequences(
@@ -64,12 +60,11 @@ def packed_sequences(
     text_column: str = "text",
     vocab_size: int | None = None,
 ) -> PackedTexts:
-    """Return texts as rows with `input_ids` `[T]`, of which the last may be shorter.
+    """Return texts as rows with `input_ids` `[T]`; the last may be shorter.
 
     With `documents_apart`, tokens attend only within their text: rows also have `position_ids` `[T]`, which restart at each
-    text, and `labels` `[T]`, in which the first token of each text is ignored, since it has no context to be predicted from.
-    Tokens in front of the rest of a text (`prefix_ids`) belong to that text. If they are several, rows have `labels` too.
-    `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
+    text, and `labels` `[T]`, in which the first token of each text is ignored. With several tokens before a text (`prefix_ids`),
+    rows have `labels` too. `key` names the texts in messages; ids are checked against `vocab_size`, if it is given.
     """
     from datasets import Dataset, concatenate_datasets
 
@@ -96,7 +91,7 @@ def too_few_tokens(key: str, count: int, sequence_length: int) -> str:
 
 
 def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that sequences begin with, or refuse sequences without room behind them, and tokenizers without EOS."""
+    """Return the tokens that sequences begin with, or refuse sequences without room after them, and tokenizers without EOS."""
     from midus_hf.sources.tokenizers import prefix_ids
 
     if tokenizer.eos_token_id is None:
@@ -111,13 +106,7 @@ def beginning_within(sequence_length: int, tokenizer: "PreTrainedTokenizerBase")
 
 
 def _remainder(lengths: np.ndarray, sequence_length: int, num_before: int) -> tuple[int, int]:
-    """Return how many tokens are behind the last whole sequence of texts, and how many are put in front of them.
-
-    Args:
-        lengths: Number of tokens of each text, `[texts]`, int64.
-        sequence_length: T.
-        num_before: Number of tokens that the tokenizer puts before a text.
-    """
+    """Return how many tokens of texts with `lengths` `[texts]`, int64, follow the last whole sequence, and how many precede them."""
     ends = np.cumsum(lengths)
     if not num_before:
         return int(ends[-1]) % sequence_length, 0
@@ -155,8 +144,8 @@ def leaf_sequences(
     """Return texts as sequences within the leaves of a tree (hierarchical memories, appendix A.2), with `labels` and `memory_ids`.
 
     A leaf is a node of the deepest level, `depth`, that has blocks, so all texts of a leaf fetch the same blocks, by the path of the
-    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss: a
-    leaf may have little text, and its blocks learn from no other text. A remainder of one token that nothing predicts is dropped.
+    first, of `paths` `[texts, p]`. The remainder of a leaf becomes a sequence too, padded with EOS without a loss, unless it is one
+    token that nothing predicts.
     """
     beginning = beginning_within(sequence_length, tokenizer)
     levels = paths[:, :depth]

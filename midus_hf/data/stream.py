@@ -1,7 +1,8 @@
-"""Texts that are packed as they are read, for a corpus larger than the disk: sequences without end, resumed where they stopped."""
+"""Texts packed as they are read, for a corpus larger than the disk: sequences without end, resumed where they stopped."""
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -30,12 +31,10 @@ class StreamedSequences(IterableDataset):
     """Sequences of a stream of texts without end, by the rules of `packed_sequences` and `leaf_sequences`, shuffled through a buffer.
 
     A pass reads every text once, and then the next begins. In memory are some texts, tokens that fill no sequence yet (of each
-    leaf, with paths), and the buffer; `save` and `load` keep them, so that a stream goes on exactly. Without a buffer, a pass has the
-    sequences of `packed_sequences` in their order; those of `leaf_sequences` come as soon as a leaf has the tokens, and its last one
-    at the end of the pass. It is iterated in its own process, not by workers.
-
-    `save` keeps digests of the texts too. If any file was written, copied or moved since, `load` reads the texts again that had been
-    read, and compares them; those of an earlier pass are all texts.
+    leaf, with paths), and the buffer; `save` and `load` keep them, so that a stream resumes exactly. Without a buffer, a pass has the
+    sequences of `packed_sequences` in their order; those of `leaf_sequences` come as soon as a leaf has the tokens. `save` keeps
+    digests of the texts too: if any file was written, copied or moved since, `load` reads what had been read again, and compares it.
+    It is iterated in its own process, not by workers.
 
     Args:
         texts: Stream of `stream_rows`.
@@ -48,11 +47,10 @@ class StreamedSequences(IterableDataset):
         read_paths: Returns the paths of rows, as `checked_paths`, with their name as `text`. Default: None, no paths.
         path_column: Column of the paths.
         depth: Number of levels of a path that name its leaf. Default: all.
-        shuffle_buffer: Number of sequences of which the next is drawn; with 0 they come in order.
+        shuffle_buffer: Number of sequences from which the next is drawn; with 0 they come in order.
         seed: Seed of the draws, or several numbers.
-        rank: Number of this process among those that divide the texts by `split_dataset_by_node`: by files if all then have as
-            many, else by texts.
-        world_size: Number of these processes.
+        rank: Number of this process; `split_dataset_by_node` divides files if all processes get as many, else texts.
+        world_size: Number of processes.
 
     Raises:
         RequestError: If the first texts cannot be read or are blank, or all fill no sequence.
@@ -132,9 +130,8 @@ class StreamedSequences(IterableDataset):
 
     def save(self, path: Path) -> None:
         """Write where the stream stands."""
-        packers, flat = [], {}
-        for leaf, packer in self._packers.items():
-            packers.append([leaf, packer.path, packer.place, len(packer.pieces)])
+        packers = [[leaf, each.path, each.place, len(each.pieces)] for leaf, each in self._packers.items()]
+        flat = {}
         lists = {"pieces": [piece for packer in self._packers.values() for piece in packer.pieces]}
         lists |= {name: [row[name] for row in self._rows] for name in self._new_packer().columns}
         for name, arrays in lists.items():
@@ -148,7 +145,7 @@ class StreamedSequences(IterableDataset):
         save_file(flat, path, metadata={"state": json.dumps(state)})
 
     def load(self, path: Path) -> None:
-        """Go on from where the stream stood that wrote a file; sources and arguments are the same.
+        """Continue where the stream stood that wrote a file; sources and arguments are the same.
 
         Raises:
             RequestError: If the texts that had been read have changed.
@@ -169,12 +166,12 @@ class StreamedSequences(IterableDataset):
         self._generator.bit_generator.state = state["generator"]
         self._packers.clear()
         for leaf, path_of_leaf, place, count in state["packers"]:
-            packer = self._packers[tuple(leaf)] = self._new_packer()
+            packer = self._packers[tuple(leaf)]
             packer.path, packer.place, packer.pieces = path_of_leaf, place, [next(pieces) for _ in range(count)]
         self._read_from(state["source"])
 
     def _compare(self, files_on_disk: str | None, texts_read: Any, earlier_pass: Any) -> None:
-        """Take over the digests of texts that had been read; if files are not as they were, read the texts again."""
+        """Take over the digests of texts that had been read; if files have changed, read and compare the texts again."""
         self._texts_read, self._earlier_pass = texts_read, earlier_pass
         if (expected := earlier_pass or texts_read) is None:
             print_note(
@@ -221,7 +218,7 @@ class StreamedSequences(IterableDataset):
         self._texts_read = []
         self._counts = dict.fromkeys(("texts", "blank", "tokens", "sequences", "has_ended"), 0)
         self._counts["earlier_passes"] = passes
-        self._packers: dict[tuple[int, ...], Packer] = {}
+        self._packers: dict[tuple[int, ...], Packer] = defaultdict(self._new_packer)
         self._read_from(self._begin)
 
     def _read_from(self, state: dict[str, Any]) -> None:
@@ -247,7 +244,7 @@ class StreamedSequences(IterableDataset):
             tokens = self._tokenise([texts[place] for place in kept])["input_ids"]
             counts["tokens"] += sum(map(len, tokens))
             if self._read_paths is None:
-                self._add(self._packer_of(())({"input_ids": tokens}))
+                self._add(self._packers[()]({"input_ids": tokens}))
             else:
                 self._pack_by_leaf(tokens, {name: [values[place] for place in kept] for name, values in batch.items()})
         counts["texts"] += len(texts)
@@ -303,13 +300,8 @@ class StreamedSequences(IterableDataset):
             )
         self.tree = written.tree
         for ids, path in zip(tokens, written.paths.tolist(), strict=True):
-            packer = self._packer_of(tuple(path[: self._depth]))
+            packer = self._packers[tuple(path[: self._depth])]
             self._add(packer({"input_ids": [ids], "memory_ids": [path], "ends_leaf": [False]}))
-
-    def _packer_of(self, leaf: tuple[int, ...]) -> Packer:
-        if leaf not in self._packers:
-            self._packers[leaf] = self._new_packer()
-        return self._packers[leaf]
 
     def _add(self, packed: dict[str, list[Any]]) -> None:
         for values in zip(*packed.values(), strict=True):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from midus_hf.config.errors import RequestError
+from midus_hf.config.errors import RequestError, print_note
 from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
 from midus_hf.files.outputs import atomic_write
 
@@ -81,10 +80,7 @@ def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint in one line, or None if every file has the bytes that were written.
-
-    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
-    """
+    """Return what is wrong with a checkpoint in one line, or None if every file of its manifest has the bytes written."""
     name = MANIFEST_FILE
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -114,17 +110,17 @@ def _sha256(path: Path) -> str:
 
 def find_latest_complete(output: str | os.PathLike) -> Path | None:
     """Return the latest whole checkpoint in a folder, or None; skipped ones are listed on standard error."""
-    passed_over: list[str] = []
-    whole = None
+    skipped: list[str] = []
+    complete = None
     for checkpoint in checkpoints_in(output).values():
         damage = find_damage(checkpoint)
         if damage is None:
-            whole = checkpoint
+            complete = checkpoint
             break
-        passed_over.append(f"{checkpoint.name} is skipped: {damage}")
-    if passed_over and int(os.environ.get("RANK", 0)) == 0:
-        print("; ".join(passed_over), file=sys.stderr, flush=True)
-    return whole
+        skipped.append(f"{checkpoint.name} is skipped: {damage}")
+    if skipped:
+        print_note("; ".join(skipped))
+    return complete
 
 
 def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> Path | None:
@@ -156,7 +152,7 @@ def has_optimizer_state(checkpoint: Path) -> bool:
 
 
 def resume_hint(output: str | os.PathLike) -> str:
-    """Return what to do after a run that failed, in words that end a sentence."""
+    """Return how to recover a failed run, in words that end a sentence."""
     whole = find_latest_complete(output)
     if whole is None or not has_optimizer_state(whole):
         return "start the run again"

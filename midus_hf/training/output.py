@@ -271,7 +271,6 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
     """Append the section "Trained with" to a model card: steps, losses, held-out texts before and after, and keys."""
     losses = [event["loss"] for event in state.log_history if "loss" in event]
     final_loss = f"{losses[-1]:.4f}" if losses else "not logged"
-    keys = write_yaml(_shared(arguments.recorded()))
     section = f"""
 
 ## Trained with
@@ -281,7 +280,7 @@ def add_training(card: bytes, arguments: Any, state: TrainerState) -> bytes:
 | {state.global_step:,} | {int(state.num_input_tokens_seen):,} | {final_loss} |
 {_held_out(arguments, state)}
 ```yaml
-{keys}```
+{write_yaml(_shared(arguments.recorded()))}```
 """
     return card.rstrip() + section.encode()
 

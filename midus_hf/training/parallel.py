@@ -100,15 +100,14 @@ def dtype_of_deepspeed(trainer: Any) -> str | None:
 
 
 def check_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """Refuse a checkpoint without the optimizer, or whose processes sharded differently; report state that is not restored.
+    """Refuse a checkpoint without the optimizer, or whose processes sharded differently; note state that is not restored.
 
-    A Trainer that finds no moments of the optimizer, no schedule or no random numbers continues silently.
+    A Trainer that finds no moments, no schedule or no random numbers would continue silently.
     """
     if not has_optimizer_state(checkpoint):
         raise RequestError(
-            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it, and a run that continued from it would be "
-            "different; expected a whole checkpoint. Start the run again without save_only_model, or load trained parameters by "
-            "midus_hf.training.load_checkpoint."
+            f"{checkpoint} has no optimizer and no schedule, as save_only_model saves it; expected a complete checkpoint. Start the "
+            "run again without save_only_model, or load trained parameters by midus_hf.training.load_checkpoint."
         )
     ways = (
         ("share parameters by FSDP", "pytorch_model_fsdp*", trainer.is_fsdp_enabled),

@@ -1,7 +1,6 @@
 """Protected texts: they keep their logits, bit for bit, while a memory of known n-grams learns other texts.
 
-A memory adds zero to a token if neither the token nor an earlier one of the text reads a row. So a text none of whose n-grams has a
-row keeps, in every layer, the hidden states of the model without the memory. Before training, the n-grams of protected texts are
+A memory adds zero to a token if neither it nor an earlier one reads a row. So before training, the n-grams of protected texts are
 removed from the table; afterwards the texts are computed with and without the memory, compared, and a certificate is written.
 """
 
@@ -141,10 +140,8 @@ def _text_of(key: int, tokenizer: Any) -> str:
 
 
 def _section(texts: Sequence[Mapping[str, Any]], memories: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {each['name']} | {each['documents']:,} | {each['tokens']:,} | `{each['sha256'][:16]}` |" for each in texts
-    ]
-    lines = "\n".join(rows)
+    row = "| {name} | {documents:,} | {tokens:,} | `{sha256:.16}` |"
+    lines = "\n".join(row.format(**each) for each in texts)
     return f"""
 
 {PROTECTED_HEADING}

@@ -26,20 +26,12 @@ def check_sparse_values(trainer: Any) -> None:
     has_optimizer = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     shares = args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     for is_refused, reason in (
-        (
-            not _row_readers(trainer.model),
-            "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. "
-            "Leave it out.",
-        ),
+        (not _row_readers(trainer.model), "no memory of this model reads few rows of a large table. Leave it out."),
         (
             optimizer not in _ROW_OPTIMIZERS,
-            f"optim is {optimizer!r}; expected {' or '.join(_ROW_OPTIMIZERS)}, whose updates a step makes in the rows that it read. "
-            "Leave one of them out.",
+            f"optim is {optimizer!r}; expected {' or '.join(_ROW_OPTIMIZERS)}. Leave one of them out.",
         ),
-        (
-            has_optimizer,
-            "the Trainer was given an optimizer, which would be replaced; expected none. Leave one of them out.",
-        ),
+        (has_optimizer, "the Trainer was given an optimizer, which would be replaced. Leave one of them out."),
         (shares, "several processes train, whose gradients must be dense; expected one process. Leave it out."),
     ):
         if is_refused:

@@ -73,21 +73,7 @@ class SftArguments(SftKeys, MemoryArguments, SFTConfig):
 
 
 def finetune(arguments: SftArguments) -> TrainResult:
-    """Fine-tune a model on chats, or on prompts and their completions.
-
-    Prints what is trained, and writes the same files and log events to `arguments.output_dir` as `run_training`.
-
-    Args:
-        arguments: The arguments of the run.
-
-    Returns:
-        The folder of the trained model, and the steps, tokens and last loss of the run.
-
-    Raises:
-        RequestError: If the arguments are wrong; nothing has been written then.
-        TrainingError: If a step fails. The message says how to go on.
-        FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
-    """
+    """Fine-tune a model on chats, or on prompts and their completions; files, log and errors are those of `run_training`."""
     return run_training(arguments, read_chat_texts, make_sft_trainer)
 
 
@@ -106,9 +92,8 @@ def read_chat_texts(
     def pack(key: str, rows: Any) -> Any:
         return packed_sequences(rows, tokenizer, length, key=key, documents_apart=False)
 
-    return RunTexts(
-        chats, read_held_out(arguments, "text", length, pack), ""
-    )  # the Trainer knows how much of them is read
+    held_out = read_held_out(arguments, "text", length, pack)
+    return RunTexts(chats, held_out, "")  # the Trainer knows how much of them is read
 
 
 def make_sft_trainer(
@@ -132,15 +117,13 @@ def make_sft_trainer(
         processing_class=without_suffix_tokens(tokenizer),  # TRL appends the end token to completions
     )
     if options.assistant_only_loss:
-        _stop_behind_answers(model, tokenizer, trainer.first_labels)
+        _stop_after_answers(model, tokenizer, trainer.first_labels)
     prepared: Any = trainer.train_dataset
     columns = [name for name in ("labels", "seq_lengths") if name in prepared.column_names]
     sequences = prepared.filter(has_loss, input_columns=columns, load_from_cache_file=False)
     if not len(sequences):
-        raise RequestError(
-            f"dataset_name is {source!r}, which has no answer to learn from within {arguments.max_length:,} tokens. Add data, or "
-            "raise max_length."
-        )
+        reason = f"which has no answer to learn from within {arguments.max_length:,} tokens"
+        raise RequestError(f"dataset_name is {source!r}, {reason}. Add data, or raise max_length.")
     check_ids(max(max(ids) for ids in sequences["input_ids"]), model.config.vocab_size)
     left_out = (len(prepared) if arguments.packing else len(chats)) - len(sequences)
     if left_out:
@@ -149,9 +132,8 @@ def make_sft_trainer(
     tokens = sum(map(len, sequences["input_ids"]))
     labels = sum(label != IGNORED_LABEL for row in sequences["labels"] for label in row)
     if arguments.process_index == 0:
-        print(
-            f"{len(sequences):,} sequences, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"
-        )
+        share = f"{labels:,} of them with a loss ({labels / tokens:.1%})"
+        print(f"{len(sequences):,} sequences, {tokens:,} tokens, {share}")
     trainer.train_dataset = sequences
     return trainer
 
@@ -169,10 +151,8 @@ def _check_banks(model: Any, arguments: SftArguments) -> None:
         )
     if arguments.process_index == 0:
         read = "read only the generic memory" if reads_generic else "fetch no blocks from the model's bank"
-        print(
-            f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is "
-            "measured"
-        )
+        subject = "chats have no paths in a tree of topics: they, and held-out text"
+        print(f"{subject}, {read}, in training and where the model is measured")
 
 
 def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
@@ -182,7 +162,7 @@ def has_loss(labels: list[int], lengths: Sequence[int] = ()) -> bool:
     return bool(learned.any())
 
 
-def _stop_behind_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
+def _stop_after_answers(model: Any, tokenizer: "PreTrainedTokenizerBase", answer: Sequence[int]) -> None:
     """Make generation stop at the special token that ends answers, found in some whole answers; warn if they end in text."""
     # Some templates also mark the line break after the token that ends an answer.
     last = next((token for token in reversed(answer) if str(tokenizer.decode([token])).strip()), None)
@@ -244,10 +224,9 @@ def _refuse_row(dataset: Any, tokenizer: "PreTrainedTokenizerBase", template: st
         try:
             tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
-            raise RequestError(
-                f"row {number} of {arguments.dataset_name!r} is refused by the chat template: {first_line(error)}. Correct it, or "
-                "take it out."
-            ) from error
+            place = f"row {number} of {arguments.dataset_name!r}"
+            problem = f"{place} is refused by the chat template: {first_line(error)}"
+            raise RequestError(f"{problem}. Correct it, or take it out.") from error
 
 
 def _check_encoded(encoded: Any, tokenizer: "PreTrainedTokenizerBase", arguments: Any) -> list[int]:

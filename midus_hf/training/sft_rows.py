@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Columns of the formats, in the order in which they are tried.
-_FORMATS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("instruction", "response"),
+_FORMATS = tuple(
+    tuple(columns.split())
+    for columns in ("messages", "conversations", "prompt completion", "instruction output", "instruction response")
 )
 # Columns that chats may have in addition to those of their format, and those of instructions.
 _OF_CHATS, _OF_INSTRUCTIONS = ("system", "tools", "chat_template_kwargs"), ("system", "history", "input", "context")
@@ -159,7 +156,7 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", named: str | None) -> Non
 
 
 def _check_marks_answers(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse a template that does not mark answers, and of which TRL has no version that does."""
+    """Refuse a template if neither it nor TRL's version of it marks answers."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     template: Any = tokenizer.chat_template
@@ -184,9 +181,8 @@ def check_written(chat: Mapping[str, Any], template: str) -> None:
     unwritten = [key for key in variables if not re.search(rf"\b{re.escape(key)}\b", template)]
     unwritten += [key for key in keys if not reads_key(template, key)]
     if unwritten:
-        raise RequestError(
-            f"{unwritten[0]!r}, which the chat template does not write. Set chat_template_path to one that does"
-        )
+        problem = f"{unwritten[0]!r}, which the chat template does not write"
+        raise RequestError(f"{problem}. Set chat_template_path to one that does")
 
 
 def reads_key(template: str, key: str) -> bool:
@@ -199,7 +195,7 @@ def as_texts(row: Row) -> dict[str, str]:
     for column in _OF_CHATS:
         if row.get(column):
             raise RequestError(
-                f"{column!r}, which only chats have, in addition to a prompt. Make it a chat, leave the column out"
+                f"{column!r}, which only chats have, with a prompt. Make it a chat, leave the column out"
             )
     texts = {column: _text(row, column) for column in ("prompt", "completion")}
     if not texts["completion"].strip():
@@ -208,7 +204,7 @@ def as_texts(row: Row) -> dict[str, str]:
 
 
 def as_chat(row: Row, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return lists of messages, with `tools` and `chat_template_kwargs` if the row has them, or refuse content that would be lost."""
+    """Return lists of messages, with `tools` and `chat_template_kwargs` if the row has them; refuse what would be lost."""
     if columns[0] == "instruction":
         chat: dict[str, Any] = {"messages": _instructed(row, columns[1])}
     else:
@@ -262,21 +258,11 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     role = message["role"] = _ROLE_OF_NAME[role]
     for key in _EXCLUSIONS:
         if message.get(key, 1) != 1:
-            raise RequestError(
-                f"a message with {key}: {message[key]}, which the loss would ignore; TRL weights all answers equally. End the chat "
-                "before the message"
-            )
-    reasoning = [key for key in _REASONING if message.get(key)]
-    for key in reasoning[1:]:
-        if message[key] != message[reasoning[0]]:
-            raise RequestError(
-                f"{key!r} and {reasoning[0]!r} with different texts; a template reads one of them. Leave one out"
-            )
+            problem = f"a message with {key}: {message[key]}, which the loss would ignore"
+            raise RequestError(f"{problem}; TRL weights all answers equally. End the chat before the message")
     if calls:
         if role != "assistant":
-            raise RequestError(
-                f"'tool_calls' in a message of the {role}; expected the assistant to call tools. Correct it"
-            )
+            raise RequestError(f"'tool_calls' in a message of the {role}; expected one of the assistant. Correct it")
         message["tool_calls"] = [_call(call) for call in _parsed(calls, list, "tool_calls")]
     elif role == "assistant" and not str(content or "").strip():
         raise RequestError(_NO_ANSWER)
@@ -290,9 +276,7 @@ def _call(call: Any) -> dict[str, Any]:
     """Return a call of a tool, with JSON text of arguments parsed, since some templates would encode it again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"the call {call!r:.60} in 'tool_calls'; expected a function with name and arguments. Correct it"
-        )
+        raise RequestError(f"the call {call!r:.60} in 'tool_calls'; expected a name and arguments. Correct it")
     arguments = _parsed(function.get("arguments") or {}, dict, f"arguments of {function['name']}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function

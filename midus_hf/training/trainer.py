@@ -115,25 +115,23 @@ class MemoryTrainerMixin(AnyTrainer):
             has_chapters = any(entry.get("type") == "moc" for entry in getattr(config, "memory", None) or [])
             if has_chapters or getattr(config, "output_router_logits", False):
                 key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
-                raise RequestError(
-                    f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of routers; "
-                    "expected a model without them. Leave it out."
-                )
+                reason = "with which the Trainer computes the loss itself and leaves out the losses of routers"
+                raise RequestError(f"{key} is set, {reason}; expected a model without them. Leave it out.")
         dataset: Any = self.train_dataset
         self._stream: StreamedSequences | None = dataset if isinstance(dataset, StreamedSequences) else None
         if self._stream is not None:
-            self.args.ignore_data_skip = True  # the stream goes on itself
+            self.args.ignore_data_skip = True  # the stream resumes itself
         self._is_checkpointing = False
         # Digests of what the run reads, by `check_inputs`, which checkpoints get; none in scripts.
         self.inputs: Digests = {}
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and skips damaged ones.
+        """Train as `Trainer.train` does; true resumes from the latest complete checkpoint, and skips damaged ones.
 
         After the last step, the model that the run ends with is loaded, and no step is taken. A `Path` has been checked.
 
         Raises:
-            RequestError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
+            RequestError: If a named checkpoint is not complete, or the processes share parameters in another way.
             FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
         """
         checkpoint = resume_from_checkpoint
@@ -145,7 +143,7 @@ class MemoryTrainerMixin(AnyTrainer):
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
                 best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
-                if best is not None:  # which lies beside it, also if the folder was moved
+                if best is not None:  # next to it, also if the folder was moved
                     checkpoint = checkpoint.with_name(Path(best).name)
                 self._load_from_checkpoint(str(checkpoint))
                 self.state = state
@@ -157,10 +155,7 @@ class MemoryTrainerMixin(AnyTrainer):
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the batches as `Trainer.get_train_dataloader` does; those of a stream as they are.
-
-        Accelerate would read a batch ahead, and let a process read all or have only a part of what it reads.
-        """
+        """Return the batches as `Trainer.get_train_dataloader` does; those of a stream without Accelerate, which reads ahead."""
         if self._stream is None:
             return super().get_train_dataloader()
         generator = torch.Generator()  # without one, a loader draws from the state that a resumed run has loaded
@@ -168,10 +163,7 @@ class MemoryTrainerMixin(AnyTrainer):
         return DataLoader(self._stream, size, collate_fn=self.data_collator, generator=generator)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate held-out text as `Trainer.evaluate` does, a language model by the tokens of all rows, with a perplexity.
-
-        The Trainer's loss is a mean over batches, which depends on their size and on the number of processes.
-        """
+        """Evaluate as `Trainer.evaluate` does; a language model by the tokens of all rows, not by batches, with a perplexity."""
         given, drops = self.compute_metrics, self.args.dataloader_drop_last
         hosting: Any = self.model
         is_plain = given is None and self.compute_loss_func is None and not self.args.batch_eval_metrics

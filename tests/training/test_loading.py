@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(what, upscaled, config_for, tm
     assert not (tmp_path / "out").exists()
 
 
-OF_TABLES = "no memory of this model reads few rows of a large table; expected one of type ultramem, chapters or ngram. Leave it out"
+OF_TABLES = "no memory of this model reads few rows of a large table. Leave it out"
 
 
 @pytest.mark.parametrize(
