@@ -131,7 +131,7 @@ def test_plain_trainer_that_leaves_blocks_is_refused(upscaled, scene):
         trainer_class(model, arguments, train_dataset=rows, data_collator=default_data_collator).train()
 
     set_trainable(model, "all")
-    with refused(r"blocks of a memory bank shall train, and this trainer would leave them .* expected MemoryTrainer"):
+    with refused(r"blocks of a memory bank are set to train, but this trainer leaves them .* expected MemoryTrainer"):
         train(Trainer)
     set_trainable(model, [0])
     train(Trainer)
