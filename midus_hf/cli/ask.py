@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, argument, cli_option, flag
+from midus_hf.cli.command_line import Device, argument, cli_option, command_line, flag, run_command
 from midus_hf.config.errors import RequestError, first_line
 from midus_hf.files.checkpoint_files import TREE_FILES
 from midus_hf.memories.packs.names import is_text

@@ -11,8 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, argument, check_file, cli_option, flag, show_tables
+from midus_hf.cli.command_line import (
+    Column,
+    Device,
+    argument,
+    check_file,
+    cli_option,
+    command_line,
+    flag,
+    run_command,
+    show_tables,
+)
 from midus_hf.config.errors import RequestError
 
 if TYPE_CHECKING:

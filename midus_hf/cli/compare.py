@@ -7,8 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from midus_hf.cli.command_line import FAILED, CommandExit, command_line, run_command
-from midus_hf.cli.options import Json, argument, cli_option, flag, needing_harness, show, show_tables
+from midus_hf.cli.command_line import (
+    FAILED,
+    CommandExit,
+    Json,
+    argument,
+    cli_option,
+    command_line,
+    flag,
+    needing_harness,
+    run_command,
+    show,
+    show_tables,
+)
 from midus_hf.config.yaml_options import options_from_files
 
 app = command_line()

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, cli_option, flag, show, show_tables
+from midus_hf.cli.command_line import Json, argument, cli_option, command_line, flag, run_command, show, show_tables
 from midus_hf.config.errors import RequestError, first_few, format_count, print_note
 from midus_hf.sources.names import check_sources
 

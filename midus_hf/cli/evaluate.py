@@ -10,8 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Device, Json, cli_option, flag, model_argument, needing_harness, show
+from midus_hf.cli.command_line import (
+    Device,
+    Json,
+    cli_option,
+    command_line,
+    flag,
+    model_argument,
+    needing_harness,
+    run_command,
+    show,
+)
 from midus_hf.config.yaml_options import from_mapping, read_mapping
 from midus_hf.evaluation.evaluate import EvaluationSettings
 from midus_hf.sources.names import check_sources, short_names

@@ -4,8 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Json, argument, cli_option, show, show_tables
+from midus_hf.cli.command_line import Json, argument, cli_option, command_line, run_command, show, show_tables
 
 app = command_line()
 

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from midus_hf.cli.command_line import command_line, run_command
+from midus_hf.cli.command_line import command_line, flag, run_command
 from midus_hf.cli.entry_points import COMMANDS
-from midus_hf.cli.options import flag
 
 
 class Commands(TyperGroup):

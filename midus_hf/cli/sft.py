@@ -4,8 +4,7 @@ import importlib.util
 from functools import partial
 from typing import Annotated
 
-from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit, command_line, run_command
-from midus_hf.cli.options import argument
+from midus_hf.cli.command_line import WRONG_REQUEST, CommandExit, argument, command_line, run_command
 from midus_hf.cli.train import HELP, WITH_FLAGS, asks_for_all_keys, print_keys, train_in_group
 from midus_hf.config.errors import install_extra
 

@@ -14,11 +14,11 @@ from midus_hf.cli.command_line import (
     INTERRUPTED,
     WRONG_REQUEST,
     CommandExit,
+    argument,
     command_line,
     is_main_process,
     run_command,
 )
-from midus_hf.cli.options import argument
 from midus_hf.config.errors import RequestError, first_line, is_first_to, print_note, shared_store
 from midus_hf.files.outputs import as_disk_error
 

@@ -9,8 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import FAILED, INTERRUPTED, CommandExit, command_line, run_command
-from midus_hf.cli.options import Json, argument, cli_option, flag, show
+from midus_hf.cli.command_line import (
+    FAILED,
+    INTERRUPTED,
+    CommandExit,
+    Json,
+    argument,
+    cli_option,
+    command_line,
+    flag,
+    run_command,
+    show,
+)
 from midus_hf.config.errors import RequestError
 from midus_hf.config.yaml_options import read_mapping, read_settings
 from upscalers.request import parse_options

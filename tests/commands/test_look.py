@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sft.tiny_chats import write_rows
 from training.tiny_run import document, tiny_tokenizer
 
-from midus_hf.cli.options import show_tables
+from midus_hf.cli.command_line import show_tables
 from midus_hf.config.errors import install_extra
 from midus_hf.look.page import TextTable
 from midus_hf.look.touched import touched_table
