@@ -62,10 +62,6 @@ class MemoryFiles:
         """Return the bytes that the bank takes on disk."""
         return sum(path.stat().st_blocks * 512 for path in self.paths(folder))
 
-    def full_bytes(self, item_bytes: int) -> int:
-        """Return the bytes that a new bank may grow to on disk, by the bytes per element. Default: 0, it does not grow."""
-        return 0
-
     @property
     def parameters(self) -> int:
         """Number of parameters in the bank. Default: 0, for data other than tensors."""

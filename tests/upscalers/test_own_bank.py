@@ -1,7 +1,5 @@
 """A memory with a bank is its folder and its method: what handles checkpoints takes every bank along, and knows none."""
 
-import json
-
 import pytest
 import torch
 from tiny import prompt
@@ -80,8 +78,3 @@ def test_plugin_bank_may_be_replaced_and_nothing_else(made, tmp_path):
         ValueError, match=r"memory_bank/offset/vector.safetensors of .* is a Git LFS pointer, not the file"
     ):
         upscale(base=model, method="solar", output=tmp_path / "x")
-
-
-def test_plugin_memory_is_in_the_config(made):
-    (entry,) = json.loads((made[1] / "config.json").read_text())["memory"]
-    assert (entry["type"], entry["layers"]) == ("offset", [1])

@@ -88,11 +88,6 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path):
     ):
         with pytest.raises(VerificationError, match=message):
             StreamedModel(folder, given, torch.float32)
-    entry = max(tensors.values(), key=lambda entry: entry.start)
-    with open(folder / "model.safetensors", "rb+") as file:
-        file.truncate(entry.start + entry.num_bytes - 3)
-    with pytest.raises(OSError, match=r"model\.safetensors ended 3 bytes early"):
-        read_tensor(entry)
 
 
 def test_code_of_a_checkpoint_is_never_run(base, tmp_path):

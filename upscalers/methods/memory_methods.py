@@ -144,10 +144,15 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def entry(self, base: BaseCheckpoint, plan: Plan) -> MemoryEntry:
         site: SiteName = self.options.site
-        (name,), layers = plan.new_memories, self.layers(base)
-        into: tuple[int, ...] = ()
-        if site == "skip":
-            layers, into = self._skips(base, layers)
+        (name,), layers, into = plan.new_memories, self.layers(base), tuple[int, ...]()
+        if site == "skip":  # layers that have another layer `span` layers after them, and these other layers
+            own, span = _layers_of_base(base), self.options.span
+            if span < 0:
+                raise RequestError(f"span is {span}; expected 0 or more layers.")
+            pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
+            if not pairs:
+                raise RequestError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
+            layers, into = zip(*pairs, strict=True)
         return MemoryEntry(self._memory(), site, layers, name, into)
 
     def layers(self, base: BaseCheckpoint) -> tuple[int, ...]:
@@ -198,18 +203,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 "another method."
             )
         return hosting
-
-    def _skips(self, base: BaseCheckpoint, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the layers that have another layer `span` layers after them, and these other layers."""
-        own = _layers_of_base(base)
-        span = self.options.span
-        if span < 0:
-            raise RequestError(f"span is {span}; expected 0 or more layers.")
-        pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
-        if not pairs:
-            raise RequestError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
-        read, added = zip(*pairs, strict=True)
-        return read, added
 
     def recipes(self, base: BaseCheckpoint, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)

@@ -14,7 +14,6 @@ from midus_hf.config.errors import RequestError
 from midus_hf.memories.bank import banks_of
 from midus_hf.sources.names import check_sources
 from upscalers.checkpoint.base_checkpoint import open_base
-from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import (
     bytes_of_banks,
     check_account,
@@ -134,8 +133,6 @@ def upscale(
             progress.warn(warning)
         num_bytes = sum(tensor.num_bytes for tensor in job.made)
         num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
-        if folder is not None:
-            _warn_of_full_banks(job, folder, progress)
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
         if not dry_run:
@@ -172,19 +169,6 @@ def _checked_revision(name: str, chosen: Method, num_new_layers: int | None, pla
         chosen.check(opened)
         chosen.plan(opened, num_new_layers, placement)
         return source.name if source.revision is None else f"{source.name}@{source.revision}"
-
-
-def _warn_of_full_banks(job: Job, folder: CheckpointFolder, progress: Progress) -> None:
-    """Warn of new banks that would not fit on the disk of the folder once every block of them is trained."""
-    item_bytes = ITEM_BYTES[job.cast(job.base.dtype)]
-    for name, bank in job.new_banks.items():
-        taken = bank.full_bytes(item_bytes)
-        if taken > folder.free_bytes():
-            progress.warn(
-                f"the bank of {name} takes {taken / 1e9:,.2f} GB once all of its blocks are trained, but {folder.disk} has "
-                f"{folder.free_bytes() / 1e9:,.2f} GB free; a block that was never trained takes no space. Lower branching, or "
-                "the sizes of deep levels, if texts will fetch more of it than fits on the disk."
-            )
 
 
 def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:

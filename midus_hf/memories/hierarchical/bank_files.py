@@ -67,9 +67,6 @@ class BlockFiles(MemoryFiles):
         bank = self.folder(folder)
         write_description(bank, {**read_json(bank / BANK_DESCRIPTION), "layout": self.layout.to_dict()})
 
-    def full_bytes(self, item_bytes: int) -> int:
-        return sum(self.layout.file_bytes(level, item_bytes) for level in self.layout.levels)
-
     @property
     def parameters(self) -> int:
         return self.layout.bank

@@ -13,7 +13,6 @@ from midus_hf.memories.registry import Memories, register_memory
 
 _BLOCK_STD = 0.02
 _MAX_LEAVES = 2**63
-_MARK_BYTES = 1  # that a bank stores for each block
 
 
 def level_file(level: int) -> str:
@@ -114,10 +113,6 @@ class BankLayout:
     def num_records(self, level: int) -> int:
         """Return the number of records of a level: one per node, and the record of the generic memory."""
         return self.blocks.nodes(level) + 1
-
-    def file_bytes(self, level: int, item_bytes: int) -> int:
-        """Return the bytes of a level's file once all blocks are written, without its header, by the bytes per element."""
-        return self.num_records(level) * (_MARK_BYTES + self.record_numel(level) * item_bytes)
 
     @property
     def fetched(self) -> int:

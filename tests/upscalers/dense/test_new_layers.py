@@ -72,16 +72,6 @@ def test_llama_pro_copies_all_but_the_zeroed_tensors(native_family, shared_base,
             assert not any(actual[name].any() for name in changed)
 
 
-def test_stack_of_solar_ranges_has_its_bytes(native_family, shared_base, tmp_path):
-    base = shared_base(native_family)
-    upscale(base=base, method="solar", output=tmp_path / "solar", max_shard_size="40KB")
-    stacked = {"method": "stack", "options": {"layers": ["0-2", "1-3"]}}
-    upscale(base=base, output=tmp_path / "stack", max_shard_size="40KB", **stacked)
-    files = sorted(path.name for path in (tmp_path / "solar").glob("model*"))
-    assert len(files) > 2 and files == sorted(path.name for path in (tmp_path / "stack").glob("model*"))
-    assert all((tmp_path / "stack" / file).read_bytes() == (tmp_path / "solar" / file).read_bytes() for file in files)
-
-
 def test_stack_in_another_order_strips(native_family, shared_base, tmp_path):
     base, layers = shared_base(native_family), ["2-3", "0-2"]
     upscale(base=base, method="stack", options={"layers": layers}, output=tmp_path / "out")
@@ -349,9 +339,16 @@ def test_biases_of_zero_projections_are_zero_and_train(method, tied, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_method_without_options_copies_and_keeps_identity(family, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(contract, "METHODS", {**METHODS})
-    register_method("copies")(type("Copies", (DenseMethod,), {"summary": "copies", "paper": None, "identity": True}))
-    base = shared_base(family)
-    report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5])
+    members = {
+        "summary": "copies",
+        "paper": None,
+        "identity": True,
+        "concerns": lambda *arguments: ["by its name until 1.0"],
+    }
+    register_method("copies")(type("Copies", (DenseMethod,), members))
+    base, progress = shared_base(family), Recorder()
+    report = upscale(base=base, method="copies", output=tmp_path / "out", placement=[2, 5], progress=progress)
+    assert "by its name until 1.0" in progress.warnings
     assert report.promises_identity and torch.equal(logits(base), logits(tmp_path / "out"))
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     name = "model.layers.{}.self_attn.q_proj.weight"

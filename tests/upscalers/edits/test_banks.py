@@ -157,8 +157,11 @@ def with_trees(upscaled, tmp_path_factory):
         for name in names:
             bank = bank_of(upscaled / model, name)
             bank.save(folder / model / "memory_bank" / name, tree=tree.fingerprint, tree_folder=folder / "tree")
-    shutil.copytree(folder / "one", folder / "damaged")
+    for broken in ("damaged", "no weights"):
+        shutil.copytree(folder / "one", folder / broken)
     (folder / "damaged" / "memory_bank" / "hier-ffn" / "tree.safetensors").write_bytes(b"")
+    (folder / "no weights" / "model.safetensors").unlink()
+    (folder / "base").symlink_to(upscaled / "base")
     options = {"sizes": [0, 3], "branching": 3}
     upscale(base=upscaled / "base", method="hier-ffn", output=folder / "sparse", options=options, verify=False)
     return folder
@@ -382,6 +385,8 @@ REFUSED = [
     ("one", ["--node", "1:0", "--memory", "moc"], NO_MEMORY),
     ("sparse", ["--node", "1:0"], "level 1 has no blocks; expected one of 2."),
     ("damaged", ["--node", "2:7"], "was altered or is not whole: "),
+    ("no weights", ["--node", "1:0", "--subtree"], "holds no weights; expected model.safetensors"),
+    ("base", ["--node", "1:0"], "has no memory that fetches blocks"),
 ]
 
 
@@ -391,14 +396,6 @@ def test_wrong_deletion_is_refused(with_trees, refusal, model, words, message):
     assert line.startswith("midus edit delete: ") and message in line
 
 
-def test_deletion_without_weights_is_refused(upscaled, tmp_path, refusal):
-    model = shutil.copytree(upscaled / "one", tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    assert "holds no weights; expected model.safetensors" in refusal("delete", model, "--node", "1:0", "--subtree")
-
-
-def test_deletion_without_node_or_bank_is_refused(upscaled, tmp_path, chapters):
+def test_deletion_of_no_node_is_refused(upscaled, tmp_path):
     with pytest.raises(ValueError, match="no node is given; expected one or more, each LEVEL:NODE, such as 2:52"):
         delete(EditRequest(upscaled / "one", tmp_path / "out"), [])
-    done = chapters("blocks", upscaled / "base")
-    assert done.status == 2 and "has no memory that fetches blocks" in done.err

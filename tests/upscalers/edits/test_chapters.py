@@ -189,14 +189,6 @@ def test_memory_without_a_name_in_its_entry_is_edited(tmp_path, chapters):
     assert [edit["command"] for edit in inspect_checkpoint(tmp_path / "out")["edits"]] == ["prune"]
 
 
-def test_edit_output_is_replaced_on_request(chapters, edited, checkpoint):
-    output = edited("zero", checkpoint, "--chapters", "1")
-    done = chapters("zero", checkpoint, "--chapters", "2", "--output", output)
-    assert done.status == 2 and f"output {output} exists; pass --overwrite" in done.err
-    bank = read_tensors(edited("zero", checkpoint, "--chapters", "2", "--overwrite"))[BANK]
-    assert bank[rows(1)].any() and not bank[rows(2)].any()
-
-
 # Commands, what is said, and how the model differs from the usual.
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("zero --chapters 6", "chapters is '6'; expected numbers from 0 to 5", {}),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import config_of, file_digests, logits, read_tensors, record_of
+from tests.upscalers.checkpoints import config_of, logits, read_tensors, record_of
 from tests.upscalers.edits.test_chapters import give_values
 from upscalers.edits.checkpoint_edit import row_order, shuffle
 from upscalers.runs.inspection import inspect_checkpoint
@@ -78,19 +78,13 @@ def test_shuffle_moves_every_row_of_values_only(kind, make, tmp_path, command):
     assert f"- shuffle of {done['memories'][0]}, seed 5, tables {tables}" in (output / "README.md").read_text()
 
 
-def test_shuffle_depends_on_the_seed(make, tmp_path):
-    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
-        shuffle(make("inserted"), tmp_path / name, seed=seed)
-    first, again, other = (file_digests(tmp_path / name)["model.safetensors"] for name in ("first", "again", "other"))
-    assert first == again != other
-
-
 @pytest.mark.parametrize("rows", [2, 3, 50])
 def test_row_order_moves_every_row(rows):
     for seed in range(20):
         order = row_order(rows, seed)
-        assert sorted(order.tolist()) == list(range(rows))
+        assert sorted(order.tolist()) == list(range(rows)) and torch.equal(order, row_order(rows, seed))
         assert not (order == torch.arange(rows)).any()
+    assert rows < 50 or not torch.equal(order, row_order(rows, 20))
 
 
 def test_shuffled_base_memory_is_warned_of_and_stays(make, tmp_path, command):
