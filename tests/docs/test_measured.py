@@ -199,7 +199,17 @@ def answers(kind: str) -> list[dict]:
                 f"| {model}, of 16 | base | text in front | packs | packs, name in front |",
                 ("second question", "linked number", "linked name", "two at once", "something else afterwards"),
             )
-            for folder, model in (("", "SmolLM2"), ("../qwen2.5-coder-0.5b-instruct-facts/", "Qwen2.5-Coder-0.5B"))
+            for folder, model in (
+                ("", "SmolLM2"),
+                ("../qwen2.5-coder-0.5b-instruct-facts/", "Qwen2.5-Coder-0.5B"),
+                ("../qwen2.5-coder-1.5b-instruct-facts/", "Qwen2.5-Coder-1.5B"),
+            )
+        ),
+        (
+            "../qwen2.5-coder-1.5b-instruct-facts/code",
+            "right",
+            "| Qwen2.5-Coder-1.5B, of 12 | base | text in front | packs | packs, name in front |",
+            ("fact", "line of code"),
         ),
         (
             "beliefs",
