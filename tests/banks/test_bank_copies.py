@@ -13,7 +13,7 @@ from midus_hf.memories.hierarchical.bank import MemoryBank
 from midus_hf.memories.hierarchical.options import HierFFNOptions
 
 
-def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):
+def test_bank_copy_has_written_blocks_and_stays_sparse(tmp_path):
     layout = layout_of(HierFFNOptions(sizes=[64, 32], branching=16), LLAMA_1B)
     bank = opened(made(tmp_path / "bank", layout, torch.bfloat16, seed=8), layout)
     for level, index in ((1, 3), (2, -1), (2, 7), (2, 9)):
@@ -30,7 +30,7 @@ def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):
     assert on_disk(copied.folder) < written + 2**17 < sum(path.stat().st_size for path in copied.folder.iterdir()) / 8
 
 
-def test_a_bank_saved_where_it_lies_is_left_as_it_is(bank, folder):
+def test_bank_saved_in_place_keeps_its_files(bank, folder):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     numbers = [path.stat().st_ino for path in sorted(folder.glob("level-*"))]
     bank.save(folder)
@@ -39,7 +39,7 @@ def test_a_bank_saved_where_it_lies_is_left_as_it_is(bank, folder):
     assert [path.stat().st_ino for path in sorted(folder.glob("level-*"))] == numbers
 
 
-def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
+def test_bank_copy_replaces_another_bank(bank, tmp_path):
     other = layout_of(HierFFNOptions(sizes=[5], branching=2))
     made(tmp_path / "there", other)
     bank.save(tmp_path / "there")
@@ -48,7 +48,7 @@ def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["write", "save"])
-def test_what_is_written_to_a_linked_level_does_not_reach_the_other_copies(how, bank, folder, tmp_path):
+def test_write_to_linked_level_keeps_other_copies(how, bank, folder, tmp_path):
     linked = tmp_path / "copy"
     shutil.copytree(folder, linked, copy_function=os.link)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -62,7 +62,7 @@ def test_what_is_written_to_a_linked_level_does_not_reach_the_other_copies(how, 
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 6])
-def test_a_copy_takes_no_block_that_lost_its_mark_unless_it_is_replaced_or_deleted(damaged, bank, folder, tmp_path):
+def test_block_without_mark_is_copied_only_if_replaced(damaged, bank, folder, tmp_path):
     file = folder / "level-3.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) - 65 + damaged] = 0
@@ -76,9 +76,7 @@ def test_a_copy_takes_no_block_that_lost_its_mark_unless_it_is_replaced_or_delet
     assert torch.equal(MemoryBank(tmp_path / "other", bank.layout).block(*key), record_of(bank.layout, *key))
 
 
-def test_a_copy_that_broke_off_is_no_bank_and_a_save_into_its_own_folder_leaves_whole_files(
-    bank, folder, tmp_path, interrupted_level
-):
+def test_interrupted_copy_is_not_a_bank(bank, folder, tmp_path, interrupted_level):
     with pytest.raises(KeyboardInterrupt):
         bank.save(tmp_path / "copy")
     with pytest.raises(ValueError, match="there is no memory bank in"):

@@ -1,105 +1,107 @@
-"""Banks and ids that do not fit a model are refused, and it is said why."""
+"""Banks, files and ids that do not fit a model are refused with the value and the remedy."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from banks.small_bank import layout_of, made
 
 from midus_hf.config.declared_tensors import ModelSizes
-from midus_hf.memories.hierarchical.bank import MemoryBank
+from midus_hf.memories.hierarchical.bank import MappedLevel, MemoryBank, write_level
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions
 
-
-def refused(folder, layout=None):
-    with pytest.raises(ValueError) as raised:
-        MemoryBank(folder, layout or layout_of())
-    return str(raised.value)
-
-
-def test_an_absent_bank_is_missed(tmp_path):
-    assert refused(tmp_path / "none") == (
-        f"there is no memory bank in {tmp_path / 'none'} (No such file or directory: bank.json); expected one beside the model."
-    )
-
-
+OTHER = r"^the memory bank in .* belongs to another model: "
+REMEDY = r".*\. Put the model's own there\.$"
+FORMAT = r"bank\.json is not of format 4; expected a bank that this version reads\.$"
 WIDER = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=12, num_layers=3)
 
 
 @pytest.mark.parametrize(
-    ("layout", "difference"),
+    ("layout", "message"),
     [
         (layout_of(HierKVOptions(sizes=[3, 0, 2], branching=4)), "its type is 'hier-ffn'; expected 'hier-kv'"),
         (layout_of(HierFFNOptions(sizes=[3, 0, 2], branching=5)), "its branching is 4; expected 5"),
         (layout_of(HierFFNOptions(sizes=[3, 0, 3], branching=4)), "its levels is "),
         (layout_of(HierFFNOptions(sizes=[3, 0, 2, 0], branching=4)), "its levels is "),
         (layout_of(sizes=WIDER), "its levels is "),
-        (layout_of(layers=(0, 1, 2)), "its layers is [0, 2]; expected [0, 1, 2]"),
+        (layout_of(layers=(0, 1, 2)), r"its layers is \[0, 2\]; expected \[0, 1, 2\]"),
+        *((text, FORMAT) for text in ("{", "[]", "null", '"x"', "{}", '{"format": 3}')),
+        ('{"format": 4}', "its layout is None"),
+        (
+            None,
+            r"there is no memory bank in .* \(No such file or directory: bank\.json\); expected one beside the model",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bank_of_another_model_is_refused(layout, difference, folder):
-    message = refused(folder, layout)
-    assert message.startswith(f"the memory bank in {folder} belongs to another model: {difference}")
-    assert message.endswith(". Put the model's own there.")
+def test_bank_of_another_model_is_refused(layout, message, folder):
+    if isinstance(layout, str):
+        (folder / "bank.json").write_text(layout)
+    elif layout is None:
+        (folder / "bank.json").unlink()
+    with pytest.raises(ValueError, match=OTHER + message + REMEDY if message.startswith("its ") else message):
+        MemoryBank(folder, layout_of() if isinstance(layout, str | None) else layout)
 
 
-def test_a_bank_of_another_base_is_refused_and_one_whose_base_nobody_knows_is_not(tmp_path):
+def test_bank_of_another_base_is_refused_if_both_are_known(tmp_path):
     known = [dataclasses.replace(layout_of(), base=digit * 64) for digit in "ab"]
     made(tmp_path / "bank", known[0])
-    message = refused(tmp_path / "bank", known[1])
-    assert (
-        "belongs to another model: its base, the weights that its model was upscaled from, has the digest aaaaaaaaaaaaaaaa...; "
-        "expected bbbbbbbbbbbbbbbb.... Put the model's own there."
-    ) in message
+    message = f"its base, .*, has the digest {'a' * 16}...; expected {'b' * 16}..."
+    with pytest.raises(ValueError, match=OTHER + message + REMEDY):
+        MemoryBank(tmp_path / "bank", known[1])
     for layout in (known[0], layout_of()):
         opened = MemoryBank(tmp_path / "bank", layout)
         opened.save(tmp_path / f"copy-{layout.base}")
-        assert "expected bbbb" in refused(tmp_path / f"copy-{layout.base}", known[1]), "copies keep the digest"
+        with pytest.raises(ValueError, match="expected bbbb"):  # copies keep the digest
+            MemoryBank(tmp_path / f"copy-{layout.base}", known[1])
 
 
-ANOTHER_FORMAT = "bank.json is not of format 4; expected a bank that this version reads."
-
-
-@pytest.mark.parametrize(
-    ("description", "message"),
-    [
-        *((text, ANOTHER_FORMAT) for text in ("{", "[]", "null", '"x"', "{}", '{"format": 3}')),
-        ('{"format": 4}', "belongs to another model: its layout is None. Put the model's own there."),
-    ],
-)
-def test_a_description_that_is_none_is_refused(description, message, folder):
-    (folder / "bank.json").write_text(description)
-    assert refused(folder).endswith(message)
-
-
-NO_IDS = "expected integers [batch, 3], for each row a node of each level of the tree."
-OF_TREE = " Take paths of the tree that the model is for."
-OR_GENERIC = "or a row of -1 for the generic memory."
+NO_IDS = r"; expected integers \[batch, 3\], for each row a node of each level of the tree"
+GENERIC = "or a row of -1 for the generic memory"
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), f"is (3,), torch.int64; {NO_IDS}"),
-        (torch.zeros(2, 4, dtype=torch.int64), f"is (2, 4), torch.int64; {NO_IDS}"),
-        (torch.zeros(2, 3), f"is (2, 3), torch.float32; {NO_IDS}"),
-        (torch.tensor([[0, 0, 0], [0, 0, 64]]), f"has 64 for level 3 in row 1; expected 0 to 63, {OR_GENERIC}"),
-        # Of a level without blocks.
-        (torch.tensor([[0, 16, 0]]), f"has 16 for level 2 in row 0; expected 0 to 15, {OR_GENERIC}"),
-        (
-            torch.tensor([[0, 1, 5], [0, 15, 5]]),
-            f"has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3.{OF_TREE}",
-        ),
-        (
-            torch.tensor([[0, 1, 8]]),
-            f"has 8 for level 3 in row 0, which is no child of node 1; expected 4 to 7.{OF_TREE}",
-        ),
-        (torch.tensor([[-1, -1, 3]]), f"has -1 for level 1 in row 0; expected 0 to 3, {OR_GENERIC}"),
-        (torch.tensor([[-2, -2, -2]]), f"has -2 for level 1 in row 0; expected 0 to 3, {OR_GENERIC}"),
+        (torch.zeros(3, dtype=torch.int64), rf"is \(3,\), torch.int64{NO_IDS}"),
+        (torch.zeros(2, 4, dtype=torch.int64), rf"is \(2, 4\), torch.int64{NO_IDS}"),
+        (torch.zeros(2, 3), rf"is \(2, 3\), torch.float32{NO_IDS}"),
+        (torch.tensor([[0, 0, 0], [0, 0, 64]]), f"has 64 for level 3 in row 1; expected 0 to 63, {GENERIC}"),
+        (torch.tensor([[0, 16, 0]]), f"has 16 for level 2 in row 0; expected 0 to 15, {GENERIC}"),  # without blocks
+        (torch.tensor([[0, 1, 5], [0, 15, 5]]), "has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3"),
+        (torch.tensor([[0, 1, 8]]), r"has 8 for level 3 in row 0, .* of node 1; expected 4 to 7\. Take paths of the tree"),
+        (torch.tensor([[-1, -1, 3]]), f"has -1 for level 1 in row 0; expected 0 to 3, {GENERIC}"),
+        (torch.tensor([[-2, -2, -2]]), f"has -2 for level 1 in row 0; expected 0 to 3, {GENERIC}"),
     ],
-)
-def test_ids_that_name_no_blocks_are_refused(ids, message, bank):
-    with pytest.raises(ValueError) as raised:
+)  # fmt: skip
+def test_ids_without_blocks_are_refused(ids, message, bank):
+    with pytest.raises(ValueError, match=f"^memory_ids {message}"):
         bank.fetch(ids)
-    assert str(raised.value) == f"memory_ids {message}"
+
+
+ROWS, NUMEL = 7, 5
+UNREADABLE = "cannot be read .*; expected a whole file of a bank. Copy the bank again"
+DAMAGES = {
+    "cut": (lambda content: content[:-1], UNREADABLE),
+    "longer": (lambda content: content + b"0", UNREADABLE),
+    "header": (lambda content: content[:8] + b"?" + content[9:], UNREADABLE),
+    "empty": (lambda content: b"", UNREADABLE),
+    "other tensors": (lambda content: content.replace(b'"marks"', b'"other"'), UNREADABLE),
+    "dtype": (lambda content: content.replace(b'"F32"', b'"I32"'), UNREADABLE),
+    "gone": (lambda content: None, "cannot be read .No such file"),
+    "rows": (lambda content: content, "has blocks of shape .* belongs to another model"),
+    "numel": (lambda content: content, "has blocks of shape"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_level_file_is_refused(damage, tmp_path):
+    path, (change, message) = tmp_path / "level-1.safetensors", DAMAGES[damage]
+    write_level(path, ROWS, NUMEL, torch.float32, {2: lambda: torch.ones(NUMEL)})
+    content = change(path.read_bytes())
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"bank file {re.escape(str(path))} {message}"):
+        MappedLevel(path, ROWS + (damage == "rows"), NUMEL + (damage == "numel"))

@@ -1,4 +1,4 @@
-"""The file of a level: rows come back as they were written, the rest is a hole, and what is wrong with it is said."""
+"""The file of a level: rows come back as they were written, and the rest is a hole."""
 
 import os
 
@@ -6,13 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from midus_hf.memories.hierarchical.bank import (
-    DELETED,
-    UNWRITTEN,
-    WRITTEN,
-    MappedLevel,
-    write_level,
-)
+from midus_hf.memories.hierarchical.bank import DELETED, UNWRITTEN, WRITTEN, MappedLevel, write_level
 
 ROWS, NUMEL = 7, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -31,7 +25,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_come_back_and_others_were_never_written(dtype, tmp_path):
+def test_level_rows_come_back_as_written(dtype, tmp_path):
     write_level(tmp_path / "file", ROWS, NUMEL, dtype, {row: lambda row=row: record(row) for row in (6, 0, 3)})
     level = MappedLevel(tmp_path / "file", ROWS, NUMEL)
     assert level.rows(WRITTEN) == [0, 3, 6] and level.rows(UNWRITTEN) == [1, 2, 4, 5]
@@ -40,8 +34,7 @@ def test_rows_come_back_and_others_were_never_written(dtype, tmp_path):
         assert torch.equal(result, record(row, dtype=dtype)) if row in (0, 3, 6) else result is None
 
 
-def test_it_is_a_safetensors_file(path):
-    """Whoever knows safetensors alone reads the blocks and their marks."""
+def test_level_file_is_a_safetensors_file(path):
     with safe_open(path, framework="numpy") as opened:
         assert set(opened.keys()) == {"blocks", "marks"}
         blocks, marks = opened.get_tensor("blocks"), opened.get_tensor("marks")
@@ -50,21 +43,21 @@ def test_it_is_a_safetensors_file(path):
     assert not blocks[[0, 1, 3, 4, 5]].any()
 
 
-def test_a_row_is_a_part_of_the_mapped_file_which_stays_what_it_was(path):
+def test_mapped_row_stays_when_its_file_is_replaced(path):
     level = MappedLevel(path, ROWS, NUMEL)
     assert level.row(2).untyped_storage().data_ptr() == level.row(6).untyped_storage().data_ptr()
     write_level(path, ROWS, NUMEL, torch.float32, {2: lambda: record(9)})
     assert torch.equal(level.row(2), record(2)) and torch.equal(MappedLevel(path, ROWS, NUMEL).row(2), record(9))
 
 
-def test_a_file_may_be_larger_than_the_machines_memory(tmp_path):
+def test_level_file_may_exceed_the_memory_of_the_machine(tmp_path):
     numel, path = 2**20, tmp_path / "larger"
     rows = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * numel)
     write_level(path, rows, numel, torch.float32, {rows - 1: lambda: record(3, numel)})
     assert torch.equal(MappedLevel(path, rows, numel).row(rows - 1), record(3, numel))
 
 
-def test_a_row_that_was_deleted_is_a_hole_without_a_block(tmp_path):
+def test_deleted_row_is_a_hole(tmp_path):
     numel, path = 2**18, tmp_path / "large"  # 1 MB
     write_level(path, ROWS, numel, torch.float32, {3: lambda: record(3, numel)}, [2])
     assert path.stat().st_blocks * 512 <= 2**20 + 4 * 4096, "seven rows take the room of the one that was written"
@@ -73,36 +66,11 @@ def test_a_row_that_was_deleted_is_a_hole_without_a_block(tmp_path):
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_mark_that_was_lost_names_its_block_whether_it_was_written_or_not(path, row):
-    """Zeros never mean that blocks were not written: these would vanish without a word."""
+def test_lost_mark_names_its_block(path, row):
+    """Zeros never mean that blocks were not written: these would vanish silently."""
     content = bytearray(path.read_bytes())
     content[len(content) - ROWS + row] = 0
     path.write_bytes(content)
     name = "the generic block" if row == 0 else f"block {row - 1}"
-    with pytest.raises(
-        ValueError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or delete"
-    ):
+    with pytest.raises(ValueError, match=f"{name} of bank file {path} is without its mark. Copy the bank again, or"):
         MappedLevel(path, ROWS, NUMEL).row(row)
-
-
-@pytest.mark.parametrize(
-    "damage", ["cut", "longer", "header", "empty", "other tensors", "dtype", "gone", "rows", "numel"]
-)
-def test_a_file_that_is_none_of_the_bank_is_refused(damage, path):
-    content = path.read_bytes()
-    changed = {
-        "cut": content[:-1],
-        "longer": content + b"0",
-        "header": content[:8] + b"?" + content[9:],
-        "empty": b"",
-        "dtype": content.replace(b'"F32"', b'"I32"'),
-        "other tensors": content.replace(b'"marks"', b'"other"'),
-    }
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(changed.get(damage, content))
-    rows, numel = ROWS + (damage == "rows"), NUMEL + (damage == "numel")
-    expected = {"gone": "cannot be read .No such file", "rows": "has blocks of shape", "numel": "has blocks of shape"}
-    with pytest.raises(ValueError, match=f"bank file {path} {expected.get(damage, 'cannot be read')}"):
-        MappedLevel(path, rows, numel)

@@ -13,7 +13,7 @@ from midus_hf.memories.hierarchical.bank import create_bank, initial_block
 from midus_hf.memories.hierarchical.options import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 
-def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path):
+def test_new_bank_of_14_billion_takes_no_disk_and_opens_fast(tmp_path):
     """Llama-3.2-1B with (768, 256, 16, 0): table 2 of the paper."""
     layout = layout_of(HierFFNOptions(sizes=[768, 256, 16, 0]), LLAMA_1B, tuple(range(16)))
     assert layout.fetched == 102_236_160 and layout.bank == 14_092_861_440
@@ -38,7 +38,7 @@ def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(t
     ],
     ids=lambda options: options.type,
 )
-def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path):
+def test_blocks_start_as_in_appendix_i(options, dtype, tmp_path):
     """One factor of each product is zero, the other random: truncated normal, or Kaiming's uniform for low-rank factors."""
     layout = layout_of(options)
     bank = opened(made(tmp_path / "bank", layout, dtype), layout)
@@ -60,7 +60,7 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path):
                 assert abs(part.mean().item()) < 0.003
 
 
-def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_path):
+def test_unwritten_blocks_are_equal_in_any_order(folder, tmp_path):
     layout = layout_of()
     keys = [(level, index) for level in layout.levels for index in range(-1, layout.blocks.nodes(level))]
     first, second = opened(folder), opened(folder)
@@ -75,7 +75,7 @@ def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_pa
     assert not torch.equal(other.block(1, 0), blocks[1, 0])
 
 
-def test_what_was_written_is_read_by_whoever_opens_it(bank, folder):
+def test_written_blocks_are_read_by_later_readers(bank, folder):
     reader = opened(folder)
     for level, index in ((1, 1), (3, 5), (3, -1)):
         assert torch.equal(reader.block(level, index), record_of(bank.layout, level, index))
@@ -86,7 +86,7 @@ def test_what_was_written_is_read_by_whoever_opens_it(bank, folder):
     assert torch.equal(reader.block(1, 1), record_of(bank.layout, 1, 1)), "what was opened before stays what it was"
 
 
-def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
+def test_fetch_gives_each_row_its_blocks(bank):
     """Split into tensors layer by layer, as the layout declares; level 2 has none."""
     ids = torch.tensor([[1, 5, 21], [-1, -1, -1], [0, 1, 5], [1, 5, 20]])
     fetched = bank.fetch(ids, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
     assert all(len(actual) == len(set(ids[:, level - 1].tolist())) for level, actual in fetched.records.items())
 
 
-def test_the_latest_fetch_serves_again_until_a_block_changes(bank):
+def test_latest_fetch_serves_until_a_block_changes(bank):
     ids = torch.tensor([[1, 5, 21]])
     first = bank.fetch(ids)
     assert bank.fetch(ids.clone()) is first  # generation asks at every token
@@ -114,7 +114,7 @@ def test_the_latest_fetch_serves_again_until_a_block_changes(bank):
     assert bank.fetch(ids).records[1].eq(1).all()
 
 
-def test_what_inference_mode_fetched_serves_a_pass_with_gradients(bank):
+def test_fetch_of_inference_mode_serves_gradients(bank):
     ids = torch.tensor([[1, 5, 21], [0, 0, 0]])
     with torch.inference_mode():
         bank.fetch(ids)
@@ -127,14 +127,14 @@ def test_what_inference_mode_fetched_serves_a_pass_with_gradients(bank):
     assert not bank.block(1, 1).is_inference()
 
 
-def test_copies_of_a_bank_in_this_process_and_in_another_read_its_files(bank):
+def test_copied_and_pickled_banks_read_the_same_files(bank):
     ids = torch.tensor([[1, 5, 21]])
     assert copy.deepcopy(bank) is bank
     sent = pickle.loads(pickle.dumps(bank))
     assert all(torch.equal(sent.fetch(ids).records[level], bank.fetch(ids).records[level]) for level in (1, 3))
 
 
-def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder):
+def test_blocks_of_a_grown_tree_start_differently(folder):
     bank = opened(folder)
     layout = bank.layout.with_roots(6)
     first = initial_block(layout, 1, -1, 5, torch.float32)
@@ -144,7 +144,7 @@ def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder)
     assert all(torch.equal(drawn[index + 1], bank.block(1, index)) for index in range(4))
 
 
-def test_a_leaf_has_the_nodes_on_the_way_to_it():
+def test_path_has_the_ancestors_of_a_leaf():
     blocks = layout_of().blocks
     for leaf in range(64):
         path = blocks.path(leaf)

@@ -102,7 +102,7 @@ def folder(tmp_path):
     ],
     ids=str,
 )
-def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes, dtype, folder):
+def test_blocks_train_as_by_adamw_in_their_steps(changes, dtype, folder):
     """In float32, whatever the bank stores."""
     rates, bank = changes.get("rates"), bank_in(folder, dtype)
     settings = {**SETTINGS, **{name: value for name, value in changes.items() if name != "rates"}}
@@ -115,7 +115,7 @@ def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes,
     assert bank.touched() == EVERY
 
 
-def test_a_step_without_gradients_changes_nothing(folder):
+def test_step_without_gradients_changes_nothing(folder):
     bank = bank_in(folder)
     train(bank, steps=[0])
     before = blocks_of(bank)
@@ -128,7 +128,7 @@ def test_a_step_without_gradients_changes_nothing(folder):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_looking_at_blocks_wants_no_gradients_and_touches_nothing(mode, folder):
+def test_fetch_without_gradients_touches_nothing(mode, folder):
     """An evaluation between two steps: its blocks need no room for moments, and are not written when the bank is saved."""
     bank = bank_in(folder)
     train(bank, steps=[0])
@@ -145,7 +145,7 @@ def test_looking_at_blocks_wants_no_gradients_and_touches_nothing(mode, folder):
     assert again is not fetched
 
 
-def test_blocks_that_were_trained_and_others_of_the_bank_are_looked_at_together(folder, tmp_path):
+def test_trained_and_other_blocks_are_fetched_together(folder, tmp_path):
     bank = bank_in(folder, torch.bfloat16)
     train(bank, steps=[0])
     bank.save_state(tmp_path / "state")
@@ -184,7 +184,7 @@ def rewritten(**changes):
     ],
     ids=["other size", "fewer rows", "fewer steps", "27", "no nodes", "no file", "no tensors", "cut"],
 )
-def test_a_state_that_is_not_of_this_bank_is_refused(folder, tmp_path, change, message):
+def test_state_of_another_bank_is_refused(folder, tmp_path, change, message):
     """Of level 3, which has 27 nodes and the generic block."""
     bank, file = bank_in(folder), tmp_path / "state" / level_file(3)
     train(bank)
@@ -199,7 +199,7 @@ def test_a_state_that_is_not_of_this_bank_is_refused(folder, tmp_path, change, m
         other.load_state(tmp_path / "state")
 
 
-def test_fetches_that_want_gradients_serve_one_pass_each(folder):
+def test_fetch_with_gradients_serves_one_pass(folder):
     bank = bank_in(folder)
     ids = torch.tensor(PATHS[0])
     first, second = bank.fetch(ids), bank.fetch(ids)
@@ -209,7 +209,7 @@ def test_fetches_that_want_gradients_serve_one_pass_each(folder):
     assert bank.fetch(ids) is not looked and all(record.requires_grad for record in bank.fetch(ids).records.values())
 
 
-def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folder, tmp_path, monkeypatch):
+def test_training_leaves_no_file_and_fills_touched_blocks(folder, tmp_path, monkeypatch):
     """Not while it is used either: a process that is killed cannot clean up."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -221,7 +221,7 @@ def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folde
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(dtype, folder, tmp_path):
+def test_trained_bank_is_saved_in_its_dtype(dtype, folder, tmp_path):
     bank = bank_in(folder, dtype)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     train(bank)
@@ -242,7 +242,7 @@ def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(dtype, folder, 
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4])
-def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, folder, tmp_path):
+def test_resumed_training_gives_the_same_bytes(stop, folder, tmp_path):
     whole, first, second, third = (bank_in(folder) for _ in range(4))
     train(whole)
     train(first, steps=range(stop))

@@ -39,7 +39,7 @@ def config_of(name: str, layers: int | None = None, without: bool = False, **opt
     ],
     ids=str,
 )
-def test_models_have_the_parameters_and_take_the_operations_of_the_paper(config, millions, trillions):
+def test_moda_models_have_the_papers_parameters_and_flops(config, millions, trillions):
     """Table 3, which has no price for mask and scale of the scores of the sequence. What a number has there is compared."""
     tokens, layers = 4096, config["num_hidden_layers"]
     scores = layers * config["num_attention_heads"] * tokens**2
@@ -50,7 +50,7 @@ def test_models_have_the_parameters_and_take_the_operations_of_the_paper(config,
 @pytest.mark.parametrize(
     ("name", "layers", "plain", "millions"), [("moda-74m", 24, 71.35, 73.72), ("moda-128m", 48, 123.38, 128.11)]
 )
-def test_the_small_models_do_without_the_projection_that_nothing_reads(name, layers, plain, millions):
+def test_last_layer_has_no_unread_projection(name, layers, plain, millions):
     """Table 6 has a projection in every layer, that of the last included; table 3 has none there."""
     projection = 2 * (384 * 128 + 128)
     totals = [count_parameters(config_of(name, **more))["total"] for more in ({}, {"without": True}, WITHOUT_FFN)]
@@ -59,7 +59,7 @@ def test_the_small_models_do_without_the_projection_that_nothing_reads(name, lay
     assert (totals[0] + projection) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_projections():
+def test_slots_are_read_by_later_layers_only():
     options = ModaOptions(attention_slots="reused")
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
@@ -79,7 +79,7 @@ def test_what_reads_and_what_is_read_and_slots_that_no_layer_reads_have_no_proje
         ("joint", False, set()),
     ],
 )
-def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, gates, silent):
+def test_initial_tensors_follow_the_way_of_joining(joining, gates, silent):
     tensors = ModaOptions(joining=joining, attention_slots="projected").tensors(SIZES)
     assert ("depth_gate" in tensors) == gates
     assert {name for name, tensor in tensors.items() if tensor.initial == ZEROS} - {"depth_gate"} == silent

@@ -92,7 +92,7 @@ def wrong_values(alternatives: tuple) -> list:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_value_of_another_type_is_named_with_its_option_and_what_was_expected(options):
+def test_value_of_another_type_is_refused(options):
     for name, alternatives in fields_of(options).items():
         for value in wrong_values(alternatives):
             message = refusal_of(options, {name: value})
@@ -104,7 +104,7 @@ def test_a_value_of_another_type_is_named_with_its_option_and_what_was_expected(
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_number_below_its_least_value_is_named_with_it_and_the_least_is_taken(options):
+def test_number_below_its_minimum_is_refused(options):
     for name, alternatives in fields_of(options).items():
         if not {int, float} & {*alternatives} or name in BOUND_BY_OTHERS + UNBOUND:
             continue

@@ -15,20 +15,17 @@ from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_checkpoint import open_base
 
 
-def test_an_entry_names_a_type_its_options_a_site_and_layers():
+def test_entry_is_read():
     entry = read_entry({"type": "midus-hml", "layers": [1, 4], "n": 8, "k": 2})
     assert entry.options == MidusHmlOptions(n=8, k=2)
     assert (entry.options.type, entry.site, entry.layers) == ("midus-hml", "inserted", (1, 4))
     assert read_memories(None, SIZES).entries == read_memories([], SIZES).entries == ()
     assert len(read_memories([depth(0, 2, name="a"), depth(1, 3, name="b")], SIZES).entries) == 2
-
-
-def test_an_entry_that_says_of_its_values_that_they_are_no_integers_is_read_without_that():
     assert read_entry({"type": "midus-hml", "layers": [1], "value_bits": None}).options == MidusHmlOptions()
 
 
 @pytest.mark.parametrize("name", MEMORY_TYPES)
-def test_an_entry_written_out_is_read_as_what_it_was(name):
+def test_written_entry_is_read_back(name):
     entry = read_entry({"type": name, "layers": [1, 4]})
     assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
 
@@ -59,7 +56,6 @@ WRONG = [
     ([5], "memory entry is 5; expected a mapping"),
     ([{"layers": [1]}], "memory type is None; expected one of: engram, hier-ffn, "),
     ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* Do not rename a type"),
-    ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: engram, hier-ffn"),
     ([{"type": ["midus-hml"], "layers": [1]}], r"memory type is \['midus-hml'\]; expected one of"),
     ([{"type": "midus-hml"}], "type 'midus-hml' has no 'layers'; expected the indices of the layers that hold it"),
     (
@@ -71,12 +67,10 @@ WRONG = [
         "type 'midus-hml' has value_bits = 8: its values are integers, no longer read; expected values that train. Load the",
     ),
     ([{"type": "moc", "layers": [1], "bank_bits": 4}], "type 'moc' has bank_bits = 4: its values are integers"),
-    ([{"type": "midus-linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Expected one of: "),
     ([{"type": "midus-hml", "layers": [1], "site": "beside"}], "'midus-hml' has site = 'beside'; expected one of: inserted"),
     ([{"type": "midus-hml", "layers": 1}], "layers is 1; expected a list of layer indices"),
     ([{"type": "midus-hml", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),
     ([{"type": "midus-hml", "layers": [True]}], r"layers is \[True\]; expected a list of layer indices"),
-    ([{"type": "midus-hml", "layers": None}], "layers is None; expected a list of layer indices"),
     ([{"type": "midus-hml", "layers": [4, 1]}], r"layers is \[4, 1\]; expected ascending indices, each once"),
     ([{"type": "midus-hml", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
     ([{"type": "midus-hml", "layers": [6]}], "'midus-hml' names layer 6; expected 0 <= layer < 6"),
@@ -86,7 +80,6 @@ WRONG = [
         "layer 1 holds two inserted memories; expected at most one",
     ),
     ([{"type": "midus-hml", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
-    ([{"type": "midus-pkm", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
     ([{"type": "midus-pkm", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
     ([{"type": "midus-linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
     ([BLOCK, tables(0, 1)], IN_A_BLOCK),
@@ -124,7 +117,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("memory", "message"), WRONG, ids=str)
-def test_a_wrong_list_is_refused(memory, message):
+def test_wrong_memory_list_is_refused(memory, message):
     with pytest.raises(ValueError, match=message):
         read_memories(memory, SIZES)
 
@@ -138,7 +131,7 @@ def test_a_wrong_list_is_refused(memory, message):
     ],
     ids=["unknown option", "two memories on one layer", "no layers"],
 )
-def test_planning_and_models_refuse_it_with_the_same_words(memory, tmp_path):
+def test_planning_and_models_give_the_same_refusal(memory, tmp_path):
     folder = save_tiny_model("llama", tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "model_type": "midus_llama", "memory": memory}))
@@ -150,7 +143,7 @@ def test_planning_and_models_refuse_it_with_the_same_words(memory, tmp_path):
     assert str(by_planning.value) == str(by_model.value)
 
 
-def test_entries_of_checkpoints_from_before_types_were_called_after_methods_are_read():
+def test_entries_with_earlier_types_are_read():
     earlier = {
         "chapters": "moc", "depth-attention": "moda", "headwise": "midus-hml", "linear": "midus-linear", "ngram": "engram",
         "product-key": "midus-pkm", "ultramem": "ultramem-v2",

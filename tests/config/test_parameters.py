@@ -43,7 +43,7 @@ def numbers_of(config: Any) -> int:
         return AutoModelForCausalLM.from_config(config).num_parameters()
 
 
-def test_the_models_of_the_paper_have_its_parameters():
+def test_moc_models_have_the_papers_parameters():
     """Appendix A.4.1: 371.29M = 147.87M + 201.38M + 22.04M, and 202.94M of the deeper model without memory."""
     assert parts_of(counts_of("moc-371m")) == (147_874_560, 201_375_744, 22_042_628)
     assert counts_of("moc-371m")["total"] == 371_292_932
@@ -52,7 +52,7 @@ def test_the_models_of_the_paper_have_its_parameters():
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
-def test_a_family_has_as_many_parameters_as_its_model(native_family, changes):
+def test_family_parameters_equal_the_models(native_family, changes):
     config = NATIVE_FAMILIES[native_family].config(**changes)
     counts = count_parameters(config.to_dict())
     assert parts_of(counts) == (numbers_of(config), 0, 0) and counts["activated"] == counts["total"]
@@ -63,7 +63,7 @@ def test_a_family_has_as_many_parameters_as_its_model(native_family, changes):
 
 
 @pytest.mark.parametrize(("memory", "values"), MEMORIES, ids=str)
-def test_memories_have_as_many_parameters_as_their_models(native_family, memory, values):
+def test_memory_parameters_equal_the_models(native_family, memory, values):
     native = NATIVE_FAMILIES[native_family].config().to_dict()
     model_type = f"midus_{native.pop('model_type')}"
     config = {**native, "memory": [memory]}
@@ -91,7 +91,7 @@ def test_memories_have_as_many_parameters_as_their_models(native_family, memory,
     ],
     ids=str,
 )
-def test_a_token_activates_all_but_the_values_that_it_does_not_read(memory, read):
+def test_token_activates_all_but_unread_values(memory, read):
     native = NATIVE_FAMILIES["llama"].config().to_dict()
     counts = count_parameters({**native, "model_type": "midus_llama", "memory": [memory]})
     assert read < counts["memory_values"]
@@ -99,7 +99,7 @@ def test_a_token_activates_all_but_the_values_that_it_does_not_read(memory, read
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_what_a_config_leaves_out_is_what_its_class_has(family):
+def test_missing_config_keys_have_class_defaults(family):
     full = NATIVE_FAMILIES[family].config_class().to_dict()
     sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size model_type".split()
     assert estimate_flops({key: full[key] for key in sizes}, 8) == estimate_flops(full, 8)
@@ -115,12 +115,12 @@ def test_what_a_config_leaves_out_is_what_its_class_has(family):
         ({"vocab_size": "many"}, "vocab_size = 'many'; expected a positive integer"),
     ],
 )
-def test_a_config_that_cannot_be_counted_is_refused(changes, message):
+def test_uncountable_config_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         estimate_flops({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes}, 8)
 
 
-def test_a_type_that_another_package_registers_with_transformers_has_to_be_proven():
+def test_unproven_plugin_family_is_refused():
     class AlpacaConfig(LlamaConfig):
         model_type = "alpaca"
 

@@ -21,7 +21,7 @@ def tables_read(share: str, layer: int) -> set[int]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 9, 12])
-def test_every_layer_reads_its_own_table_and_every_table_is_read_by_as_many(group):
+def test_ring_layers_read_their_own_and_neighbours_tables(group):
     read = [tables_read(f"ring:{group}", layer) for layer in range(1, LAYERS + 1)]
     assert all(layer in tables and len(tables) == group for layer, tables in enumerate(read, 1))
     assert all(sum(table in tables for tables in read) == group for table in range(1, LAYERS + 1))
@@ -30,7 +30,7 @@ def test_every_layer_reads_its_own_table_and_every_table_is_read_by_as_many(grou
 
 
 @pytest.mark.parametrize(("share", "num_layers"), [("all", 6), ("ring:2", 6), ("ring:3", 6), ("ring:4", 8)])
-def test_every_row_of_a_stored_table_is_read_by_some_layer(share, num_layers):
+def test_every_stored_row_is_read_by_a_layer(share, num_layers):
     options = UltraMemV2Options(n=8, k=2, share=share)
     total = 64 if share == "all" else num_layers * 64
     starts = [options.first_row(layer, total) for layer in range(num_layers)]
@@ -63,13 +63,13 @@ def simulated(n: int, r: int, side: int, k: int, trials: int = 300) -> tuple[flo
 
 
 @pytest.mark.parametrize("retrieval", RETRIEVALS)
-def test_mean_and_variance_are_those_of_a_simulation(retrieval):
+def test_best_scores_match_a_simulation(retrieval):
     result, (mean, variance) = best_scores(*RETRIEVALS[retrieval]), simulated(*RETRIEVALS[retrieval])
     assert result.mean == pytest.approx(mean, rel=0.06, abs=0.06)
     assert result.variance == pytest.approx(variance, rel=0.2)
 
 
-def test_every_call_finds_the_same_whatever_was_drawn_before():
+def test_best_scores_do_not_depend_on_the_generator():
     expected = best_scores(16, 2, 4, 8)
     MEASURED.clear()
     torch.manual_seed(5)
@@ -80,7 +80,7 @@ def test_every_call_finds_the_same_whatever_was_drawn_before():
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
-def test_cores_start_positive_with_singular_values_up_to_one(rank):
+def test_cores_start_positive_with_norm_one(rank):
     core = torch.empty(3, 2, 2, rank, rank)
     UniformCores().fill(core, torch.Generator().manual_seed(0))
     assert (core >= 0).all()
@@ -102,7 +102,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memories_of_every_kind_start_with_mean_score_one_and_the_variance_of_equation_20(kind):
+def test_initial_scores_and_outputs_have_the_papers_scale(kind):
     (depth, changes), inner, hidden = KINDS[kind], 3, 128
     sizes = ModelSizes(hidden_size=hidden, num_heads=4, intermediate_size=inner * hidden, num_layers=depth)
     sides = {"n": 64, "k": 16, "value_width": 64, "pre_value_width": 64, "zero": "none"}

@@ -54,7 +54,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
+def test_settings_override_a_file(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 0.5\nsteps: 7\ntasks: [a, b]\n")
     settings = options_from_files(Settings, [path], ["steps=9", "rate=0", "resume=true", "precision=fp32"])
     assert settings == Settings(
@@ -81,10 +81,6 @@ def test_plain_word_is_the_same_at_any_depth(word, tmp_path):
     assert repr(options_from_files(Named, [], ["texts={}", f"free.x={word}"]).free) == repr({"x": value})
 
 
-def test_nan_is_read():
-    assert str(read_yaml(".nan", "text")) == str(read_yaml("{a: .NaN}", "text")["a"]) == "nan"
-
-
 @pytest.mark.parametrize("text", [*(word for word, value in PLAIN.items() if value is not None), "<<", "!a", "- b"])
 def test_written_yaml_is_read_alike_by_yaml_1_1(text):
     for value in (text, PLAIN.get(text)):
@@ -95,9 +91,12 @@ def test_written_yaml_is_read_alike_by_yaml_1_1(text):
 def test_keys_of_mappings_are_text(tmp_path):
     read = read_mapping(write(tmp_path, "{no: 1, on: {off: 2}, 010: 3, 1e-4: 4, ~: 5}"))
     assert read == {"no": 1, "on": {"off": 2}, "010": 3, "1e-4": 4, "~": 5}
+    path = write(tmp_path, "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b}\n")  # merged keys
+    assert read_mapping(path)["b"] == read_mapping(path)["c"] == {"x": 1, "y": 3}
+    assert str(read_yaml("{a: .NaN}", "text")["a"]) == "nan"
 
 
-def test_a_number_without_a_point_is_converted_to_the_type_of_its_key(tmp_path):
+def test_number_is_converted_to_the_type_of_its_key(tmp_path):
     settings = options_from_files(
         Settings, [write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]")]
     )
@@ -107,14 +106,14 @@ def test_a_number_without_a_point_is_converted_to_the_type_of_its_key(tmp_path):
     assert settings.rates == [1e-4, 2.0] and all(isinstance(rate, float) for rate in settings.rates)
 
 
-def test_null_is_a_value_of_what_may_be_absent_and_of_nothing_else(tmp_path):
+def test_null_is_taken_only_by_optional_keys(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")
     assert options_from_files(Settings, [path], ["steps=null"]) == Settings(model="m", text=Text(path="t"))
     with pytest.raises(ValueError, match=r"tasks is None; expected a list, each item of it a string\."):
         options_from_files(Settings, [path], ["tasks=null"])
 
 
-def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(tmp_path):
+def test_scalar_is_the_first_key_of_a_group(tmp_path):
     path = write(tmp_path, "model: m\ntext: t")
     assert options_from_files(Settings, [path]).text == Text(path="t")
     words = ["text.path=t", "text.column=body"]
@@ -125,15 +124,12 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        *(({"model": "m", "text": "t", key: ...}, f"config has no '{key}'; give it.") for key in NEEDED),
         ({"rat": 1}, "config has no option 'rat'. Expected one of: model, text, rate, steps, "),
         ({3: 1}, "config has no option '3'. Expected one of: "),
         ({"text": {"path": "t", "colum": "x"}}, "config has no option 'text.colum'. Expected one of: path, column."),
         ({"text": {"column": "x"}}, "config has no 'text.path'; give it."),
         ({"text": None}, "text is None; expected a mapping with path, column."),
-        (
-            {"model": 3},
-            "model is 3; expected a string. Put text that YAML reads as another value, such as no or 12, in quotes.",
-        ),
         (
             {"name": False},
             "name is False; expected a string or null. Put text that YAML reads as another value, such as no",
@@ -142,33 +138,19 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
             {"pace": False},
             "pace is False; expected one of: no, steps. Put text that YAML reads as another value, such as no",
         ),
-        ({"rate": "1e-4"}, "rate is '1e-4'; expected a number."),
         ({"steps": "1:30"}, "steps is '1:30'; expected a whole number or null."),
         ({"rate": "fast"}, "rate is 'fast'; expected a number."),
-        ({"rate": float("inf")}, "rate is inf; expected a number."),
         ({"rate": 10**400}, "expected a number."),
-        ({"rate": True}, "rate is True; expected a number."),
-        ({"steps": 1.5}, "steps is 1.5; expected a whole number or null."),
-        ({"steps": True}, "steps is True; expected a whole number or null."),
-        ({"mask": 1}, "mask is 1; expected true or false."),
         ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
-        ({"table": [1]}, "table is [1]; expected a mapping or null."),
-        ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),
         ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null, such as [4, 2] or 4,2."),
     ],
 )
-def test_a_wrong_value_is_refused_with_what_was_expected(values: dict[Any, Any], message):
+def test_wrong_value_is_refused(values: dict[Any, Any], message):
+    given = {key: value for key, value in {**NEEDED, **values}.items() if value is not ...}
     with pytest.raises(ValueError, match=re.escape(message)):
-        from_mapping(Settings, {**NEEDED, **values})
-
-
-@pytest.mark.parametrize("given", NEEDED)
-def test_a_key_without_a_default_is_asked_for(given):
-    (missing,) = NEEDED.keys() - {given}
-    with pytest.raises(ValueError, match=re.escape(f"config has no '{missing}'; give it.")):
-        from_mapping(Settings, {given: NEEDED[given]})
+        from_mapping(Settings, given)
 
 
 @pytest.mark.parametrize(
@@ -181,15 +163,13 @@ def test_a_key_without_a_default_is_asked_for(given):
         (Settings, "nothing.path=3", "config has no option 'nothing'."),
         (Settings, "model=[", "--set 'model=[' is not YAML: "),
         (Settings, "model=!!int x", "is not YAML: it has a tag that its value does not fit, or a number of too many digits. C"),
-        (Settings, "model=!!bool x", "is not YAML: it has a tag that its value does not fit, or a number of too many digits. C"),
         (Settings, f"steps={'1' * 5000}", "is not YAML: it has a tag that its value does not fit, or a number of too many"),
-        (Settings, "modle=x", "config has no option 'modle'. Expected one of: model, "),
         (Named, "texts.a.column=b", "--set texts.a.column is given, but 'a' is 'a.txt', which has no keys; expected a mapping."),
         (Named, "free.x.y=1", "but 'x' is 3, which has no keys; expected a mapping. Give all of it."),
         (Named, "free.z.y=1", "but 'z' is [1], which has no keys"),
     ],
 )  # fmt: skip
-def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(tmp_path, config, word, message):
+def test_wrong_setting_is_refused(tmp_path, config, word, message):
     text = "model: m\ntext: t" if config is Settings else "texts: {a: a.txt}\nfree: {x: 3, z: [1]}"
     with pytest.raises(ValueError, match=re.escape(message)):
         options_from_files(config, [write(tmp_path, text)], [word])
@@ -203,7 +183,7 @@ def test_a_word_that_sets_nothing_or_reaches_inside_what_has_no_keys_is_refused(
         ("free.x.y.z=1", Named(texts={"a": Text(path="a.txt")}, free={"x": {"y": {"z": 1}}})),
     ],
 )
-def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, expected):
+def test_settings_reach_inside_named_groups(tmp_path, word, expected):
     assert options_from_files(Named, [write(tmp_path, "texts: {a: a.txt}")], [word]) == expected
 
 
@@ -223,7 +203,7 @@ def test_quoted_word_of_python_counts_where_a_key_takes_it(key, word, value):
     assert getattr(from_mapping(Settings, {**NEEDED, key: word}), key) == value
 
 
-def test_a_file_that_is_no_config_is_refused(tmp_path):
+def test_file_without_a_mapping_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"which cannot be read \(No such file or directory\); give a YAML file"):
         read_mapping(tmp_path / "absent.yaml")
     with pytest.raises(ValueError, match=r"is not YAML: .*Correct it there"):
@@ -236,35 +216,22 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (
-            "model: m\ntext: t\nrate: 1\nrate: 2\n",
-            [],
-            "has 'rate' twice, in lines 3 and 4; expected each key once. Leave one out.",
-        ),
+        ("model: m\ntext: t\nrate: 1\nrate: 2\n", [], "has 'rate' twice, in lines 3 and 4; expected each key once. Leave one"),
         ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, in lines 2 and 2;"),
         ("model: m\n", ["text={path: a, path: b}"], "--set 'text={path: a, path: b}' has 'path' twice"),
-        (
-            "model: m\ntext: t\n",
-            ["rate=1", "rate=3"],
-            "--set rate is given twice; expected each key once. Leave one out.",
-        ),
+        ("model: m\ntext: t\n", ["rate=1", "rate=3"], "--set rate is given twice; expected each key once. Leave one out."),
         ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
         ("model: m\ntext: t\n", ["model=''"], "model is ''; expected a value. Fill it in, or leave it out."),
     ],
-)
-def test_two_values_of_one_key_and_empty_ones_are_refused(text, words, message, tmp_path):
+)  # fmt: skip
+def test_repeated_key_or_empty_value_is_refused(text, words, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         options_from_files(Settings, [write(tmp_path, text)], words)
 
 
-def test_later_files_change_keys_within_mappings_of_earlier_ones(tmp_path):
+def test_later_files_change_keys_within_mappings(tmp_path):
     first = write(tmp_path, "texts: {a: {path: a.txt, column: body}}\nfree: {x: 1, y: 2}\n")
     second = tmp_path / "second.yaml"
     second.write_text("texts: {a: {path: b.txt}}\nfree: {y: 3}\n")
     read = options_from_files(Named, [first, second], ["free.z=4"])
     assert read == Named(texts={"a": Text(path="b.txt", column="body")}, free={"x": 1, "y": 3, "z": 4})
-
-
-def test_a_key_that_is_merged_may_be_given_anew(tmp_path):
-    path = write(tmp_path, "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b}\n")
-    assert read_mapping(path)["b"] == read_mapping(path)["c"] == {"x": 1, "y": 3}

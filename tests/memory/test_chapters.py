@@ -50,11 +50,11 @@ def check(memory, hidden_states):
     ],
     ids=str,
 )
-def test_each_option_does_what_it_says(options):
+def test_layer_equals_loops_for_each_option(options):
     check(layer(**options), states())
 
 
-def test_chapters_are_projected_alone_where_few_are_read():
+def test_only_read_chapters_are_projected():
     """A single sequence reads three chapters of eight; three sequences each of theirs once."""
     memory, seen = layer(routing="sequence"), []
     memory.key_projection.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape[0]))
@@ -64,7 +64,7 @@ def test_chapters_are_projected_alone_where_few_are_read():
     assert seen == [3, 1 + len(routed)] and len(routed) <= 6
 
 
-def test_a_bank_that_is_given_is_read_as_the_own_one():
+def test_shared_bank_is_read_like_an_own_one():
     own, shared = layer(), layer(share="all")
     assert not hasattr(shared, "bank")
     tables = {"bank": own.bank}
@@ -73,7 +73,7 @@ def test_a_bank_that_is_given_is_read_as_the_own_one():
 
 
 @pytest.mark.parametrize("routing", ["sequence", "token"])
-def test_nothing_is_projected_again_that_is_kept(routing):
+def test_cached_chapters_are_not_projected_again(routing):
     memory, hidden_states = layer(routing=routing), states(1).detach()
     with torch.no_grad():
         expected = memory(hidden_states)
@@ -82,7 +82,7 @@ def test_nothing_is_projected_again_that_is_kept(routing):
             torch.testing.assert_close(memory(hidden_states), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_bank_of_the_paper_is_shared_and_too_large_to_be_kept():
+def test_bank_of_the_paper_is_shared_and_not_cached():
     sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
     options = MocOptions(**MocOptions.presets["paper"])
     (tables,) = options.tables(sizes, (2, 6, 10, 14))
@@ -94,7 +94,7 @@ def test_the_bank_of_the_paper_is_shared_and_too_large_to_be_kept():
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_nothing_gives_nothing(routing, shape):
+def test_empty_batch_gives_an_empty_output(routing, shape):
     memory = layer(routing=routing)
     hidden_states = torch.zeros(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
     output = memory(hidden_states)
@@ -144,7 +144,7 @@ def test_half_precision_is_near_float64(way, routing):
             assert error(gradient, right) < 0.06, name
 
 
-def test_a_bank_may_be_kept_wider_than_what_reads_it():
+def test_bank_may_have_a_wider_dtype():
     memory, hidden_states = layer(share="none").bfloat16(), states().bfloat16()
     narrow = memory(hidden_states)
     memory.bank.data = memory.bank.data.float()

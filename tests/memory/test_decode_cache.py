@@ -97,7 +97,7 @@ def parts(kept: Any) -> tuple[torch.Tensor, ...]:
     return (kept,) if isinstance(kept, torch.Tensor) else kept
 
 
-def test_the_context_keeps_them_once_and_passes_compute_the_same(keeper, memory, inputs):
+def test_cache_is_filled_once_and_passes_compute_the_same(keeper, memory, inputs):
     expected = without(memory, inputs)
     assert not is_cached(memory)
     with torch.no_grad(), decode_cache(memory):
@@ -116,7 +116,7 @@ def test_the_context_keeps_them_once_and_passes_compute_the_same(keeper, memory,
     assert not is_cached(memory)
 
 
-def test_a_pass_with_gradients_does_without_and_so_does_one_that_trains(keeper, memory, inputs):
+def test_pass_with_gradients_does_not_read_the_cache(keeper, memory, inputs):
     expected = memory(inputs)
     with decode_cache(memory):
         output = memory(inputs)
@@ -161,7 +161,7 @@ def assert_never_stale(memory, run, inputs, change) -> None:
     [(keeper, name) for keeper in KEEPERS.values() for name in keeper.sources],
     ids=[f"{name}-{source}" for name, keeper in KEEPERS.items() for source in keeper.sources],
 )
-def test_no_pass_returns_what_older_weights_gave(keeper, name, change, memory, inputs):
+def test_no_pass_returns_results_of_older_weights(keeper, name, change, memory, inputs):
     if name == "row_vector":  # its sign alone counts: then others are chosen, with scores of their own
         with torch.no_grad():
             memory.core.add_(torch.eye(memory.core.shape[-1]))
@@ -169,7 +169,7 @@ def test_no_pass_returns_what_older_weights_gave(keeper, name, change, memory, i
 
 
 @pytest.mark.parametrize(("keeper", "change"), in_turn(("midus-hml", "ultramem heads"), CHANGES), indirect=["keeper"])
-def test_no_compiled_pass_does(keeper, change, memory, inputs):
+def test_no_compiled_pass_returns_results_of_older_weights(keeper, change, memory, inputs):
     torch._dynamo.reset()
 
     def changed():
@@ -180,7 +180,7 @@ def test_no_compiled_pass_does(keeper, change, memory, inputs):
 
 
 @pytest.mark.parametrize("keeper", by_default(("midus-hml", "ultramem heads", "chapters"), KEEPERS), indirect=True)
-def test_one_graph_for_all_contexts_reads_what_is_kept(keeper, memory, inputs):
+def test_one_graph_reads_the_caches_of_all_contexts(keeper, memory, inputs):
     torch._dynamo.reset()
     graphs = []
 
@@ -201,7 +201,7 @@ def test_one_graph_for_all_contexts_reads_what_is_kept(keeper, memory, inputs):
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
-def test_narrow_passes_read_what_is_narrow_or_the_same_bits(way, keeper, memory, inputs):
+def test_narrow_passes_read_a_narrow_cache_or_the_same_bits(way, keeper, memory, inputs):
     """Keys of UltraMemV2 are normalised in float32 of what is stored, under autocast too."""
     of_pass = inputs.bfloat16()
     if way == "bfloat16":
@@ -217,7 +217,7 @@ def test_narrow_passes_read_what_is_narrow_or_the_same_bits(way, keeper, memory,
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_another_dtype_and_a_cast_within_the_context_do_without(keeper, memory, inputs):
+def test_other_dtype_or_cast_does_not_read_the_cache(keeper, memory, inputs):
     with torch.no_grad(), decode_cache(memory):
         assert memory.decode_cache.read(memory, inputs.double()) is None
         memory.to(torch.bfloat16)
@@ -225,7 +225,7 @@ def test_another_dtype_and_a_cast_within_the_context_do_without(keeper, memory, 
         assert torch.equal(memory(inputs.bfloat16()), expected)
 
 
-def test_it_is_neither_saved_nor_copied_nor_pickled(keeper, memory, inputs):
+def test_cache_is_not_saved_copied_or_pickled(keeper, memory, inputs):
     names, source = set(memory.state_dict()), keeper.sources[0]
     with torch.no_grad(), decode_cache(memory):
         assert set(memory.state_dict()) == names
@@ -241,14 +241,14 @@ def test_it_is_neither_saved_nor_copied_nor_pickled(keeper, memory, inputs):
 
 
 @pytest.mark.parametrize("left", [torch.empty(0), torch.empty(64, 8, device="meta")], ids=["sharded-away", "meta"])
-def test_it_is_not_kept_of_parameters_that_are_not_there(left):
+def test_absent_parameters_are_not_cached(left):
     memory = headwise()
     memory.value_bank = torch.nn.Parameter(left)
     with decode_cache(memory):
         assert not is_cached(memory)
 
 
-def test_it_does_not_serve_what_only_stands_for_a_parameter(keeper, memory, inputs):
+def test_replaced_parameter_does_not_read_the_cache(keeper, memory, inputs):
     source = keeper.sources[0]
     stand_in = {source: -2 * memory.get_parameter(source).detach()}
     with torch.no_grad(), decode_cache(memory):
@@ -258,7 +258,7 @@ def test_it_does_not_serve_what_only_stands_for_a_parameter(keeper, memory, inpu
     assert_close(without(memory, inputs), shifted)
 
 
-def test_what_was_kept_in_inference_mode_serves_there(keeper, memory, inputs):
+def test_cache_of_inference_mode_serves_there(keeper, memory, inputs):
     with torch.inference_mode(), decode_cache(memory):
         kept = memory(inputs)
     assert_close(kept, without(memory, inputs), keeper.is_exact)
@@ -267,7 +267,7 @@ def test_what_was_kept_in_inference_mode_serves_there(keeper, memory, inputs):
 
 
 @pytest.mark.parametrize("case", ["midus-hml", "chunk", "ultramem own", "ultramem ring", "ultramem heads"])
-def test_generate_keeps_them_for_the_length_of_one_call_and_follows_weights(native_family, case, tmp_path):
+def test_generate_caches_for_one_call_and_follows_weights(native_family, case, tmp_path):
     case, seen = CASES[case], []
     model = case.model(native_family, tmp_path)
     memories = [module for module in model.modules() if isinstance(module, MemoryModule)]

@@ -24,7 +24,7 @@ class _LogitsOf(torch.nn.Module):
 @pytest.mark.parametrize(
     "kind", by_default(["ultramem own"], ("midus-hml", "midus-pkm", "ultramem own"), fewest=["midus-hml"])
 )
-def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind):
+def test_exported_graph_takes_any_number_of_tokens(kind):
     model, tokens = CASES[kind].model("llama", None, torch.float32, small=True), prompt(7)
     sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     with op_choices(backend="reference"):

@@ -199,7 +199,7 @@ def test_narrow_dtypes_stay_near_and_keep_their_dtype(kind):
         assert (actual.double() - exact).norm() / exact.norm() < limit
 
 
-def test_what_is_on_the_device_stays_as_it_is():
+def test_fetched_batch_on_its_device_is_not_copied():
     fetched = fetch("hier-kv")
     assert fetched.to("cpu") is fetched
     moved = fetched.to("meta")
@@ -218,7 +218,7 @@ def test_what_is_on_the_device_stays_as_it_is():
         ("hier-ffn", lambda d, df, h, dh: 3 * d),
     ],
 )
-def test_sizes_are_those_of_appendix_i(kind, of_model):
+def test_block_sizes_are_those_of_appendix_i(kind, of_model):
     """For a model with as many key and value heads as query heads, which the paper's own are."""
     model = ModelSizes(hidden_size=24, num_heads=5, head_dim=6, intermediate_size=40, num_layers=7)
     layout = layout_of(TYPES[kind](sizes=[11, 7, 0, 2]), model, tuple(range(7)))
@@ -231,7 +231,7 @@ def test_sizes_are_those_of_appendix_i(kind, of_model):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_memory_has_no_tensors_of_its_own(kind):
+def test_fetching_memory_has_no_tensors(kind):
     options = TYPES[kind]()
     assert getattr(options, "alpha", 2.0) == 2.0
     assert options.sizes == [256, 64, 16, 0] and options.branching == 16 and options.without_ids == "none"
@@ -239,7 +239,7 @@ def test_a_memory_has_no_tensors_of_its_own(kind):
     assert not list(build_memory(options, SIZES).parameters()) and not list(build_memory(options, SIZES).buffers())
 
 
-def test_memories_of_one_tree_have_a_bank_each():
+def test_memories_of_one_tree_have_separate_banks():
     entry = {"type": "hier-ffn", "layers": [0, 2], "sizes": [2, 1], "branching": 3}
     others = {**entry, "type": "hier-kv", "layers": [1]}, {**entry, "name": "second"}
     layouts = block_layouts(read_memories([entry, *others], SIZES))
@@ -249,7 +249,7 @@ def test_memories_of_one_tree_have_a_bank_each():
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
 @pytest.mark.parametrize("rows, num_blocks", [(5, 3), (5, 1), (2, 4), (4, 4), (0, 2)], ids=str)
-def test_each_row_is_multiplied_by_its_block_in_the_dtype_of_inputs(rows, num_blocks, backend):
+def test_block_linear_multiplies_each_row_by_its_block(rows, num_blocks, backend):
     inputs, weights = states(rows, 3, 4), states(num_blocks, 6, 4, dtype=torch.float32)
     blocks = torch.randint(num_blocks, (rows,), generator=torch.Generator().manual_seed(0))
     result = block_linear(inputs, weights, blocks, backend=backend)
@@ -267,7 +267,7 @@ def test_each_row_is_multiplied_by_its_block_in_the_dtype_of_inputs(rows, num_bl
     ],
     ids=["inputs", "weights", "blocks"],
 )
-def test_shapes_that_disagree_are_refused(shapes, message):
+def test_block_linear_refuses_inconsistent_shapes(shapes, message):
     inputs, weights, rows = shapes
     with pytest.raises(ValueError, match=message):
         block_linear(torch.zeros(inputs), torch.zeros(weights), torch.zeros(rows, dtype=torch.int64))

@@ -59,13 +59,13 @@ def chi_square(slots, num_slots):
 
 
 @pytest.mark.parametrize("memory_type", [*RETRIEVING, "ultramem-v2", "moc"])
-def test_every_slot_is_read_about_equally_often_though_tokens_hold_the_same(memory_type):
+def test_random_addressing_reads_all_slots_equally_often(memory_type):
     assert chi_square(*slots_read(memory_type, "random")) < 2
     assert chi_square(*slots_read(memory_type, "content")) > 100
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_no_gradient_goes_back_to_what_would_be_asked(memory_type, training):
+def test_random_addressing_gives_queries_no_gradient(memory_type, training):
     memory = build(memory_type, addressing="random", query_norm="layer").train(training)
     with torch.no_grad():
         memory.value_bank.normal_()
@@ -78,7 +78,7 @@ def test_no_gradient_goes_back_to_what_would_be_asked(memory_type, training):
     )
 
 
-def test_what_scales_values_still_has_a_gradient_of_what_tokens_hold():
+def test_random_addressing_keeps_gradients_of_pre_values():
     memory = build_ultramem(n=4, k=2, addressing="random", zero="none")
     states = torch.randn(1, 9, HIDDEN, requires_grad=True)
     memory(states).sum().backward()
@@ -86,7 +86,7 @@ def test_what_scales_values_still_has_a_gradient_of_what_tokens_hold():
     assert memory.query_projection.weight.grad is None and memory.pre_projection.weight.grad.any()
 
 
-def test_reading_by_content_draws_nothing(memory_type):
+def test_content_addressing_draws_nothing(memory_type):
     memory = build(memory_type)
     before = torch.get_rng_state()
     memory(torch.ones(1, 9, HIDDEN))
@@ -96,7 +96,7 @@ def test_reading_by_content_draws_nothing(memory_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_directions_are_as_long_as_what_they_replace(dtype):
+def test_random_directions_keep_lengths(dtype):
     vectors = torch.randn(50, 8, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
     torch.manual_seed(0)
     drawn = random_directions(vectors)

@@ -17,7 +17,7 @@ from midus_hf.memories.registry import MEMORY_TYPES, layer_class, register_layer
 SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 
 
-def test_every_type_has_a_layer_of_the_declared_tensors():
+def test_every_layer_has_its_declared_tensors():
     for name, options_class in MEMORY_TYPES.items():
         options = options_class()
         memory = build_memory(options, SIZES, 1, 3)
@@ -31,7 +31,7 @@ def test_every_type_has_a_layer_of_the_declared_tensors():
         assert (roles & {"value", "gate"} or name == "packs") and memory.__doc__, name
 
 
-def test_options_that_have_a_layer_are_refused_another():
+def test_second_layer_of_options_is_refused():
     class Rival(MemoryModule):
         """Another layer of the same options."""
 
@@ -40,7 +40,7 @@ def test_options_that_have_a_layer_are_refused_another():
     assert MidusHmlOptions.layer is MidusHmlMemory
 
 
-def test_a_layer_that_is_defined_again_takes_its_own_place(monkeypatch):
+def test_redefined_layer_replaces_itself(monkeypatch):
     monkeypatch.setattr(MidusHmlOptions, "layer", MidusHmlMemory)
     names = {"__qualname__": "MidusHmlMemory", "__module__": MidusHmlMemory.__module__}
     again = type("MidusHmlMemory", (MidusHmlMemory,), names)
@@ -48,7 +48,7 @@ def test_a_layer_that_is_defined_again_takes_its_own_place(monkeypatch):
     assert layer_class(MidusHmlOptions()) is again
 
 
-def test_options_that_extend_others_need_a_layer_of_their_own():
+def test_extended_options_need_a_separate_layer():
     @dataclass(kw_only=True)
     class WiderOptions(MidusHmlOptions):
         type = "wider"
@@ -107,24 +107,14 @@ NEEDS = {
     ],
     ids=["tensor", "site", *NEEDS],
 )
-def test_a_layer_that_does_not_go_with_its_options_is_refused(layer, changes, message, monkeypatch):
+def test_layer_that_does_not_fit_its_options_is_refused(layer, changes, message, monkeypatch):
     options_class = type("Needy", (StrangeOptions,), changes) if changes else StrangeOptions
     monkeypatch.setattr(options_class, "layer", layer, raising=False)
     with pytest.raises(ValueError, match=message):
         build_memory(options_class(), SIZES)
 
 
-@pytest.mark.parametrize("name", ["declared", "services", "type", "forward", "training"])
-def test_a_linear_layer_with_the_name_of_something_that_modules_have_is_refused_by_torch(name):
-    class Named(StrangeOptions):
-        def tensors(self, sizes):
-            return {f"{name}.weight": DeclaredTensor((2, 2), "projection", ZEROS)}
-
-    with pytest.raises(KeyError, match=f"attribute '{name}' already exists"):
-        Strange(Named(), SIZES)
-
-
-def test_what_a_checkpoint_has_filled_is_not_initialised_again():
+def test_loaded_parameter_is_not_initialised_again():
     memory = build_memory(MEMORY_TYPES["midus-hml"](n=4, k=2), SIZES)
     filled = torch.nn.Parameter(torch.ones_like(memory.value_bank))
     filled._is_hf_initialized = True

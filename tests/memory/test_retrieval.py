@@ -37,7 +37,7 @@ OF_NORM = {
 }
 
 
-def test_tensors_have_the_shapes_roles_and_initial_values_of_the_paper(memory_type):
+def test_declared_tensors_are_those_of_the_paper(memory_type):
     memory = retrieving(memory_type, query_norm="batch")
     assert memory.declared == {**TENSORS[memory_type], **OF_NORM}
     for name, tensor in memory.declared.items():
@@ -46,7 +46,7 @@ def test_tensors_have_the_shapes_roles_and_initial_values_of_the_paper(memory_ty
 
 
 @pytest.mark.parametrize("name", ["midus-pkm", "midus-linear"])
-def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
+def test_model_initialises_the_query_projection_as_declared(family, name):
     """Transformers' own initialisation of linear layers, with a deviation of 0.02, must not come last."""
     config = memory_config(tiny_model(family, hidden_size=64), memory_type=name, query_norm="batch")
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def by_equations(memory: torch.nn.Module, attention_output: torch.Tensor) -> tup
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("query_norm", ["none", "batch", "layer"])
-def test_output_and_statistics_are_those_of_the_equations(memory_type, query_norm, training):
+def test_output_and_statistics_match_the_equations(memory_type, query_norm, training):
     for k in (1, 5):
         memory = retrieving(memory_type, k=k, query_norm=query_norm)
         acting(memory.double().train(training))
@@ -116,7 +116,7 @@ def test_output_and_statistics_are_those_of_the_equations(memory_type, query_nor
             torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences(memory_type):
+def test_gradients_match_finite_differences(memory_type):
     memory = retrieving(memory_type, hidden_size=8, num_heads=2, size=3, query_norm="batch").double()
     inputs = read_by(acting(memory), 1, 4).requires_grad_()
     parameters = dict(memory.named_parameters())
@@ -137,7 +137,7 @@ def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
     assert torch.equal(before, memory.query_mean) != (training and batch * tokens > 0)
 
 
-def test_their_text_names_the_options_that_differ_from_defaults():
+def test_repr_names_options_that_differ_from_defaults():
     assert repr(retrieving("midus-hml")) == "MidusHmlMemory(k=2, n=6)"
     assert "\n  k=2, query_norm=none, n=6\n" in repr(retrieving("midus-pkm"))
     assert "\n  k=2, slots=6\n" in repr(retrieving("midus-linear", query_norm="batch"))
@@ -147,21 +147,14 @@ def test_their_text_names_the_options_that_differ_from_defaults():
     ("name", "sizes", "message"),
     [
         ("midus-linear", {"hidden_size": 26}, "hidden_size is 26; expected a multiple of the 4 attention heads"),
-        ("midus-hml", {"head_dim": 15}, "head_dim is 15; expected an even number, half for rows and half for columns"),
-        (
-            "midus-pkm",
-            {"hidden_size": 20},
-            "hidden_size / num_attention_heads is 5; expected an even number, half for rows",
-        ),
+        ("midus-hml", {"head_dim": 15}, "head_dim is 15; expected an even number, half for rows"),
+        ("midus-pkm", {"hidden_size": 20}, "hidden_size / num_attention_heads is 5; expected an even number"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(name, sizes, message):
+def test_unfit_sizes_are_refused(name, sizes, message):
     with pytest.raises(ValueError, match=message):
         retrieving(name, **sizes)
-
-
-def test_queries_of_linear_memory_need_not_be_halved():
-    assert retrieving("midus-linear", hidden_size=20).query_width == 5
+    assert retrieving("midus-linear", hidden_size=20).query_width == 5  # which is not halved
 
 
 @pytest.mark.parametrize(
@@ -172,7 +165,7 @@ def test_queries_of_linear_memory_need_not_be_halved():
         ("midus-linear", {"slots": 4096, "query_norm": "batch"}, True),
     ],
 )
-def test_by_default_they_are_as_in_the_paper(memory_type, size, keeps):
+def test_defaults_are_those_of_the_paper(memory_type, size, keeps):
     options = read_entry({"type": memory_type, "layers": [1]}).options
     assert {name: getattr(options, name) for name in ("k", *size)} == {"k": 4, **size}
     assert (options.output_projection, options.inner_residual) == (keeps, keeps)
@@ -187,7 +180,7 @@ def small(memory_type, **options):
 
 
 @pytest.mark.parametrize("query_norm", ["batch", "layer"])
-def test_a_norm_of_half_precision_is_near_and_keeps_its_dtype(memory_type, query_norm):
+def test_query_norm_in_half_precision_is_close(memory_type, query_norm):
     memory = acting(small(memory_type, query_norm=query_norm)).bfloat16()
     query = torch.randn(2, 7, 3, memory.query_width, generator=torch.Generator().manual_seed(2)).bfloat16()
     actual, expected = memory.normalised(query), copy.deepcopy(memory).double().normalised(query.double())
@@ -195,7 +188,7 @@ def test_a_norm_of_half_precision_is_near_and_keeps_its_dtype(memory_type, query
     torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_type):
+def test_batch_norm_with_frozen_gain_keeps_its_statistics(memory_type):
     memory = acting(small(memory_type, query_norm="batch")).eval()
     inputs = read_by(memory)
     expected, before = memory(inputs), copy.deepcopy(memory.state_dict())
@@ -208,7 +201,7 @@ def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_statistics_are_updated_once_though_checkpointing_runs_the_forward_twice(memory_type, use_reentrant):
+def test_statistics_update_once_under_checkpointing(memory_type, use_reentrant):
     plain, calls = acting(small(memory_type, query_norm="batch")), []
     repeated, inputs = copy.deepcopy(plain), read_by(plain)
     repeated.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -221,9 +214,7 @@ def test_statistics_are_updated_once_though_checkpointing_runs_the_forward_twice
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
-def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_values_are_zero(
-    memory_type, dtype, tolerance
-):
+def test_residual_is_added_and_exact_for_zero_values(memory_type, dtype, tolerance):
     memory = acting(small(memory_type)).to(dtype)
     inputs = read_by(memory)
     stream = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -239,7 +230,7 @@ def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_val
 
 
 @pytest.mark.parametrize("inner_residual", [False, True])
-def test_a_block_keeps_and_adds_what_its_entry_says(family, inner_residual):
+def test_block_follows_output_projection_and_inner_residual(family, inner_residual):
     """The memory reads the family's own attention, through its projection and norm, and the block's input beside it."""
     base, model = upscaled_pair(family, memory_options={"output_projection": True, "inner_residual": inner_residual})
     block, donor, seen = model.model.layers[1], base.model.layers[1], []
@@ -254,7 +245,7 @@ def test_a_block_keeps_and_adds_what_its_entry_says(family, inner_residual):
     assert torch.equal(read, hidden_states + expected if inner_residual else expected)
 
 
-def test_a_residual_between_unequal_widths_is_refused():
+def test_inner_residual_of_unequal_widths_is_refused():
     message = (
         r"input of width 32 to an attention output of width 64; expected equal widths\. Set output_projection to true"
     )

@@ -18,7 +18,7 @@ def counts(*numbers: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     "loss", [lambda logits, of: balance_loss(logits, torch.tensor([[3, 2], [0, 1], [1, 3]]), of), z_loss]
 )
-def test_half_precision_is_summed_in_float32_and_nothing_but_padding_gives_zero(loss):
+def test_router_losses_sum_in_float32_and_ignore_padding(loss):
     half = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert loss(half, counts(1, 2, 1)).dtype == torch.float32
     assert loss(half, counts(1, 2, 1)).item() == pytest.approx(loss(half.double(), counts(1, 2, 1)).item(), rel=1e-5)
@@ -68,7 +68,7 @@ ROWS["documents"] = (TokenPlaces(None, STARTS), [[[0, 1, 2], [3, 4, 5, 6, 7]], [
 )
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])
-def test_a_layer_tells_the_loss_of_its_tokens(routing, rows, options):
+def test_layer_reports_the_loss_of_loops(routing, rows, options):
     memory = layer(routing=routing, router_aux_loss_coef=0.7, router_z_loss_coef=0.3, **options)
     with torch.no_grad():
         memory.router_weight.mul_(0.4)
@@ -84,7 +84,7 @@ def test_a_layer_tells_the_loss_of_its_tokens(routing, rows, options):
         torch.testing.assert_close(gradient, by_loop, rtol=1e-5, atol=1e-7)
 
 
-def test_a_report_is_the_mean_of_layers_and_the_sum_of_memories():
+def test_loss_is_the_mean_of_layers_and_sum_of_memories():
     reports = RouterReports()
     assert reports.loss() is None and reports.logits() == ()
     for layer_index, name, loss in ((3, "a", 5.0), (1, "a", 1.0), (2, "b", 10.0)):
@@ -95,7 +95,7 @@ def test_a_report_is_the_mean_of_layers_and_the_sum_of_memories():
     assert reports.loss().item() == (5 + 3) / 2 + 10 and len(reports.logits()) == 3
 
 
-def test_a_router_that_no_gradient_reaches_is_refused():
+def test_router_without_gradients_is_refused():
     message = (
         r"the router of memory 'chapters' in layer 0 runs without gradients in a pass that trains, as under reentrant activation "
         r"checkpointing; expected gradient_checkpointing_kwargs=\{'use_reentrant': False\}\."

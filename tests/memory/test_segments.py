@@ -63,7 +63,7 @@ PADDED = [(3, [5]), (0, [TOKENS]), (TOKENS, []), (TOKENS - 1, [1]), (0, [2])]
 @example(options={"chunk_size": 3}, rows=PADDED)
 @example(options={"routing": "sequence"}, rows=PADDED)
 @example(options={"routing": "token"}, rows=PADDED)
-def test_segments_of_any_rows_are_those_of_loops(options, rows):
+def test_segments_of_any_rows_equal_loops(options, rows):
     places, documents = packed(rows)
     memory, hidden_states = layer(**options), states(len(rows), TOKENS)
     output = memory(hidden_states, tokens=places)
@@ -91,7 +91,7 @@ def test_segments_of_any_rows_are_those_of_loops(options, rows):
     cuts=st.lists(st.integers(0, TOKENS), max_size=6),
 )
 @example(options={"chunk_size": 3}, left=0, right=3, cuts=[8, 9, 10, 11, 12])
-def test_any_steps_are_those_of_one_pass(options, left, right, cuts):
+def test_steps_equal_one_pass(options, left, right, cuts):
     """Of a prompt that is padded on the left or on the right, behind whose tokens the next one follows."""
     edges = [0, *sorted(cuts), TOKENS]
     memory, hidden_states = layer(**options), states(2, TOKENS)
@@ -110,7 +110,7 @@ def test_any_steps_are_those_of_one_pass(options, left, right, cuts):
     documents=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     before=st.integers(0, 30),
 )
-def test_no_row_has_more_chunks_than_there_is_room_for(sizes, documents, before):
+def test_rows_have_at_most_the_expected_chunks(sizes, documents, before):
     """`most` is what a compiled graph makes room for; a row may go on with a document that has `before` tokens."""
     chunk_sizes, tokens = ChunkSizes(*sizes), sum(documents)
     places = [*range(before, before + documents[0])]
@@ -123,14 +123,14 @@ def test_no_row_has_more_chunks_than_there_is_room_for(sizes, documents, before)
     assert 3 * begins.sum() <= most <= 3 * tokens
 
 
-def test_room_for_chunks_follows_documents_and_not_tokens():
+def test_max_chunks_follows_documents():
     sizes = ChunkSizes(8, 64)
     assert sizes.most(512, 4, continues=False, holds_documents=False) == 4 * 8
     assert sizes.most(512, 4, continues=True, holds_documents=False) == 4 * 9
     assert sizes.most(512, 4, continues=False, holds_documents=True) == 4 * 56
 
 
-def test_a_pass_routes_its_segments_and_not_its_tokens(monkeypatch):
+def test_pass_routes_segments_not_tokens(monkeypatch):
     """512 tokens of chunks of 64: eight that are guided, and one for all beginnings, however rows are laid out."""
     memory = layer(chunk_size=64)
     hidden_states = states(2, 512).detach()
@@ -156,7 +156,7 @@ def test_a_pass_routes_its_segments_and_not_its_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("routing", ["chunk", "sequence"])
-def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
+def test_compiled_documents_equal_eager_ones(routing):
     """Whose number a graph cannot know: it has room for the most that there could be, and its tokens attend one by one."""
     memory, hidden_states = layer(routing=routing, chunk_size=16), states(2, 40)
     starts = torch.zeros(2, 40, dtype=torch.bool)
@@ -173,13 +173,13 @@ def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
 
 
 @pytest.mark.parametrize("fewest_together", [1], indirect=True)
-def test_padding_reads_nothing_where_segments_are_filled_up(fewest_together):
+def test_padding_reads_nothing(fewest_together):
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()
 
 
-def test_sums_of_many_half_precision_tokens_stay_exact():
+def test_sums_of_half_precision_tokens_stay_exact():
     """Sums in bfloat16 would stop growing at 256 of these."""
     memory = layer(chunk_size=1024)
     hidden_states = 1 + 0.01 * states(1, 2048).detach()
@@ -188,7 +188,7 @@ def test_sums_of_many_half_precision_tokens_stay_exact():
     torch.testing.assert_close(half.double(), logits, rtol=3e-2, atol=3e-2)
 
 
-def test_the_mask_and_positions_of_a_pass_say_where_its_tokens_stand():
+def test_token_places_follow_mask_and_positions():
     def found(mask, positions, tokens=4, may_hold_documents=True):
         arguments = [None if rows is None else torch.tensor(rows) for rows in (mask, positions)]
         return token_places(*arguments, tokens, may_hold_documents=may_hold_documents)

@@ -53,7 +53,7 @@ def by_equations(memory, state, value_table, pre_value_table, first=0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_computes_what_the_equations_say(kind):
+def test_ultramem_v2_matches_the_equations(kind):
     memory = build(**KINDS[kind], k=4)
     states = torch.randn(2, 3, 16, dtype=torch.float64)
     pre_values = getattr(memory, "pre_value_table", None)
@@ -65,7 +65,7 @@ def test_it_computes_what_the_equations_say(kind):
     ("share", "index", "first"),
     [("ring:4", 0, 3), ("ring:4", 3, 2), ("ring:2", 3, 3), ("all", 2, 0)],
 )
-def test_a_layer_reads_its_segment_of_a_shared_table(share, index, first):
+def test_layer_reads_its_segment_of_a_shared_table(share, index, first):
     memory = build(index, share=share, k=8)
     tables = memory.options.tables(SIZES, (0, 1, 2, 3))[0]
     shapes = {name: tensor.shape for name, tensor in tables.tensors.items()}
@@ -76,7 +76,7 @@ def test_a_layer_reads_its_segment_of_a_shared_table(share, index, first):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_right(kind):
+def test_ultramem_v2_gradients_match_finite_differences(kind):
     memory = build(**KINDS[kind])
     state = torch.randn(1, 2, 16, dtype=torch.float64, requires_grad=True)
     names, parameters = zip(*memory.named_parameters(), strict=True)
@@ -88,7 +88,7 @@ def test_gradients_are_right(kind):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_training_keeps_the_singular_vectors_once_and_nothing_else_does(use_reentrant):
+def test_training_stores_singular_vectors_once(use_reentrant):
     memory, states = build(), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     start = memory.row_vector.clone()
     memory(states)
@@ -137,7 +137,7 @@ def test_narrow_dtypes_and_autocast_stay_near(kind, way):
         assert (parameter.grad.double() - wide.grad).norm() / wide.grad.norm() < limit, name
 
 
-def test_where_all_slots_are_chosen_scores_start_as_far_apart_as_one():
+def test_initial_scores_have_deviation_one_if_all_are_chosen():
     options = UltraMemV2Options(n=4, k=16, value_width=64, pre_value_width=64, zero="none")
     memory = build_memory(options, ModelSizes(hidden_size=128, num_heads=4, intermediate_size=256, num_layers=8))
     with torch.no_grad():
