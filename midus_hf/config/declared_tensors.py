@@ -98,27 +98,16 @@ class DeclaredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model, from its config.
+    """Sizes of a model, from its config."""
 
-    Args:
-        hidden_size: D, the width of the residual stream.
-        num_heads: H, query heads of each attention.
-        head_dim: d, the width of one head. Default: D / H.
-        num_key_value_heads: Key and value heads of each attention. Default: H.
-        intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
-        num_layers: L, the number of layers, memory blocks included. Default: 0, unknown.
-        activation: Name that transformers has for the activation of the gated feed-forward network. Default: `"silu"`.
-        layers: Sizes at each layer, if some layers have other sizes (Gemma 4). Default: none, all layers have these.
-    """
-
-    hidden_size: int
-    num_heads: int
-    head_dim: int = 0
-    num_key_value_heads: int = 0
-    intermediate_size: int = 0
-    num_layers: int = 0
-    activation: str = "silu"
-    layers: tuple["ModelSizes", ...] = ()
+    hidden_size: int  # D, the width of the residual stream
+    num_heads: int  # H, query heads of each attention
+    head_dim: int = 0  # d, the width of one head; by default D / H
+    num_key_value_heads: int = 0  # K; by default H
+    intermediate_size: int = 0  # hidden units of each feed-forward network; 0: unknown
+    num_layers: int = 0  # L, memory blocks included; 0: unknown
+    activation: str = "silu"  # of the gated feed-forward network, as transformers names it
+    layers: tuple["ModelSizes", ...] = ()  # at each layer, if some have other sizes (Gemma 4)
 
     def __post_init__(self) -> None:
         if not self.head_dim:

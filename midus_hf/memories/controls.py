@@ -17,17 +17,13 @@ Control = DeclaredControl | Literal["frozen-addresses", "shuffled-addresses"]
 
 @dataclass(frozen=True)
 class Change:
-    """Change that turns a memory into a control. Exactly one of the three fields is set.
+    """Change that turns a memory into a control. Exactly one of the three fields is set."""
 
-    Args:
-        options: Options of the memory's config entry that take new values. Default: none.
-        trainable: Roles that train, as `midus train`'s option `trainable` has them. Default: empty, those that train by default.
-        shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes after
-            training. Default: none.
-    """
-
+    #: Options of the memory's config entry that take new values.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: Roles that train, as `midus train`'s option `trainable` has them.
     trainable: tuple[Role, ...] = ()
+    #: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes after training.
     shuffled: tuple[str, ...] = ()
 
 

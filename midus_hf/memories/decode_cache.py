@@ -84,8 +84,7 @@ class DecodeCache:
     """Tensors derived from parameters of a module, created and dropped only by `decode_cache`; not copied or saved with the module.
 
     Args:
-        parameters: Names of the parameters to derive the tensors from: parameters of the module, of its linear layers, or of
-            tables that it shares.
+        parameters: Names of the parameters of the module, its linear layers or shared tables to derive the tensors from.
         derive: Function of these parameters that returns one tensor, or several of one dtype.
         as_stored: Whether `derive` takes parameters in their stored dtype under `torch.autocast` too. Default: false,
             parameters are cast to autocast's dtype.

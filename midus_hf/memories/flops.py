@@ -38,32 +38,18 @@ VALUES_READ: dict[type[MemoryOptions], Callable[..., int]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A decoder without its memories, for counting operations.
-
-    Args:
-        sizes: Sizes that memories are built for.
-        vocabulary: V, the number of tokens in the vocabulary.
-        attention_bias: Whether queries, keys and values have biases.
-        output_bias: Whether the output projection of attention has a bias.
-        mlp_bias: Whether the feed-forward network has biases.
-        query_key_norm: Width of the vectors that a norm of queries and keys is over, `(query, key)`; None if there is no norm.
-        input_norms: Whether a norm precedes attention and the feed-forward network.
-        output_norms: Whether a norm follows attention and the feed-forward network.
-        scales_embedding: Whether embeddings are multiplied by a number.
-        caps_scores: Whether a tanh caps attention scores softly.
-        caps_logits: Whether a tanh caps logits softly.
-    """
+    """A decoder without its memories, for counting operations."""
 
     sizes: ModelSizes
-    vocabulary: int
-    attention_bias: bool
-    output_bias: bool
+    vocabulary: int  # V, the number of tokens in the vocabulary
+    attention_bias: bool  # of queries, keys and values
+    output_bias: bool  # of the output projection of attention
     mlp_bias: bool
-    query_key_norm: tuple[int, int] | None
-    input_norms: bool
-    output_norms: bool
+    query_key_norm: tuple[int, int] | None  # width of the vectors that norms of queries and of keys are over
+    input_norms: bool  # before attention and the feed-forward network
+    output_norms: bool  # after both
     scales_embedding: bool
-    caps_scores: bool
+    caps_scores: bool  # softly, by a tanh
     caps_logits: bool
 
 
@@ -133,18 +119,9 @@ def _register(table: dict[type[MemoryOptions], Any], options_class: type[MemoryO
 def memory_flops(
     options: MemoryOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the floating-point operations of a memory in one layer and forward pass, its residual adds included.
+    """Count the FLOPs of a memory in one layer and forward pass, residual adds included, by the name of their purpose.
 
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-        batch: B, sequences in the batch.
-        tokens: T, tokens per sequence.
-        index: Number of the layer among the layers that have the memory, from 0.
-        count: Number of layers that have the memory.
-
-    Returns:
-        Operations by the name of their purpose.
+    There are `batch` sequences of `tokens` tokens; `index` is the layer's among the `count` layers that have the memory, from 0.
 
     Raises:
         RequestError: If the FLOPs of the memory are unknown.
@@ -175,16 +152,10 @@ def _registered(
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of one forward pass, by the name of the part of the model.
+    """Floating-point operations of one forward pass, by the name of the part of the model."""
 
-    Args:
-        layers: Operations by part, for each layer. A memory's parts are named `NAME: PART`, or `TYPE: PART` if it is
-            inserted.
-        outside: Operations by part of the embedding, the final norm, the language head and the loss.
-    """
-
-    layers: tuple[dict[str, int], ...]
-    outside: dict[str, int]
+    layers: tuple[dict[str, int], ...]  # a memory's parts are named `NAME: PART`, or `TYPE: PART` if it is inserted
+    outside: dict[str, int]  # the embedding, the final norm, the language head and the loss
 
     @property
     def parts(self) -> dict[str, int]:

@@ -115,12 +115,9 @@ class MemoryModule(DeclaredModule):
 
     @classmethod
     def check_attention(cls, implementation: str | None) -> None:
-        """Refuse an implementation of attention, by its name, with which the memory does not work. Default: it works with any.
+        """Raise a `RequestError` for an implementation of attention with which the memory does not work. Default: none.
 
-        None lets Transformers choose.
-
-        Raises:
-            RequestError: If the memory does not work with the implementation.
+        It is given by its name; None lets Transformers choose.
         """
 
     def extra_repr(self) -> str:
@@ -133,14 +130,7 @@ class MemoryModule(DeclaredModule):
 def build_memory(
     options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1, attention: str | None = None
 ) -> MemoryModule:
-    """Build the layer of a memory for a model of these sizes.
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
-        index: Index of the layer among the `count` layers that have the memory. Default: 0.
-        count: Number of layers that have the memory. Default: 1.
-        attention: The implementation of attention of the model. Default: any but vLLM's.
+    """Build a layer of a memory, by default the only one, for a model with an implementation of attention, by default not vLLM's.
 
     Raises:
         RequestError: If the type has no layer, or `check_layer` refuses it.
@@ -154,11 +144,7 @@ def build_memory(
 
 
 def check_layer(memory: MemoryModule, sizes: ModelSizes, count: int) -> None:
-    """Refuse the layer of a memory of `count` layers that has tensors that its options do not declare, or lacks what they need.
-
-    Raises:
-        RequestError: If a tensor is undeclared, or a site or a service is missing.
-    """
+    """Refuse the layer of a memory of `count` layers that has undeclared tensors, or lacks a site or service of its options."""
     options, of_class = memory.options, type(memory).__name__
     tensors = dict([*memory.named_parameters(), *memory.named_buffers()])
     undeclared = [name for name in tensors if name not in memory.declared]

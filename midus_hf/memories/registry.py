@@ -51,9 +51,7 @@ INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
 def register_memory(name: str, default_name: str | None = None) -> Callable[[type[Options]], type[Options]]:
     """Return a decorator that registers the options of a type of memory under the `type` that configs name.
 
-    Args:
-        name: Lower case words joined by hyphens.
-        default_name: Name of an attached memory in the names of its tensors. Default: `name`.
+    The name is lower case words joined by hyphens; `default_name`, by default equal, names an attached memory in names of tensors.
 
     Raises:
         RequestError: If the name has another form or belongs to another class, or if `check_declaration` refuses
@@ -116,10 +114,7 @@ def register_paged_layer(options_class: type[MemoryOptions]) -> Callable[[Layer]
 def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
     """Return the class of a memory's layer; import the module `layer` in the folder of its options if needed.
 
-    Args:
-        options: The memory's options.
-        attention: The implementation of attention of the model; with "vllm" the class may be the one of the module `paged`. Default:
-            another.
+    For the implementation of attention "vllm" the class may be the one of the module `paged`.
 
     Raises:
         RequestError: If no class is the layer of the memory.
@@ -179,12 +174,7 @@ def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, Declar
 
 
 def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    """Refuse declarations that would silently mean something else.
-
-    Raises:
-        RequestError: If the class declares no site or an unknown one, an option that says what or where a memory is, an unknown role,
-            a buffer in a linear layer, or integers that train.
-    """
+    """Refuse a class whose sites, options, roles or dtypes would silently mean something else."""
     if not cls.sites or any(site not in SITES for site in cls.sites):
         raise RequestError(
             f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}."
@@ -209,21 +199,13 @@ def check_declaration(name: str, cls: type[MemoryOptions]) -> None:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One entry of a config's `memory` list.
-
-    Args:
-        options: Options of the memory, of the class of its type.
-        site: Position of the memory in its layers.
-        layers: Indices of the layers that have the memory, ascending.
-        name: Name of an attached memory in the names of its tensors, unique in a model. Default: empty, if inserted.
-        into: For the site `skip`, for each of `layers` the layer after which the memory adds to the residual stream. Default: empty.
-    """
+    """One entry of a config's `memory` list."""
 
     options: MemoryOptions
     site: SiteName
-    layers: tuple[int, ...]
-    name: str = ""
-    into: tuple[int, ...] = ()
+    layers: tuple[int, ...]  # indices, ascending
+    name: str = ""  # of an attached memory in the names of its tensors, unique in a model
+    into: tuple[int, ...] = ()  # for the site `skip`, for each of `layers` the layer after which the memory adds
 
     @property
     def is_attached(self) -> bool:

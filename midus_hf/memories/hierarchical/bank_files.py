@@ -47,12 +47,7 @@ class BlockFiles(MemoryFiles):
     ) -> None:
         """Copy all blocks except those deleted, given by level and node; unwritten blocks take no space in the copy.
 
-        Args:
-            source: Folder of the checkpoint with the bank.
-            folder: Folder of another checkpoint.
-            deleted: Blocks that are left out. Default: none.
-            tree: The new tree of the bank, a `ClusterTree`. Default: unchanged.
-            tree_folder: Folder of that tree. Default: the bank's folder.
+        With `tree`, a `ClusterTree`, and its folder, the bank gets this tree. Default: it keeps its own.
         """
         from midus_hf.memories.hierarchical.bank import MemoryBank
 

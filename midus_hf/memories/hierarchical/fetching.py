@@ -85,12 +85,7 @@ class BlockService(BankService):
         model.memory_input_names |= {IDS, BLOCKS}
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> Mapping[str, FetchedBatch]:
-        """Return the blocks of the texts of the pass, by the name of the memory.
-
-        Raises:
-            RequestError: If both paths and blocks are given, or blocks for another number of texts; or if the blocks shall train, and
-                nothing trains them.
-        """
+        """Return the blocks of the texts of the pass, by the name of the memory, or raise a `RequestError`."""
         memory_ids, memory_blocks = own.get(IDS), own.get(BLOCKS)
         if memory_ids is not None and memory_blocks is not None:
             raise RequestError("memory_ids and memory_blocks are given; expected one of them.")

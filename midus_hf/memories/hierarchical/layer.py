@@ -41,14 +41,9 @@ class HierFFN(FetchingMemory):
         self.activation = ACT2FN[sizes.activation]
 
     def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer) -> torch.Tensor:
-        """Return the output of the added units, `W_down (act(W_gate x) * W_up x)`, summed over levels.
+        """Return the output of the added units, `W_down (act(W_gate x) * W_up x)`, `[B, T, D]`, summed over levels.
 
-        Args:
-            hidden_states: `[B, T, D]`, the input of the feed-forward network.
-            fetched: Blocks that the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
-
-        Returns:
-            `[B, T, D]`.
+        Blocks are `gate`, `up` `[U, r, D]` and `down` `[U, D, r]`.
         """
         added = None
         for level in fetched.levels:
@@ -69,16 +64,9 @@ class HierLora(FetchingMemory):
     def forward(
         self, read: torch.Tensor, output: torch.Tensor, *, projection: str, fetched: FetchedLayer
     ) -> torch.Tensor:
-        """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`.
+        """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`, `[B, T, o]`.
 
-        Args:
-            read: `[B, T, i]`, the projection's input x.
-            output: `[B, T, o]`, the projection's output W x.
-            projection: Role of the projection.
-            fetched: Blocks that the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
-
-        Returns:
-            `[B, T, o]`.
+        For x `[B, T, i]` and W x, blocks of the projection's role are `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
         """
         for level in fetched.levels:
             narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks)
@@ -134,16 +122,11 @@ class HierKV(FetchingMemory):
 
         Args:
             query: Rotated queries; like `key` and `value`, not used.
-            key: Not used.
-            value: Not used.
             output: `[B, T, H, d]`, the output of the heads.
             unrotated: `[B, H, T, d]`, queries without their rotation.
             scaling: Factor that the model multiplies scores by.
             softcap: Limit of the model's scores, c in `c * tanh(score / c)` (Gemma 2). Default: scores are not capped.
             fetched: Blocks that the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
-
-        Returns:
-            `[B, T, H, d]`.
         """
         batch, heads, tokens, width = unrotated.shape
         kv_heads = fetched.levels[0].tensors["memory_keys"].shape[2]

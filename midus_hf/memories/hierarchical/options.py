@@ -22,21 +22,16 @@ def level_file(level: int) -> str:
 
 @dataclass(frozen=True)
 class FetchedBlocks:
-    """Blocks of a memory. A text fetches one block per level of a tree (section 2.1).
+    """Blocks of a memory. A text fetches one block per level of a tree (section 2.1)."""
 
-    Args:
-        branching: k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes.
-        levels: For each level, the tensors by name that one block has in one layer; empty for a level without blocks.
-        without_ids: Blocks for a text that comes without block ids: none, or the blocks of the generic memory. Default:
-            none.
-        roots: Nodes of the first level, more than `branching` in a tree that has grown; level l then has
-            `roots * k ** (l - 1)` nodes. Default: None, for `branching`.
-    """
-
-    branching: int
-    levels: tuple[Mapping[str, DeclaredTensor], ...]
-    without_ids: Literal["none", "generic"] = "none"
-    roots: int | None = None
+    branching: int  # k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes
+    levels: tuple[
+        Mapping[str, DeclaredTensor], ...
+    ]  # for each level, the tensors of a block in one layer, by name, if any
+    without_ids: Literal["none", "generic"] = "none"  # blocks for a text that comes without block ids
+    roots: int | None = (
+        None  # nodes of the first level of a tree that has grown; level l then has `roots * k ** (l - 1)`
+    )
 
     def nodes(self, level: int) -> int:
         """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
@@ -68,18 +63,12 @@ class BankLayout:
     """Layout of a memory's bank in files: one record per block, with the tensors of all layers.
 
     The first record of each level is one more block, of the generic memory, which a text without block ids can read (section 4).
-
-    Args:
-        memory_type: Type of the memory, as in the config.
-        layers: Indices of the layers that have the memory, ascending.
-        blocks: Blocks that each layer has.
-        base: SHA-256 of the weights that the model was upscaled from, from its config. Default: None, unknown.
     """
 
     memory_type: str
-    layers: tuple[int, ...]
-    blocks: FetchedBlocks
-    base: str | None = None
+    layers: tuple[int, ...]  # indices of the layers that have the memory, ascending
+    blocks: FetchedBlocks  # of each layer
+    base: str | None = None  # SHA-256 of the weights that the model was upscaled from, if known
     # The levels that have blocks, counted from 1.
     levels: list[int] = field(init=False, repr=False, compare=False)
     # Positions of the tensors in a record, layer by layer, for each level that has blocks.

@@ -22,15 +22,7 @@ class SharedValueMemory(RetrievalMemory):
         return self.addressed(query, track_statistics)
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Retrieve values for the attention output, summed over heads (MIDUS, equation 15).
-
-        Args:
-            attention_output: `[B, T, D]`.
-            residual: `[B, T, D]`, added to the retrieved values. Default: none.
-
-        Returns:
-            `[B, T, D]`.
-        """
+        """Return values `[B, T, D]`, summed over heads (MIDUS, equation 15), added to the residual stream `[B, T, D]` if given."""
         scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
         bank, weights = self.value_bank.to(attention_output.dtype), scores.softmax(dim=-1)
         output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2))  # [B, T, D]

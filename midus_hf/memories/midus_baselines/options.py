@@ -12,8 +12,6 @@ from midus_hf.memories.retrieval.options import (
     RANDOM_SLOTS,
     QueryNorm,
     RetrievalOptions,
-    check_halves,
-    check_size,
     sub_keys,
 )
 
@@ -46,6 +44,7 @@ class MidusLinearOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 4 and 5)."""
 
     controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
+    size_option = ("slots", "slot")
 
     slots: int = option(4096, "number of values, and of keys per head")
 
@@ -56,9 +55,6 @@ class MidusLinearOptions(SharedValueOptions):
             **self.projection_and_values(sizes, self.slots),
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", Uniform(1.0 / math.sqrt(width))),
         }
-
-    def check(self) -> None:
-        check_size(self, "slots", "slot")
 
 
 @register_memory("midus-pkm")
@@ -76,10 +72,3 @@ class MidusPkmOptions(SharedValueOptions):
             **self.projection_and_values(sizes, self.n * self.n),
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
         }
-
-    def check(self) -> None:
-        check_size(self, "n", "sub-key per side")
-
-    def check_fit(self, sizes: ModelSizes) -> None:
-        super().check_fit(sizes)
-        check_halves(self, sizes)

@@ -35,15 +35,7 @@ class MidusHmlMemory(RetrievalMemory):
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Retrieve values for the attention output of every head.
-
-        Args:
-            attention_output: `[B, T, H * d]`, the heads' outputs side by side.
-            residual: `[B, T, D]`, added to the retrieved values. Default: none.
-
-        Returns:
-            `[B, T, D]`.
-        """
+        """Return values for the heads' outputs side by side `[B, T, H * d]`, added to the residual stream `[B, T, D]` if given."""
         shape = attention_output.shape[:-1]
         tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
         flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]

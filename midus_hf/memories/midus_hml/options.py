@@ -9,8 +9,6 @@ from midus_hf.memories.registry import register_memory
 from midus_hf.memories.retrieval.options import (
     RANDOM_SLOTS,
     RetrievalOptions,
-    check_halves,
-    check_size,
     sub_keys,
 )
 
@@ -38,10 +36,3 @@ class MidusHmlOptions(RetrievalOptions):
             "value_bank": DeclaredTensor((slots, width), "value", ZEROS),
             "value_transform": DeclaredTensor((heads, width, width), "transform", Normal(1.0 / math.sqrt(width))),
         }
-
-    def check(self) -> None:
-        check_size(self, "n", "sub-key per side")
-
-    def check_fit(self, sizes: ModelSizes) -> None:
-        super().check_fit(sizes)
-        check_halves(self, sizes)

@@ -26,7 +26,7 @@ def moc_values_read(options: MocOptions, sizes: ModelSizes) -> int:
 def moc_flops(
     options: MocOptions, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int
 ) -> dict[str, int]:
-    """Count the operations as `flops` does.
+    """Count the operations.
 
     For routing `sequence` the count is the paper's: memory tokens are weighted, normalised and projected separately for
     each sequence. With `chunk` and `token`, choices overlap: each memory token that is read is normalised and

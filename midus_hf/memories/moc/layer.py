@@ -70,7 +70,7 @@ class MocMemory(MemoryModule):
         state: MemoryState | None = None,
         report: RouterReport | None = None,
     ) -> torch.Tensor:
-        """Read, for each token, the chapters that the router chose for the token.
+        """Read, for each token, the chapters that the router chose for the token, and return what is added, `[B, T, D]`.
 
         Args:
             hidden_states: `[B, T, D]`.
@@ -78,9 +78,6 @@ class MocMemory(MemoryModule):
             tokens: Padding and documents. Default: no padding, one document per row.
             state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
             report: Receives the router's logits and losses. Default: not reported.
-
-        Returns:
-            `[B, T, D]`, to be added to the hidden states.
 
         Raises:
             RequestError: If routing is `sequence` and `state` is not empty.

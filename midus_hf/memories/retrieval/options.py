@@ -35,6 +35,8 @@ class RetrievalOptions(InsertedOptions):
 
     sites = ("inserted",)
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = RANDOM_SLOTS
+    #: Option that bounds `k`, and a noun for what it counts.
+    size_option: ClassVar[tuple[str, str]] = ("n", "sub-key per side")
 
     k: int = option(4, "slots retrieved per head and token")
     query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
@@ -59,6 +61,14 @@ class RetrievalOptions(InsertedOptions):
             tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
         return tensors
 
+    def check(self) -> None:
+        name, noun = self.size_option
+        size = getattr(self, name)
+        if size < 1:
+            raise RequestError(f"{name} is {size}; expected at least one {noun}.")
+        if not 1 <= self.k <= size:
+            raise RequestError(f"k is {self.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
+
     def check_fit(self, sizes: ModelSizes) -> None:
         if sizes.hidden_size % sizes.num_heads:
             raise RequestError(
@@ -71,6 +81,10 @@ class RetrievalOptions(InsertedOptions):
                 f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
                 "expected equal widths. Set output_projection to true as well."
             )
+        width = self.query_width(sizes)
+        if self.size_option[0] == "n" and width % 2:  # product keys halve queries
+            name = "hidden_size / num_attention_heads" if self.output_projection else "head_dim"
+            raise RequestError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
 
 
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
@@ -78,20 +92,3 @@ def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTens
     width = query_width // 2
     keys = DeclaredTensor((num_heads, n, width), "key", Uniform(1.0 / math.sqrt(width)))
     return {"row_keys": keys, "column_keys": keys}
-
-
-def check_size(options: RetrievalOptions, name: str, description: str) -> None:
-    """Refuse a size below one, or a `k` above it; `name` is the option that bounds `k`, and `description` what it counts."""
-    size = getattr(options, name)
-    if size < 1:
-        raise RequestError(f"{name} is {size}; expected at least one {description}.")
-    if not 1 <= options.k <= size:
-        raise RequestError(f"k is {options.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
-
-
-def check_halves(options: RetrievalOptions, sizes: ModelSizes) -> None:
-    """Refuse a model whose queries have an odd width, which product keys cannot halve."""
-    width = options.query_width(sizes)
-    if width % 2:
-        name = "hidden_size / num_attention_heads" if options.output_projection else "head_dim"
-        raise RequestError(f"{name} is {width}; expected an even number, half for rows and half for columns.")

@@ -50,20 +50,9 @@ class UltraMemV2Memory(MemoryModule):
         self.sparse_gradient = False
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        tables: Mapping[str, torch.Tensor] | None = None,
+        self, hidden_states: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Retrieve values for each token.
-
-        Args:
-            hidden_states: `[B, T, D]`, the input of the feed-forward network.
-            tables: Tables of values and pre-values, if layers share tables. Default: the layer's tables.
-
-        Returns:
-            `[B, T, D]`, to be added to the hidden states.
-        """
+        """Return what is added for each token, `[B, T, D]`, from tables that layers share, or the layer's own."""
         if hidden_states.numel() == 0:
             return hidden_states * 0
         tables = tables or {}

@@ -88,16 +88,8 @@ def values_of_scores(
 ) -> Normal:
     """Return the distribution of values with which the output starts with the variance of the feed-forward network's (equation 21).
 
-    The formula without pre-values follows from the same derivation.
-
-    Args:
-        slots: Number of slots that a token reads.
-        width: D_v, the width of values.
-        pre_width: D_p, the width of pre-values; 0 without pre-values.
-        layers: Number of layers of the model.
-        inner: Width of the feed-forward networks divided by `hidden`.
-        hidden: Width of the model.
-        first_choice: Arguments of `best_scores`.
+    The formula without pre-values follows from the same derivation. `slots` is the number that a token reads, `inner` the width of
+    feed-forward networks divided by that of the model, and `first_choice` are the arguments of `best_scores`.
     """
     scores = best_scores(*first_choice)
     mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
