@@ -77,20 +77,14 @@ def test_memory_parameters_equal_the_models(native_family, memory, values):
     [
         ({"type": "midus-hml", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 8),
         ({"type": "midus-pkm", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 32),
-        (
-            {"type": "ultramem-v2", "n": 8, "k": 5, "heads": 2, "share": "ring:2", "layers": [0, 1, 2]},
-            3 * 2 * 5 * (6 + 2),
-        ),
+        ({"type": "ultramem-v2", "n": 8, "k": 5, "heads": 2, "share": "ring:2", "layers": [0, 1, 2]}, 3 * 2 * 5 * (6 + 2)),
         ({"type": "ultramem-v2", "n": 8, "k": 5, "pre_value_width": 0, "value_width": 7, "layers": [0]}, 5 * 7),
         ({"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 2, "layers": [1, 2]}, 2 * 3 * 8 * 32),
         # The first two layers read at most the whole bank, the third 6 of 8 chapters of another.
-        (
-            {"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 5, "share": "every:2", "layers": [0, 1, 2]},
-            (8 + 6) * 8 * 32,
-        ),
+        ({"type": "moc", "memory_tokens": 64, "chapters": 8, "k": 5, "share": "every:2", "layers": [0, 1, 2]}, (8 + 6) * 256),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_token_activates_all_but_unread_values(memory, read):
     native = NATIVE_FAMILIES["llama"].config().to_dict()
     counts = count_parameters({**native, "model_type": "midus_llama", "memory": [memory]})

@@ -3,9 +3,8 @@
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,17 +32,13 @@ def ultramem(**options: Any) -> Any:
     return build_memory(UltraMemV2Options(**sizes, **options), ModelSizes(hidden_size=32, num_heads=4))
 
 
-@dataclass(frozen=True)
-class Keeper:
-    """A memory that keeps something, the width of what it reads, and the tensors that what is kept is derived from.
-
-    Passes that read what is kept have the bits of those that do not where `is_exact`.
-    """
+class Keeper(NamedTuple):
+    """A memory with a cache, the width of its input, and the tensors that the cache is derived from."""
 
     make: Callable[[], Any]
     width: int
     sources: tuple[str, ...]
-    is_exact: bool = False
+    is_exact: bool = False  # passes that read the cache have the same bits
 
 
 KEYS = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
@@ -58,7 +53,6 @@ KEEPERS = {
 
 @pytest.fixture(params=KEEPERS)
 def keeper(request) -> Keeper:
-    """Return each row of the table, in turn."""
     return KEEPERS[request.param]
 
 
@@ -114,6 +108,10 @@ def test_cache_is_filled_once_and_passes_compute_the_same(keeper, memory, inputs
     with pytest.raises(KeyError), decode_cache(memory):
         raise KeyError
     assert not is_cached(memory)
+    with torch.inference_mode(), decode_cache(memory):
+        assert_close(memory(inputs), expected, keeper.is_exact)
+    memory(inputs).sum().backward()
+    assert memory.get_parameter(keeper.sources[0]).grad.any()
 
 
 def test_pass_with_gradients_does_not_read_the_cache(keeper, memory, inputs):
@@ -217,14 +215,6 @@ def test_narrow_passes_read_a_narrow_cache_or_the_same_bits(way, keeper, memory,
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_other_dtype_or_cast_does_not_read_the_cache(keeper, memory, inputs):
-    with torch.no_grad(), decode_cache(memory):
-        assert memory.decode_cache.read(memory, inputs.double()) is None
-        memory.to(torch.bfloat16)
-        expected = without(copy.deepcopy(memory), inputs.bfloat16())
-        assert torch.equal(memory(inputs.bfloat16()), expected)
-
-
 def test_cache_is_not_saved_copied_or_pickled(keeper, memory, inputs):
     names, source = set(memory.state_dict()), keeper.sources[0]
     with torch.no_grad(), decode_cache(memory):
@@ -248,7 +238,7 @@ def test_absent_parameters_are_not_cached(left):
         assert not is_cached(memory)
 
 
-def test_replaced_parameter_does_not_read_the_cache(keeper, memory, inputs):
+def test_replaced_parameter_dtype_or_cast_does_not_read_the_cache(keeper, memory, inputs):
     source = keeper.sources[0]
     stand_in = {source: -2 * memory.get_parameter(source).detach()}
     with torch.no_grad(), decode_cache(memory):
@@ -256,14 +246,11 @@ def test_replaced_parameter_does_not_read_the_cache(keeper, memory, inputs):
         another_tensor(memory, source)
         assert_close(memory(inputs), shifted)
     assert_close(without(memory, inputs), shifted)
-
-
-def test_cache_of_inference_mode_serves_there(keeper, memory, inputs):
-    with torch.inference_mode(), decode_cache(memory):
-        kept = memory(inputs)
-    assert_close(kept, without(memory, inputs), keeper.is_exact)
-    memory(inputs).sum().backward()
-    assert memory.get_parameter(keeper.sources[0]).grad.any()
+    with torch.no_grad(), decode_cache(memory):
+        assert memory.decode_cache.read(memory, inputs.double()) is None
+        memory.to(torch.bfloat16)
+        expected = without(copy.deepcopy(memory), inputs.bfloat16())
+        assert torch.equal(memory(inputs.bfloat16()), expected)
 
 
 @pytest.mark.parametrize("case", ["midus-hml", "chunk", "ultramem own", "ultramem ring", "ultramem heads"])

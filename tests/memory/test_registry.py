@@ -31,16 +31,13 @@ def test_every_layer_has_its_declared_tensors():
         assert (roles & {"value", "gate"} or name == "packs") and memory.__doc__, name
 
 
-def test_second_layer_of_options_is_refused():
+def test_second_layer_of_options_is_refused_unless_redefined(monkeypatch):
     class Rival(MemoryModule):
         """Another layer of the same options."""
 
     with pytest.raises(ValueError, match="MidusHmlOptions already has the layer MidusHmlMemory; choose other options"):
         register_layer(MidusHmlOptions)(Rival)
     assert MidusHmlOptions.layer is MidusHmlMemory
-
-
-def test_redefined_layer_replaces_itself(monkeypatch):
     monkeypatch.setattr(MidusHmlOptions, "layer", MidusHmlMemory)
     names = {"__qualname__": "MidusHmlMemory", "__module__": MidusHmlMemory.__module__}
     again = type("MidusHmlMemory", (MidusHmlMemory,), names)
@@ -112,6 +109,12 @@ def test_layer_that_does_not_fit_its_options_is_refused(layer, changes, message,
     monkeypatch.setattr(options_class, "layer", layer, raising=False)
     with pytest.raises(ValueError, match=message):
         build_memory(options_class(), SIZES)
+
+
+def test_linear_layer_named_like_a_module_attribute_is_refused():
+    changes = {"tensors": lambda self, sizes: {"services.weight": DeclaredTensor((2, 2), "projection", ZEROS)}}
+    with pytest.raises(KeyError, match="attribute 'services' already exists"):
+        Strange(type("Named", (StrangeOptions,), changes)(), SIZES)
 
 
 def test_loaded_parameter_is_not_initialised_again():

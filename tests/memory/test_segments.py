@@ -121,13 +121,9 @@ def test_rows_have_at_most_the_expected_chunks(sizes, documents, before):
     begins[0] |= before >= chunk_sizes.first
     most = chunk_sizes.most(tokens, 3, continues=before > 0, holds_documents=len(documents) > 1)
     assert 3 * begins.sum() <= most <= 3 * tokens
-
-
-def test_max_chunks_follows_documents():
-    sizes = ChunkSizes(8, 64)
-    assert sizes.most(512, 4, continues=False, holds_documents=False) == 4 * 8
-    assert sizes.most(512, 4, continues=True, holds_documents=False) == 4 * 9
-    assert sizes.most(512, 4, continues=False, holds_documents=True) == 4 * 56
+    expected = {(False, False): 8, (True, False): 9, (False, True): 56}
+    for (continues, holds), chunks in expected.items():
+        assert ChunkSizes(8, 64).most(512, 4, continues=continues, holds_documents=holds) == 4 * chunks
 
 
 def test_pass_routes_segments_not_tokens(monkeypatch):
@@ -173,7 +169,8 @@ def test_compiled_documents_equal_eager_ones(routing):
 
 
 @pytest.mark.parametrize("fewest_together", [1], indirect=True)
-def test_padding_reads_nothing(fewest_together):
+@pytest.mark.usefixtures("fewest_together")
+def test_padding_reads_nothing():
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()
