@@ -114,14 +114,14 @@ def sizes_and_dtypes(op: OpCase, body: str) -> list[tuple[str, torch.dtype]]:
     return list(dict.fromkeys([*turns, *((size, dtype) for size in sizes[:2] for dtype in dtypes)]))
 
 
-def test_outputs_and_gradients_are_those_of_the_reference(case):
+def test_outputs_and_gradients_equal_the_reference(case):
     op, body = case
     for size, dtype in sizes_and_dtypes(op, body):
         arguments, options = op.made(size, dtype=dtype)
         assert_equals_reference(op, arguments, body, **options)
 
 
-def test_two_runs_give_the_same_bytes(case):
+def test_two_runs_give_the_same_bits(case):
     op, body = case
     arguments = op.make(tokens=300 if body != "triton" else op.tokens_of_kernels)
     assert_same_bits(*(output_and_gradients(op, arguments, body) for _ in range(2)))
@@ -146,7 +146,7 @@ def test_layout_in_memory_does_not_matter(case):
         assert_same_bits(output_and_gradients(op, leaves, body), expected, body)
 
 
-def test_a_gradient_of_one_tensor_is_what_it_is_among_all(case):
+def test_single_gradient_equals_that_among_all(case):
     op, body = case
     arguments = op.make()
     expected = output_and_gradients(op, arguments, body)
@@ -155,7 +155,7 @@ def test_a_gradient_of_one_tensor_is_what_it_is_among_all(case):
         assert_same_bits({name: actual[name]}, expected, body)
 
 
-def test_no_tokens_are_no_trouble(case):
+def test_no_tokens_give_empty_results(case):
     op, body = case
     leaves = leaves_of(op.make(tokens=0))
     output = op.call(leaves, body)
@@ -164,7 +164,7 @@ def test_no_tokens_are_no_trouble(case):
     assert not any(leaf.grad is not None and leaf.grad.any() for leaf in leaves.values())
 
 
-def test_it_is_registered_rightly(case):
+def test_op_passes_opcheck(case):
     op, body = case
     if body in op.unregistered:
         pytest.skip("it is no op of its own")
@@ -173,7 +173,7 @@ def test_it_is_registered_rightly(case):
     torch.library.opcheck(op_of_torch, arguments)
 
 
-def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits(case):
+def test_graph_has_one_node_per_direction_and_the_same_bits(case):
     op, body = case
     leaves, names = leaves_of(op.make(tokens=6)), []
 
@@ -200,7 +200,7 @@ def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_b
         )
 
 
-def test_autocast_narrows_it_where_that_is_meant_and_no_gradient(case):
+def test_autocast_narrows_only_what_is_meant(case):
     op, body = case
     leaves = leaves_of(op.make())
     expected = op.call(leaves, body)
@@ -214,7 +214,7 @@ def test_autocast_narrows_it_where_that_is_meant_and_no_gradient(case):
     assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.any() for leaf in leaves.values() if leaf.requires_grad)
 
 
-def test_without_gradients_it_is_called_by_itself_and_gives_the_same_bits(case, monkeypatch):
+def test_call_without_gradients_bypasses_the_op(case, monkeypatch):
     op, body = case
     options, calls = op.make(tokens=4), []
     expected = op.call(leaves_of(options), body)
@@ -227,7 +227,7 @@ def test_without_gradients_it_is_called_by_itself_and_gives_the_same_bits(case, 
     assert not calls
 
 
-def test_it_is_what_runs_where_ops_choose_it(case):
+def test_op_choices_select_the_body(case):
     op, body = case
     arguments = op.make()
     expected = output_and_gradients(op, arguments, body)
@@ -251,7 +251,7 @@ def test_large_scores_overflow_nothing(scoring):
         assert all(gradient.isfinite().all() for gradient in actual.values())
 
 
-def test_a_query_that_is_not_finite_spoils_its_own_output_alone(scoring):
+def test_non_finite_query_spoils_only_its_own_output(scoring):
     """A run that diverged must end in a loss that is not finite, not in a read outside of a table."""
     op, body = scoring
     for size in op.query_sizes:
@@ -270,7 +270,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_output_alone(scoring):
             assert_same_bits({name: actual[name][others]}, {name: expected[name][others]}, body)
 
 
-def test_rows_that_nothing_reads_have_no_gradient_and_a_sparse_one_holds_the_others(gathering):
+def test_sparse_gradient_has_exactly_the_rows_read(gathering):
     op, body = gathering
     arguments = op.make(tokens=10, m=3, rows=100, width=8)
     dense = output_and_gradients(op, arguments, body)
@@ -283,7 +283,7 @@ def test_rows_that_nothing_reads_have_no_gradient_and_a_sparse_one_holds_the_oth
 
 
 @pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 3)], ids=str)
-def test_any_leading_shape_is_one_batch_of_tokens(batched, leading):
+def test_leading_shape_is_a_batch_of_tokens(batched, leading):
     op, body = batched
     arguments = op.make(tokens=torch.Size(leading).numel())
     shaped = {
@@ -298,7 +298,7 @@ def test_any_leading_shape_is_one_batch_of_tokens(batched, leading):
         assert all(actual[name].shape == tensor.shape for name, tensor in shaped.items() if name in actual)
 
 
-def test_one_row_may_be_read_by_every_entry(gathering):
+def test_row_may_be_read_by_every_entry(gathering):
     op, body = gathering
     arguments = op.make(tokens=700 if body != "triton" else 300, m=6, rows=5, width=8)
     arguments["slots"] = torch.full_like(arguments["slots"], 3)

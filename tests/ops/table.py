@@ -1,4 +1,4 @@
-"""The table of ops with several bodies: small arguments of each, and how it is called, which `laws` hold every body to."""
+"""The table of ops with several bodies: small arguments of each, and how it is called, for the tests of `laws`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,26 +22,25 @@ class OpCase:
     """One row of the table.
 
     Args:
-        make: Makes arguments by name; those that are floating point have gradients, but for `fixed`.
-        call: Computes the output from arguments by a body; a slot or another integer is no part of it.
-        bodies: That compute it, beside `"reference"`.
-        sizes: Sizes to make arguments of, whose outputs and gradients are compared with the reference in float64; the call's
-            `options` are among them.
-        registered: The op that torch knows, and what it is given, by a body; None where none is registered.
-        node: In the name of the op's node in a graph.
-        unregistered: Bodies that are no op of their own.
-        wide: Names of what is in float32 whatever the dtype of the arguments.
-        exact: Names of what is as close to float64 as sums in float32, too.
-        sums: Whether the last column of the output is called `sums`, and not part of it.
-        narrows: Whether autocast changes what is computed.
-        dtypes: Of arguments; by default all that a body computes with.
-        entry: The function that passes the registered op by where nobody watches, and the op's name there.
-        never_direct: Bodies that it calls through the op all the same.
+        make: Makes arguments by name; gradients flow to all that are floating point.
+        call: Computes the differentiable output from arguments by a body.
+        bodies: Bodies in addition to `"reference"`.
+        sizes: Named sizes and `options` of calls, whose outputs and gradients are compared with the reference in float64.
+        registered: The registered op and its arguments, for a body; None without one.
+        node: Name of the op's node in a graph.
+        unregistered: Bodies without a registered op.
+        wide: Names of results in float32 whatever the dtype of the arguments.
+        exact: Names of results as close to float64 as sums in float32, too.
+        sums: Whether the last column of the output is called `sums`, and compared apart.
+        narrows: Whether autocast changes the result.
+        dtypes: Dtypes of arguments.
+        entry: Function that bypasses the op without active hooks; the op's name there.
+        never_direct: Bodies that it always calls through the op.
         around: Whether PyTorch computes something around the op.
-        sizes_of_kernels: Names of the sizes that kernels are held to, where another row has the same kernels; by default all.
-        tokens_of_kernels: How many kernels compute in two runs, whose bytes are compared.
-        query_sizes: Names of the sizes at which queries are large, or not finite.
-        options: Names of what a call takes beside arguments.
+        sizes_of_kernels: Names of the sizes for kernels, where another row has the same kernels; by default all.
+        tokens_of_kernels: Number of tokens of two runs of kernels, whose bits are compared.
+        query_sizes: Names of the sizes for queries that are large or not finite.
+        options: Names of arguments of a call that are not tensors.
     """
 
     make: Callable[..., Arguments]
@@ -130,7 +129,7 @@ def opened(tokens=37, chosen=2, heads=4, width=16, chapters=3, memory=8, dtype=t
 
 
 def in_segments(tokens=64, dtype=torch.float32, **sizes):
-    """Make two segments of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
+    """Make two segments of tokens, so long that the rows of their chapters are gathered."""
     made, segments = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
     return made | {name: made[name][:segments] for name in ("chapters", "scales")}
 
@@ -142,14 +141,14 @@ def attended(arguments: Arguments, backend: str) -> torch.Tensor:
     return chapter_attention(**(arguments | {"query": by_segment}), backend=backend).reshape(query.shape)
 
 
-def blocks_of(arguments: Arguments) -> tuple[torch.Tensor, ...]:
+def block_arguments_from(arguments: Arguments) -> tuple[torch.Tensor, ...]:
     """Return the arguments of the op on blocks of rows, detached, as an op that is checked alone gets them."""
     tables, chapters = (arguments["query"], arguments["keys"], arguments["values"]), arguments["chapters"]
     made = block_arguments(*tables, chapters, arguments["scales"], sort_by_chapter(chapters, len(arguments["keys"])))
     return tuple(tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in made)
 
 
-def slots_of(arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def depth_slots(arguments: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tuple(
         [tensor for name, tensor in arguments.items() if name.startswith(f"{part} ")] for part in ("key", "value")
     )
@@ -169,10 +168,10 @@ def stacked(tokens=5, texts=2, group=2, kv_heads=2, width=16, slots=3, dtype=tor
     }
 
 
-def of_depth(arguments: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
-    """Return what each head reads, and, behind it, the logarithm of its sum of exponentials."""
+def depth_outputs(arguments: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
+    """Return what each head reads, then the logarithm of its sum of exponentials."""
     query = arguments["query"]
-    read, lse = depth_attention(query, *slots_of(arguments), query.shape[-1] ** -0.5, softcap, backend=backend)
+    read, lse = depth_attention(query, *depth_slots(arguments), query.shape[-1] ** -0.5, softcap, backend=backend)
     assert read.dtype == query.dtype
     return torch.cat([read.to(lse.dtype), lse.unsqueeze(-1)], dim=-1)
 
@@ -285,39 +284,33 @@ OPS = {
     ),
     **{
         f"head-wise memory, {name}": OpCase(
-            lambda own=own, **sizes: looked_up(own=own, **sizes),
+            lambda given=given, **sizes: looked_up(**given, **sizes),
             memory,
             ALL,
             LOOKED_UP,
-            lambda arguments, body: (headwise_lookup_op, (*arguments.values(), None, None, 4, body)),
+            lambda arguments, body: (
+                headwise_lookup_op,
+                (*arguments.values(), *(None,) * (6 - len(arguments)), 4, body),
+            ),
             "headwise_lookup",
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
             never_direct=("torch",),
-            sizes_of_kernels=OF_SHARED_KERNELS if own else (),
+            sizes_of_kernels=OF_SHARED_KERNELS if given else (),
             query_sizes=QUERIES_OF_MEMORY,
         )
-        for name, own in (("shared bank", False), ("bank per head", True))
+        for name, given in (
+            ("shared bank", {}),
+            ("bank per head", {"own": True}),
+            ("transformed", {"transform": True}),
+        )
     },
-    "head-wise memory, transformed": OpCase(
-        lambda **sizes: looked_up(transform=True, **sizes),
-        memory,
-        ALL,
-        LOOKED_UP,
-        lambda arguments, body: (headwise_lookup_op, (*arguments.values(), None, 4, body)),
-        "headwise_lookup",
-        narrows=True,
-        entry=(headwise_memory, "headwise_lookup_op"),
-        never_direct=("torch",),
-        sizes_of_kernels=OF_SHARED_KERNELS,
-        query_sizes=QUERIES_OF_MEMORY,
-    ),
     "chapters": OpCase(
         opened,
         attended,
         ("torch", "triton"),
         OPENED,
-        lambda arguments, body: (chapter_blocks_op, blocks_of(arguments)),
+        lambda arguments, body: (chapter_blocks_op, block_arguments_from(arguments)),
         "chapter_blocks",
         unregistered=("torch",),
         wide=("scales",),
@@ -333,10 +326,13 @@ OPS = {
     ),
     "depth": OpCase(
         stacked,
-        of_depth,
+        depth_outputs,
         ("torch", "triton"),
         STACKED,
-        registered=lambda arguments, body: (depth_attention_op, (arguments["query"], *slots_of(arguments), 0.3, 2.0)),
+        registered=lambda arguments, body: (
+            depth_attention_op,
+            (arguments["query"], *depth_slots(arguments), 0.3, 2.0),
+        ),
         tokens_of_kernels=5,
         node="depth_attention",
         unregistered=("torch",),

@@ -5,7 +5,7 @@ import torch
 from ops.chapter_loops import CHAPTERS, MEMORY_TOKENS, ODD, WIDTH, by_loops, made
 
 from midus_hf.ops.moc import op
-from midus_hf.ops.moc.op import chapter_attention
+from midus_hf.ops.moc.op import chapter_attention, sort_by_chapter
 
 BODIES = ("reference", "gathered", "segments")
 WANTED = ("query", "keys", "values", "scales")
@@ -57,17 +57,17 @@ def check(arguments: dict[str, torch.Tensor], body: str) -> None:
     ],
     ids=str,
 )
-def test_output_and_gradients_are_those_of_loops(shape, body):
+def test_output_and_gradients_equal_loops(shape, body):
     check(made(**shape), body)
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_odd_arguments_give_what_loops_give(what, body):
+def test_odd_arguments_equal_loops(what, body):
     check(ODD[what](made(segments=33, length=1, heads=1)), body)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 4], ids=lambda limit: f"{limit}-segments")
-def test_segments_over_the_limit_are_gathered_in_parts_and_again_in_the_backward_pass(limit, monkeypatch):
+def test_segments_over_the_limit_are_gathered_in_parts(limit, monkeypatch):
     monkeypatch.setattr(op, "_MIN_TOGETHER", 1)
     arguments = made()
     monkeypatch.setattr(op, "_MAX_GATHERED", limit * 2 * MEMORY_TOKENS * 4 * WIDTH)
@@ -99,7 +99,7 @@ def test_long_segments_are_gathered_and_short_ones_sorted(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0), (0, 0)], ids=str)
-def test_nothing_gives_nothing(shape, body):
+def test_empty_input_gives_empty_output(shape, body):
     segments, length = shape
     arguments = made(segments=segments, length=length)
     output = chapter_attention(**arguments, backend=backend_of(body))
@@ -109,7 +109,7 @@ def test_nothing_gives_nothing(shape, body):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_keys_and_values_of_another_dtype_are_cast_and_get_gradients_in_their_own(dtype, body):
+def test_tables_are_cast_to_the_query_and_gradients_back(dtype, body):
     arguments = made(dtype=dtype, segments=64, length=1)
     expected = chapter_attention(**arguments, backend=backend_of(body))
     wide = arguments | {name: arguments[name].detach().double().requires_grad_() for name in ("keys", "values")}
@@ -120,7 +120,7 @@ def test_keys_and_values_of_another_dtype_are_cast_and_get_gradients_in_their_ow
         assert gradient.dtype == wide[name].dtype and torch.equal(gradient.to(dtype), lowered[name]), name
 
 
-def test_the_gradient_of_a_chapter_that_many_segments_read_is_summed_in_float32():
+def test_chapter_gradient_is_summed_in_float32():
     query, keys, values = (torch.randn(shape).bfloat16() for shape in ((1024, 1, 2, 8), (3, 4, 2, 8), (3, 4, 2, 8)))
     chapters, scales = torch.zeros(1024, 1, dtype=torch.int64), torch.ones(1024, 1)
     gradients = []
@@ -129,3 +129,16 @@ def test_the_gradient_of_a_chapter_that_many_segments_read_is_summed_in_float32(
         output = chapter_attention(query.to(dtype), keys.to(dtype), leaf, chapters, scales, backend="reference")
         gradients.append(torch.autograd.grad(output.sum(), leaf)[0].double())
     assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.01
+
+
+def test_block_has_one_chapter_and_each_pair_a_row():
+    for pairs in (1, 31, 32, 33, 200):
+        chapters = torch.randint(0, 7, (pairs, 3), generator=torch.Generator().manual_seed(pairs))
+        segments = sort_by_chapter(chapters, 7)
+        rows = segments.row_of_pair
+        assert len(set(rows.tolist())) == len(rows) == 3 * pairs
+        assert len(segments.pair_of_row) == 32 * len(segments.chapter_of_block)
+        assert torch.equal(segments.pair_of_row[rows], torch.arange(3 * pairs))
+        assert torch.equal(segments.chapter_of_block[rows // 32], chapters.flatten())
+        starts = torch.cat([segments.block_ends.new_zeros(1), segments.block_ends])
+        assert (starts[chapters.flatten()] <= rows // 32).all() and (rows // 32 < starts[chapters.flatten() + 1]).all()

@@ -38,14 +38,14 @@ def tables(dtype=torch.bfloat16):
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def test_one_token_of_a_head_wise_memory_widens_what_it_gathers():
+def test_headwise_token_widens_only_gathered_rows():
     t = tables()
     with torch.no_grad(), LargestWide() as wide:
         headwise_memory(t["query"], t["row_keys"], t["column_keys"], t["bank"], None, 4, backend="torch")
     assert 0 < wide.largest <= HEADS * N * WIDTH  # all keys of a side, or the rows of four slots per head
 
 
-def test_one_token_of_shared_values_widens_what_it_gathers():
+def test_shared_bank_token_widens_only_gathered_rows():
     bank, slots, weights = tables()["bank"][0], torch.arange(8).view(1, 8), torch.ones(1, 8)
     with LargestWide() as wide:
         gather.weighted_rows(bank, slots, weights, "torch")
@@ -62,7 +62,7 @@ def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
     assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
 
 
-def test_flat_keys_are_scored_a_segment_of_tokens_at_a_time(monkeypatch):
+def test_flat_keys_are_scored_in_stretches_of_tokens(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     query, keys = (torch.randn(shape, generator=generator) for shape in ((7, 2, 4), (2, 50, 4)))
     expected = flat_key_topk(query, keys, 3)
@@ -74,7 +74,7 @@ def test_flat_keys_are_scored_a_segment_of_tokens_at_a_time(monkeypatch):
     torch.testing.assert_close(scores, expected[0])
 
 
-def test_keys_that_train_sum_their_gradients_in_float32():
+def test_trained_keys_sum_gradients_in_float32():
     """In bfloat16 a sum of 4,096 equal terms stalls at 256 of them."""
     keys = torch.ones(1, 2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     query = torch.ones(4096, 1, WIDTH, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ def inputs(tokens=5, heads=3, half=4, n=6, width=5, seed=0, dtype=torch.float64)
     ],
     ids=str,
 )
-def test_output_and_every_gradient_equal_those_of_the_loops(sizes, k):
+def test_output_and_gradients_equal_loops(sizes, k):
     sizes = dict(sizes)
     k = min(k, sizes.pop("k_most", k))
     arguments = [argument.requires_grad_() for argument in inputs(**sizes)]
@@ -42,6 +42,6 @@ def test_output_and_every_gradient_equal_those_of_the_loops(sizes, k):
         )
 
 
-def test_the_reference_can_be_differentiated_twice():
+def test_reference_can_be_differentiated_twice():
     arguments = [argument.requires_grad_() for argument in inputs(tokens=3, heads=2, half=2, n=4, width=3)]
     assert torch.autograd.gradgradcheck(lambda *tensors: headwise_memory(*tensors, 3, backend="reference"), arguments)

@@ -20,7 +20,7 @@ in_c = pytest.mark.parametrize("name", [name for name, op in OPS.items() if "nat
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_unknown_body_is_refused(name):
+def test_unknown_backend_is_refused(name):
     message = "backend is 'cuda'; expected one of 'auto', 'reference', 'torch', 'native', 'triton'"
     with pytest.raises(ValueError, match=message):
         OPS[name].call(OPS[name].make(), "cuda")
@@ -28,7 +28,7 @@ def test_an_unknown_body_is_refused(name):
 
 @in_c
 @pytest.mark.usefixtures("in_c")
-def test_what_was_made_for_c_runs_without_it(name, monkeypatch):
+def test_graph_traced_for_c_runs_without_c(name, monkeypatch):
     """As a graph does where there is no library, if there was one where it was compiled."""
     op = OPS[name]
     arguments = op.make()
@@ -44,7 +44,7 @@ def test_what_was_made_for_c_runs_without_it(name, monkeypatch):
 @in_c
 @pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_change_no_bit_of_what_c_computes(name, dtype, threads):
+def test_thread_count_changes_no_bit(name, dtype, threads):
     op, results = OPS[name], []
     for number in (1, 2, 3, 40):
         threads(number)
@@ -55,7 +55,7 @@ def test_threads_change_no_bit_of_what_c_computes(name, dtype, threads):
 
 @in_c
 @pytest.mark.usefixtures("in_c")
-def test_what_c_does_not_compute_is_refused_or_left_to_pytorch(name):
+def test_other_dtypes_are_refused_or_run_in_pytorch(name):
     op = OPS[name]
     for dtype in (torch.float16, torch.float64):
         arguments = op.make(dtype=dtype)

@@ -27,7 +27,7 @@ def test_windows_stop_at_the_beginning_of_a_document(tokens, begins):
 
 
 @given(st.lists(st.integers(1, TOKEN_NUMBER_LIMIT - 1), min_size=3, max_size=3), st.integers(0, 40))
-def test_a_hash_is_the_xor_of_odd_multiples_modulo_primes(tokens, index):
+def test_hash_is_xor_of_odd_multiples_modulo_primes(tokens, index):
     options = EngramOptions(rows=1000, hash_heads=4)
     multipliers, around = options.multipliers(index), torch.tensor(tokens).view(1, 1, 3)
     for number, order in enumerate(options.orders):
@@ -45,7 +45,7 @@ def test_moduli_are_the_largest_distinct_primes():
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=9, unique=True))
-def test_known_ngrams_have_rows_of_their_own_and_others_row_zero(ngrams):
+def test_known_ngrams_have_distinct_rows_and_others_zero(ngrams):
     def key(ngram):
         around = torch.tensor([*ngram, *(NO_TOKEN,) * (3 - len(ngram))]).view(1, 1, 3)
         return ngram_keys(around, len(ngram), TOKEN_NUMBER_LIMIT)[0, 0]
@@ -59,7 +59,7 @@ def test_known_ngrams_have_rows_of_their_own_and_others_row_zero(ngrams):
         assert known_rows(keys[number : number + 1], without).item() == 0
 
 
-def test_keys_of_the_largest_tokens_are_positive_and_of_cut_ngrams_zero():
+def test_ngram_keys_are_positive_or_zero_when_cut():
     around = torch.tensor([[[TOKEN_NUMBER_LIMIT - 1] * 3, [7, 8, NO_TOKEN]]])
     assert ngram_keys(around, 3, TOKEN_NUMBER_LIMIT).tolist() == [[TOKEN_NUMBER_LIMIT**3 - 1, 0]]
     assert ngram_keys(around, 2, TOKEN_NUMBER_LIMIT)[0, 1] == 8 * TOKEN_NUMBER_LIMIT + 7

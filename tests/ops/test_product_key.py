@@ -27,7 +27,7 @@ def integers(*shape: int, largest: int, seed: int, dtype: torch.dtype = torch.fl
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 2**31),
 )
-def test_two_stages_find_what_a_search_through_all_slots_finds(n, k_part, half, heads, tokens, largest, dtype, seed):
+def test_two_stages_find_the_best_of_all_slots(n, k_part, half, heads, tokens, largest, dtype, seed):
     k = 1 + round(k_part * (n - 1))
     query = integers(tokens, heads, 2 * half, largest=largest, seed=seed, dtype=dtype)
     row_keys = integers(heads, n, half, largest=largest, seed=seed + 1, dtype=dtype)
@@ -50,7 +50,7 @@ def test_two_stages_find_what_a_search_through_all_slots_finds(n, k_part, half, 
                 assert result == sorted(range(n * n), key=lambda slot: -every[slot])[:k]
 
 
-def test_runs_on_the_meta_device():
+def test_product_keys_run_on_the_meta_device():
     query, keys = torch.empty(5, 2, 8, device="meta"), torch.empty(2, 6, 4, device="meta")
     scores, slots = product_key_topk(query, keys, keys, 3)
     assert scores.shape == slots.shape == (5, 2, 3)
@@ -83,7 +83,7 @@ def test_groups_find_what_one_selection_finds(n, k, sign):
 
 
 @pytest.mark.parametrize(("n", "k"), [(25, 1), (64, 4), (65, 4), (1024, 32), (64, 40)])
-def test_of_equal_elements_each_is_chosen_once(n, k):
+def test_equal_elements_are_each_chosen_once(n, k):
     scores = (
         torch.randn(1 + selection._FEW_ELEMENTS // n, n, generator=torch.Generator().manual_seed(0)).mul(2).round()
     )
@@ -92,7 +92,7 @@ def test_of_equal_elements_each_is_chosen_once(n, k):
     assert all(len(set(row)) == k for row in places[:50].tolist())
 
 
-def test_few_elements_and_few_columns_are_selected_at_once():
+def test_few_elements_are_selected_at_once():
     scores = torch.randn(3, 2, 64)
     assert all(map(torch.equal, selection.largest(scores, 4), scores.topk(4, dim=-1)))
     assert selection._group_size(16, 4) == 1

@@ -42,7 +42,7 @@ def two_stages_by_loops(rows, columns, core, k, side):
 
 
 @pytest.mark.parametrize(("rank", "side"), [(1, 2), (2, 1), (2, 3), (3, 2), (1, 5), (2, 5), (3, 5)])
-def test_keys_are_kept_by_the_vectors_of_the_core(rank, side):
+def test_core_vectors_select_the_kept_keys(rank, side):
     rows, columns, core, left, right = drawn(rank=rank, tokens=4)
     k = min(7, side**2)
     expected_scores, expected_slots = two_stages_by_loops(rows, columns, core, k, side)
@@ -55,7 +55,7 @@ def test_keys_are_kept_by_the_vectors_of_the_core(rank, side):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_gradients_are_those_of_the_scores_of_the_chosen_slots(rank):
+def test_gradients_are_those_of_the_chosen_scores(rank):
     rows, columns, core, left, right = drawn(rank=rank, tokens=2)
     slots = select(rows, columns, core, left, right, k=3, side=3)
     inputs = [tensor.clone().requires_grad_() for tensor in (rows, columns, core)]
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_scores_of_the_chosen_slots(rank):
 
 
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (2, 3)], ids=str)
-def test_any_leading_shape_is_one_batch_of_tokens(leading):
+def test_leading_shape_is_a_batch_of_tokens(leading):
     rows, columns, *tables = drawn(tokens=6)
     flat, count = tucker_topk(rows, columns, *tables, k=4, side=3), torch.Size(leading).numel()
     shaped = (scores[:count].reshape(*leading, *scores.shape[1:]) for scores in (rows, columns))
@@ -74,7 +74,7 @@ def test_any_leading_shape_is_one_batch_of_tokens(leading):
         assert torch.equal(actual, expected[:count].view(*leading, 2, 4))
 
 
-def test_many_tokens_are_chosen_for_in_segments(monkeypatch):
+def test_many_tokens_are_selected_in_stretches(monkeypatch):
     arguments = drawn(tokens=7)
     whole = tucker_topk(*arguments, k=4, side=3)
     monkeypatch.setattr(op, "_MAX_SCORES", 2 * 9 * 2)
@@ -92,7 +92,7 @@ def test_scores_keep_their_dtype(dtype):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
-def test_leading_vectors_are_those_of_a_singular_value_decomposition(rank):
+def test_leading_vectors_equal_those_of_an_svd(rank):
     cores = torch.rand(20, rank, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     left, right = leading_vectors(cores, torch.ones(20, rank))
     u, _, vh = torch.linalg.svd(cores)
@@ -118,7 +118,7 @@ def test_signs_last_along_a_path_of_cores():
     [torch.zeros(2, 2), torch.eye(2), torch.tensor([[0.0, 3.0], [0.0, 0.0]])],
     ids=["zeros", "eye", "nilpotent"],
 )
-def test_a_core_of_zeros_or_without_a_leading_value_gives_numbers(core):
+def test_core_without_leading_value_gives_numbers(core):
     before = torch.tensor([0.6, 0.8])
     left, right = leading_vectors(core, before)
     assert left.norm().item() == pytest.approx(1) and left @ before > 0
@@ -130,7 +130,7 @@ def test_a_core_of_zeros_or_without_a_leading_value_gives_numbers(core):
     assert scores.isfinite().all()
 
 
-def test_vectors_are_found_again_after_a_core_was_zero_or_turned_by_a_right_angle():
+def test_vectors_recover_after_zero_or_rotated_cores():
     left, _ = leading_vectors(torch.zeros(2, 2), torch.tensor([0.6, 0.8]))
     assert leading_vectors(torch.tensor([[0.2, 0.9], [0.4, 0.3]]), left)[0].norm().item() == pytest.approx(1)
     left = torch.tensor([1.0, 0.0])
@@ -139,7 +139,7 @@ def test_vectors_are_found_again_after_a_core_was_zero_or_turned_by_a_right_angl
     assert torch.equal(left.abs(), torch.tensor([0.0, 1.0])) and torch.equal(left, right)
 
 
-def test_vectors_found_again_from_themselves_are_the_same():
+def test_repeated_vectors_are_the_same():
     """Activation checkpointing repeats a pass after its vectors were kept; it must choose the same slots."""
     core = torch.diag(torch.tensor([1.0, 0.999])) + 0.001 * torch.rand(
         8, 2, 2, generator=torch.Generator().manual_seed(0)

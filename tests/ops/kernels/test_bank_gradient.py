@@ -30,7 +30,7 @@ def summed(gradient, slots, weights, shape):
 @pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])
 @pytest.mark.parametrize("tokens, k", [(1, 1), (75, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_summed_alike_with_indices_of_either_size(shape, tokens, k, dtype, monkeypatch):
+def test_row_sums_are_equal_for_both_index_sizes(shape, tokens, k, dtype, monkeypatch):
     gradient, slots, weights = given(tokens, 3, k, 70, 5, dtype)
     shape, expected = torch.Size(shape), summed(gradient, slots, weights, shape)
     actual = triton_bank_gradient(gradient, slots, weights, shape, torch.float32)
@@ -46,7 +46,7 @@ def test_rows_are_summed_alike_with_indices_of_either_size(shape, tokens, k, dty
 
 @pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "one-bucket"])
-def test_buckets_of_many_entries_are_summed_in_pieces(shape, skewed, monkeypatch):
+def test_large_buckets_are_summed_in_pieces(shape, skewed, monkeypatch):
     monkeypatch.setattr(bucket_sums, "_PIECE", 16)  # buckets have one piece, two or up to 19; what is not there is NaN
     gradient, slots, weights = given(50, 3, 2, 70, 5)
     slots = slots % 3 if skewed else slots

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.chapter_loops import ODD
 from ops.laws import assert_equals_reference, output_and_gradients
-from ops.table import OPS, blocks_of, opened
+from ops.table import OPS, block_arguments_from, opened
 
 from midus_hf.ops.moc import triton as kernels_of_chapters
 
@@ -21,7 +21,7 @@ def popular_chapters():
     return arguments
 
 
-def test_many_tokens_may_read_one_chapter_and_none_another(popular_chapters):
+def test_many_tokens_may_read_one_chapter(popular_chapters):
     assert_equals_reference(OP, popular_chapters, "triton")
     result = output_and_gradients(OP, popular_chapters, "triton")
     for name in ("keys", "values"):
@@ -29,11 +29,11 @@ def test_many_tokens_may_read_one_chapter_and_none_another(popular_chapters):
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_odd_arguments_give_what_the_reference_gives(what):
+def test_odd_arguments_equal_the_reference(what):
     assert_equals_reference(OP, ODD[what](opened(40)), "triton")
 
 
-def test_short_stretches_are_read_by_kernels_token_by_token():
+def test_short_segments_are_read_token_by_token():
     tokens = opened(12)
     tiles = {name: tokens[name][:6] for name in ("chapters", "scales")}
     assert_equals_reference(OP, tokens | tiles, "triton")
@@ -51,13 +51,13 @@ class _Recorded:
         return lambda *arguments, **constants: None
 
 
-def test_what_is_launched_depends_on_shapes_alone(monkeypatch):
+def test_launches_depend_only_on_shapes(monkeypatch):
     """So nothing waits for the device, and a CUDA graph may hold the op: values of a meta tensor cannot be asked for."""
     kernels = []
     for name in [name for name in vars(kernels_of_chapters) if name.endswith("_kernel")]:
         kernels.append(_Recorded())
         monkeypatch.setattr(kernels_of_chapters, name, kernels[-1])
-    arguments = [tensor.to("meta") for tensor in blocks_of(opened(2000))]
+    arguments = [tensor.to("meta") for tensor in block_arguments_from(opened(2000))]
     outputs, sums = kernels_of_chapters.triton_chapter_blocks(*arguments)
     gradients = kernels_of_chapters.triton_chapter_gradients(outputs, sums, *arguments, outputs, sums, [True] * 4)
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in arguments[:4]]

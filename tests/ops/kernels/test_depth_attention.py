@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ops.laws import assert_close, assert_equals_reference, assert_same_bits, leaves_of, output_and_gradients
-from ops.table import DEVICE, OPS, slots_of, stacked
+from ops.table import DEVICE, OPS, depth_slots, stacked
 
 from midus_hf.ops.moda import triton as kernels_of_depth
 from midus_hf.ops.moda.op import depth_attention
@@ -20,17 +20,17 @@ LAYOUTS = {
 }
 
 
-def test_slots_may_each_lie_otherwise():
+def test_slots_may_have_different_layouts():
     arguments, layouts = stacked(slots=11), list(LAYOUTS.values())
     for slot in range(11):
         for part, several in (("key", 5), ("value", 3)):
             arguments[f"{part} {slot}"] = layouts[slot % several](arguments[f"{part} {slot}"])
-    assert len({(key.stride(), value.stride()) for key, value in zip(*slots_of(arguments), strict=True)}) > 4
+    assert len({(key.stride(), value.stride()) for key, value in zip(*depth_slots(arguments), strict=True)}) > 4
     assert_equals_reference(OP, arguments, "triton", softcap=None)
 
 
-def test_slots_alike_are_one_run_read_sixteen_bytes_at_a_time_where_they_can():
-    keys, values = slots_of(stacked(slots=4))
+def test_slots_with_equal_strides_are_one_aligned_run():
+    keys, values = depth_slots(stacked(slots=4))
     table = slot_table(keys, values)
     strides = [4 * stride for stride in keys[0].stride()[:3]]
     assert (table.runs, table.unit) == (1, 16)
@@ -41,17 +41,17 @@ def test_slots_alike_are_one_run_read_sixteen_bytes_at_a_time_where_they_can():
     ends = table.numbers[:21:7].tolist()
     assert ends[-1] == 4 and sorted(ends) == ends
     assert sorted(table.numbers[21:25].tolist()) == sorted(key.data_ptr() for key in keys)
-    assert slot_table(*([slot[..., :15] for slot in slots] for slots in slots_of(stacked()))).unit == 4
+    assert slot_table(*([slot[..., :15] for slot in slots] for slots in depth_slots(stacked()))).unit == 4
 
 
-def test_a_slot_may_be_there_twice_and_as_key_and_value():
-    first, second = slots_of(stacked(slots=2))[0]
+def test_slot_may_repeat_as_key_and_value():
+    first, second = depth_slots(stacked(slots=2))[0]
     named = {"key 0": first, "key 1": second, "key 2": first, "value 0": second, "value 1": first, "value 2": first}
     assert_equals_reference(OP, {"query": stacked()["query"]} | named, "triton", softcap=None)
 
 
 @pytest.mark.parametrize("wanted", ["query", "key 1", "value 0"])
-def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
+def test_only_needed_gradients_are_computed(wanted, monkeypatch):
     launched = []
     kernel = kernels_of_depth.depth_gradient_kernel
 
@@ -66,18 +66,18 @@ def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     assert requests == [(True, True), (wanted == "query", wanted != "query")]
 
 
-def test_a_gradient_of_one_of_the_two_outputs_is_enough():
+def test_gradient_of_one_output_is_enough():
     for part in (0, 1):
         gradients = []
         for body, dtype in (("triton", torch.float32), ("reference", torch.float64)):
             leaves = leaves_of(stacked(), dtype)
-            outputs = depth_attention(leaves["query"], *slots_of(leaves), 0.5, backend=body)
+            outputs = depth_attention(leaves["query"], *depth_slots(leaves), 0.5, backend=body)
             gradients += torch.autograd.grad(outputs[part].sum(), leaves["query"])
         assert_close("query", *gradients, torch.float32)
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
-def test_numbers_arrive_as_they_are(count):
+def test_numbers_arrive_on_the_device(count):
     ends = [-(1 << 60), 1 << 60, 0, 1, -1, 16, (1 << 47) + 512]
     numbers = [ends[index % len(ends)] for index in range(count)]
     like = torch.zeros(1, device=DEVICE)
@@ -85,7 +85,7 @@ def test_numbers_arrive_as_they_are(count):
     assert result.dtype == torch.int64 and result.device == like.device and result.tolist() == numbers
 
 
-def test_one_kernel_writes_whatever_numbers(monkeypatch):
+def test_any_numbers_need_one_compiled_kernel(monkeypatch):
     """Triton compiles anew for numbers of 32 bits, for 1, and for multiples of 16."""
     passed = []
 
@@ -114,7 +114,7 @@ def launches(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_tensors_of_several_dtypes_are_read_in_one(autocast, launches):
+def test_mixed_dtypes_are_read_in_one(autocast, launches):
     """Under autocast keys are rotated in float32 and values are not; PyTorch's attention casts all of them."""
     arguments = stacked()
     narrow = [name for name in arguments if name == "key 1" or name.startswith("value")]
@@ -128,20 +128,3 @@ def test_tensors_of_several_dtypes_are_read_in_one(autocast, launches):
     for name, exact in output_and_gradients(OP, arguments, "reference", torch.float64).items():
         assert actual[name].dtype == (torch.bfloat16 if name in narrow else torch.float32)
         assert_close(name, actual[name], exact, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "change", "message"),
-    [
-        ({"width": 257}, None, r"heads are 257 wide; expected 256 or less, or choose 'torch'\."),
-        ({"group": 65, "width": 1}, None, r"65 query heads read each head of keys and values; expected 64 or fewer, or choose"),
-        ({}, "few", r"there are 2 texts of 3 tokens and 2 heads of keys; expected 11 or less in all, or choose 'torch'\."),
-    ],
-    ids=["wide", "many", "programs"],
-)  # fmt: skip
-def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch):
-    arguments = stacked(tokens=3, slots=2, **sizes)
-    if change == "few":
-        monkeypatch.setattr(kernels_of_depth, "_MAX_PROGRAMS", 11)
-    with pytest.raises(ValueError, match=f"backend is 'triton', but {message}"):
-        OP.call(arguments, "triton")

@@ -26,7 +26,7 @@ def logits_and_gradients(model, tokens, backend):
     "kind, checkpointed",
     by_default([("reused", True)], itertools.product(["default", "reused", "joint"], [False, True])),
 )
-def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed, monkeypatch):
+def test_models_by_kernels_equal_models_by_pytorch(kind, checkpointed, monkeypatch):
     model = depth_model(kind=kind, dtype=torch.float32).to(DEVICE)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -22,7 +22,7 @@ def expands(monkeypatch, whether):
     monkeypatch.setitem(headwise_memory.__globals__, name, value)
 
 
-def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(body, monkeypatch):
+def test_values_are_transformed_first_for_many_tokens(body, monkeypatch):
     enough = 48 if body == "native" else 16
     few, many = (looked_up(tokens, 2, 4, 4, 8, transform=True) for tokens in (enough - 1, enough))
     for arguments, expand in ((few, False), (many, True)):
@@ -33,7 +33,7 @@ def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(bod
 
 
 @pytest.mark.parametrize("transform", [False, True])
-def test_a_residual_is_added_and_gets_the_gradient_as_it_is(body, transform):
+def test_residual_is_added_and_gets_the_gradient(body, transform):
     arguments = looked_up(11, 3, 4, 5, 6, transform=transform)
     residual = torch.randn(11, 3, 6, device=DEVICE, requires_grad=True)
     output = memory(arguments, body, residual=residual)
@@ -51,7 +51,7 @@ def test_a_residual_is_added_and_gets_the_gradient_as_it_is(body, transform):
     ),
     ids=str,
 )
-def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(body, dtype, transform):
+def test_gradients_of_shared_slots_stay_accurate(body, dtype, transform):
     """The worst skew. Sums of so many terms must not be kept in half precision."""
     if body == "native" and dtype == torch.float16:
         pytest.skip("C does not compute in it")
@@ -66,7 +66,7 @@ def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(body,
 @pytest.mark.parametrize("tokens", [9, 16], ids=["transformed-after", "transformed-before"])
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=["float32-stream", "bfloat16-stream"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_the_stream_keeps_its_dtype_and_its_bits_whatever_the_tables_are(body, tokens, stream, autocast):
+def test_residual_keeps_dtype_and_bits(body, tokens, stream, autocast):
     arguments = looked_up(tokens, 2, 4, 4, 6, transform=True)
     arguments |= {"query": arguments["query"].bfloat16(), "bank": arguments["bank"] * 0}
     residual = torch.randn(tokens, 2, 6, device=DEVICE).to(stream)
@@ -75,7 +75,7 @@ def test_the_stream_keeps_its_dtype_and_its_bits_whatever_the_tables_are(body, t
     assert output.dtype == stream and torch.equal(output, residual)
 
 
-def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_own(body):
+def test_tables_are_cast_to_the_query_and_gradients_back(body):
     leaves = leaves_of(looked_up(20, 2, 8, 6, 8, transform=True)) | {"query": drawn(20, 2, 16, seed=4).bfloat16()}
     output = memory(leaves, body)
     lowered = memory({name: leaf.bfloat16() for name, leaf in leaves.items()}, body)
@@ -86,6 +86,6 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
 
 
 @pytest.mark.parametrize("n", [6, 70], ids=["sums-in-registers", "sums-in-memory"])
-def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
+def test_programs_sum_gradients_of_many_tokens(n, monkeypatch):
     monkeypatch.setattr(gradients, "_MAX_PROGRAMS", 4)  # two per head, of two blocks of tokens, the last one empty
     assert_equals_reference(OP, looked_up(140, 2, 4, n, 4), "triton")

@@ -65,5 +65,5 @@ def test_unknown_names_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_names_of_cases_can_be_joined_by_commas():
+def test_case_names_have_no_commas():
     assert not any("," in name for name, _ in cases())

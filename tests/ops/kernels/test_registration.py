@@ -1,14 +1,14 @@
-"""What torch is told of kernels: fake tensors, gradients, one node a call in a compiled graph; and where kernels cannot run."""
+"""Kernel registration: fake tensors, gradients, one node per call in a compiled graph; and kernels that cannot run."""
 
 import pytest
 import torch
 from ops.laws import (  # noqa: F401 - tests of this file
     leaves_of,
-    test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
-    test_it_is_registered_rightly,
+    test_graph_has_one_node_per_direction_and_the_same_bits,
+    test_op_passes_opcheck,
 )
-from ops.table import DEVICE, OPS, slots_of, stacked
-from pairs import by_default, in_turn
+from ops.table import DEVICE, OPS, depth_slots, stacked
+from pairs import by_default
 
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.midus_hml.op import headwise_lookup_op
@@ -26,7 +26,7 @@ def case(request):
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in WHOLE])
-def test_kernels_write_nothing_that_was_given_and_return_what_fake_tensors_are(name):
+def test_kernels_match_schema_and_fake_tensors(name):
     op_of_torch, arguments = OPS[name].registered(leaves_of(OPS[name].make(tokens=6, dtype=torch.bfloat16)), "triton")
     torch.library.opcheck(op_of_torch, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -38,22 +38,24 @@ def tables(dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("body", "is_strided"), in_turn(["torch", "native", "triton"], [False, True]), indirect=["body"]
+    ("body", "is_strided", "transform"),
+    [("torch", False, False), ("native", True, True), ("native", False, False), ("triton", True, False)],
+    indirect=["body"],
 )
-def test_the_lookup_is_registered_rightly_with_a_residual(body, is_strided):
+def test_lookup_with_residual_passes_opcheck(body, is_strided, transform):
     residual = torch.randn(6, 2, 5, device=DEVICE)
     residual = (residual.mT.contiguous().mT if is_strided else residual).requires_grad_()
-    arguments = (*tables(), None, residual, 3, body)
-    torch.library.opcheck(headwise_lookup_op, arguments)
+    matrices = torch.randn(2, 5, 5, device=DEVICE).requires_grad_() if transform else None
+    torch.library.opcheck(headwise_lookup_op, (*tables(), matrices, residual, 3, body))
 
 
-def test_depth_without_a_cap_is_registered_rightly():
+def test_depth_without_softcap_passes_opcheck():
     leaves = leaves_of(stacked(tokens=2))
-    arguments = (leaves["query"], *slots_of(leaves), 0.3, None)
+    arguments = (leaves["query"], *depth_slots(leaves), 0.3, None)
     torch.library.opcheck(depth_attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
+def test_kernels_that_cannot_run_are_refused(monkeypatch):
     arguments = tables()
     with pytest.raises(ValueError, match="tensors are float64; expected float32 or less, or choose 'torch'"):
         headwise_memory(*tables(torch.float64), None, 2, backend="triton")

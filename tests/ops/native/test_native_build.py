@@ -1,12 +1,12 @@
-"""The library of compiled ops: found, built, or done without, in one line of warning."""
+"""The library of compiled ops: found, built, or missing with one warning."""
 
 import multiprocessing
 import os
 import platform
-import re
 import shutil
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from processes.warm import run_warm
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.dispatch import build, library
 from midus_hf.ops.dispatch.build import CACHE_VARIABLE, VARIANTS, NotBuilt, built_library
-from midus_hf.ops.dispatch.library import variant, why_missing
+from midus_hf.ops.dispatch.library import variant
 
 SOURCES = build._SOURCES
 
@@ -62,7 +62,7 @@ def memory(**options):
     return headwise_memory(*arguments, None, 3, **options)
 
 
-def test_it_is_built_once_and_kept_whole(cache, compiler):
+def test_library_is_built_once(cache, compiler):
     runs = compiler('echo code > "$out"')
     path = built_library("baseline")
     assert path == built_library("baseline") and path.parent == cache
@@ -71,7 +71,7 @@ def test_it_is_built_once_and_kept_whole(cache, compiler):
     assert cache.stat().st_mode & 0o077 == 0
 
 
-def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch, tmp_path):
+def test_library_name_depends_on_all_inputs(cache, compiler, monkeypatch, tmp_path):
     compiler('echo code > "$out"')
     paths = [built_library(variant) for variant in VARIANTS]
     sources = shutil.copytree(SOURCES, tmp_path / "sources")
@@ -94,7 +94,7 @@ def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch
     assert len(set(paths)) == len(paths) == 8
 
 
-def test_processes_that_build_at_once_all_get_a_whole_one(cache, compiler):
+def test_concurrent_builds_all_get_a_complete_library(cache, compiler):
     runs = compiler('echo half > "$out"; sleep 0.3; echo rest >> "$out"')
     fork = multiprocessing.get_context("fork")
     together, result = fork.Barrier(3), fork.SimpleQueue()
@@ -115,41 +115,30 @@ def test_processes_that_build_at_once_all_get_a_whole_one(cache, compiler):
 
 
 @pytest.mark.parametrize(
-    "script, reason",
+    ("change", "reason"),
     [
-        (
-            "echo 'native.c:1: error: no such instruction' >&2; exit 1",
-            r"compiler failed \(native.c:1: error: no such instruction\)",
-        ),
-        ("exit 3", r"compiler failed \(status 3\)"),
+        ("echo 'native.c:1: error: no such instruction' >&2; exit 1", r"compiler failed \(native.c:1: error: no such instruction\)"),
+        ("exit 3", r"compiler failed \(status 3\); install gcc or clang, or set CC"),
+        ({"CC": "no-such-compiler -m32"}, "CC is 'no-such-compiler', which is not there; install gcc or clang"),
+        ({"CC": "gcc '"}, r"CC is \"gcc '\" \(No closing quotation\); install gcc or clang, or set CC"),
+        ({"CC": None, "PATH": "/nowhere"}, "there is no C compiler; install gcc or clang"),
+        ({CACHE_VARIABLE: f"{__file__}/libraries"}, rf"written \(Not a directory\); set {CACHE_VARIABLE} to a folder that can"),
+        (b"\x7fELF of another machine", r"compiler does not run \(OSError\); install gcc or clang, or set CC"),
     ],
-    ids=["says-why", "silent"],
-)
-def test_a_compiler_that_fails_is_told(script, reason, cache, compiler):
-    compiler(script)
-    with pytest.raises(NotBuilt, match=reason + "; install gcc or clang, or set CC$"):
+    ids=["says-why", "silent", "missing", "unquoted", "none", "folder", "broken"],
+)  # fmt: skip
+def test_failed_build_is_reported(change, reason, cache, compiler, monkeypatch, tmp_path):
+    compiler(change if isinstance(change, str) else 'echo code > "$out"')
+    if isinstance(change, bytes):
+        (tmp_path / "compiler").write_bytes(change)
+    for name, value in change.items() if isinstance(change, dict) else ():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(NotBuilt, match=reason):
         built_library("baseline")
-    assert list(cache.iterdir()) == []
+    assert not cache.exists() or list(cache.iterdir()) == []
 
 
-def test_a_compiler_that_is_not_there_or_does_not_run_is_told(cache, compiler, monkeypatch, tmp_path):
-    compiler("")
-    (tmp_path / "compiler").write_bytes(b"\x7fELF of another machine")
-    with pytest.raises(NotBuilt, match=r"compiler does not run \(OSError\); install gcc or clang, or set CC"):
-        built_library("baseline")
-    monkeypatch.setenv("CC", "no-such-compiler -m32")
-    with pytest.raises(NotBuilt, match="CC is 'no-such-compiler', which is not there; install gcc or clang"):
-        built_library("baseline")
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NotBuilt, match="there is no C compiler; install gcc or clang"):
-        built_library("baseline")
-    monkeypatch.setenv("CC", "gcc '")
-    with pytest.raises(NotBuilt, match=r"CC is \"gcc '\" \(No closing quotation\); install gcc or clang, or set CC"):
-        built_library("baseline")
-
-
-def test_the_first_compiler_on_the_path_is_taken(monkeypatch, tmp_path):
+def test_first_compiler_on_the_path_is_used(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("clang", "gcc", "cc"):
@@ -160,28 +149,14 @@ def test_the_first_compiler_on_the_path_is_taken(monkeypatch, tmp_path):
     assert build._compiler() == ["gcc", "-m64"]
 
 
-def test_a_folder_that_cannot_be_written_is_told(compiler, monkeypatch, tmp_path):
-    compiler('echo code > "$out"')
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "libraries"))
-    with pytest.raises(
-        NotBuilt, match=rf"libraries cannot be written \(Not a directory\); set {CACHE_VARIABLE} to a folder that can"
-    ):
-        built_library("baseline")
-
-
-def test_the_folder_is_the_cache_of_the_user(monkeypatch, tmp_path):
+def test_library_folder_is_the_user_cache(monkeypatch, tmp_path):
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build._folder() == tmp_path / "midus_hf" / "native"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert build._folder() == tmp_path / ".cache" / "midus_hf" / "native"
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
     with pytest.raises(NotBuilt, match=f"there is no home folder for it; set {CACHE_VARIABLE} to a folder"):
         build._folder()
 
@@ -195,53 +170,48 @@ def test_the_folder_is_the_cache_of_the_user(monkeypatch, tmp_path):
         ("SVE256", "aarch64", "baseline"),
     ],
 )
-def test_instructions_are_those_that_pytorch_found(capability, machine, expected, monkeypatch):
+def test_instruction_set_is_that_of_pytorch(capability, machine, expected, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert variant() == expected
 
 
-@pytest.mark.usefixtures("unloaded")
-def test_without_it_pytorch_computes_the_same_and_one_warning_says_so(cache, compiler):
-    compiler("exit 1")
-    expected = memory(backend="torch")
-    message = (
-        r"^memory is computed by PyTorch on this CPU, which takes two to seven times as long, since its C code could not be built: "
-        rf".*compiler failed \(status 1\); install gcc or clang, or set CC, or set {CACHE_VARIABLE}=off to do without\.$"
-    )
+@pytest.mark.usefixtures("unloaded", "cache")
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 1", r"compiler failed \(status 1\); install gcc or clang, or set CC"),
+        ('echo "no library at all" > "$out"', rf"it does not load \(.*\); set {CACHE_VARIABLE} to another folder"),
+        (None, "there are no C files in .*; install midus_hf again"),
+    ],
+    ids=["compiler", "library", "sources"],
+)
+def test_missing_library_warns_once_and_pytorch_computes(script, reason, compiler, monkeypatch, tmp_path):
+    compiler(script or "exit 1")
+    if script is None:
+        monkeypatch.setattr(build, "_SOURCES", tmp_path / "none")
+    message = rf"computed by PyTorch on this CPU, .* two to seven times .*{reason}, or set {CACHE_VARIABLE}=off to do without"
     with pytest.warns(RuntimeWarning, match=message) as warned:
-        assert torch.equal(memory(), expected)
-        assert torch.equal(memory(), expected)
-    assert len(warned) == 1
-    with pytest.raises(ValueError, match=r"backend is 'native', but .*compiler failed .*, or choose 'torch'\.$"):
+        assert torch.equal(memory(), memory())
+    assert len(warned) == 1 and torch.equal(memory(), memory(backend="torch"))
+    with pytest.raises(ValueError, match=f"backend is 'native', but .*{reason}, or choose 'torch'"):
         memory(backend="native")
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_library_that_does_not_load_is_told(cache, compiler):
-    compiler('echo "no library at all" > "$out"')
-    with pytest.warns(
-        RuntimeWarning, match=rf"it does not load \(.*\); set {CACHE_VARIABLE} to another folder, or set"
-    ):
-        assert torch.equal(memory(), memory(backend="torch"))
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_it_can_be_switched_off_without_a_warning(monkeypatch, compiler):
+def test_library_can_be_switched_off_silently(monkeypatch, compiler):
     runs = compiler("exit 1")
     monkeypatch.setenv(CACHE_VARIABLE, "off")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(memory(), memory(backend="torch"))
-    with pytest.raises(
-        ValueError, match=f"backend is 'native', but {CACHE_VARIABLE} is off; unset it, or choose 'torch'"
-    ):
+    with pytest.raises(ValueError, match=f"'native', but {CACHE_VARIABLE} is off; unset it, or choose 'torch'"):
         memory(backend="native")
     assert not runs.exists()
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_nothing_is_built_while_a_graph_is_traced(cache, compiler):
+def test_tracing_a_graph_builds_nothing(cache, compiler):
     runs = compiler("exit 1")
     seen = []
 
@@ -270,7 +240,7 @@ def test_packaged_library_comes_first(cache, compiler, monkeypatch, tmp_path):
     assert library.native_library() == tmp_path / f"native_{variant()}.so"
 
 
-def test_importing_the_package_builds_nothing(tmp_path):
+def test_import_builds_nothing(tmp_path):
     code = (
         "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
         "import midus_hf.models.families, midus_hf.ops.dispatch.library as n\n"
@@ -279,13 +249,3 @@ def test_importing_the_package_builds_nothing(tmp_path):
     done = run_warm(code, **{CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_code_without_c_files_computes_by_pytorch_and_says_why(cache, monkeypatch, tmp_path):
-    """As where files were copied one by one, and Python modules alone."""
-    monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    message = f"there are no C files in {tmp_path}; install midus_hf again"
-    with pytest.warns(RuntimeWarning, match=re.escape(f"could not be built: {message}, or set {CACHE_VARIABLE}=off")):
-        assert torch.equal(memory(), memory(backend="torch"))
-    assert why_missing() == message and not cache.exists()

@@ -34,13 +34,13 @@ def runtime_of_sanitizers(gcc) -> str:
     return path
 
 
-def test_c_of_every_variant_compiles_without_a_warning(gcc, monkeypatch, tmp_path):
+def test_every_variant_compiles_without_warnings(gcc, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *WARNINGS, "-fsyntax-only"))
     for name in build.VARIANTS if variant() != "baseline" else ("baseline",):
         build.compile_library(tmp_path / "library.so", name)
 
 
-def test_nothing_is_read_or_written_outside_of_what_was_given(gcc, monkeypatch, tmp_path):
+def test_sanitizers_find_no_access_out_of_bounds(gcc, monkeypatch, tmp_path):
     runtime = runtime_of_sanitizers(gcc)
     quick = (*build.FLAGS, "-O0")  # sanitizers make -O3 take a minute
     monkeypatch.setattr(build, "FLAGS", (*quick, *WARNINGS, *SANITIZERS))

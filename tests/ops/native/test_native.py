@@ -1,4 +1,4 @@
-"""Head-wise memory in C: each token by itself, and nothing read outside of what was given."""
+"""Ops in C: each token by itself, tables of any size, and nothing read out of bounds."""
 
 import math
 import subprocess
@@ -8,9 +8,14 @@ import pytest
 import torch
 from ops.table import looked_up
 
-from midus_hf.ops import headwise_memory, product_key_topk
+from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.dispatch.library import ROW_SUMS_CALL, native_library
-from midus_hf.ops.gather.native import native_bank_gradient
+from midus_hf.ops.gather.native import (
+    native_bank_gradient,
+    native_gathered_products,
+    native_row_sums,
+    native_weighted_rows,
+)
 from midus_hf.ops.midus_hml.op import headwise_lookup_op
 from midus_hf.ops.product_key.native import LookupInputs, native_lookup
 
@@ -34,7 +39,7 @@ def output_and_gradients(arguments, k, **options):
     return output.detach(), *torch.autograd.grad(output, leaves, upstream)
 
 
-def test_threads_are_started_where_there_are_none_to_borrow(tmp_path):
+def test_threads_are_started_without_openmp(tmp_path):
     """As without OpenMP, which PyTorch brings: another process, without PyTorch, gets the same bits by two threads."""
     generator = torch.Generator().manual_seed(0)
     gradient, weights = (torch.randn(500, 3, last, generator=generator) for last in (20, 4))
@@ -58,7 +63,7 @@ assert library.midus_row_sums(call) == 0
     assert (tmp_path / "sums").read_bytes() == expected.numpy().tobytes()
 
 
-def test_the_first_of_equal_slots_is_retrieved():
+def test_first_of_equal_slots_is_retrieved():
     query, row_keys, column_keys, bank = inputs(tokens=3, heads=1, n=9)
     zeros = LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, None, 4)
     _, (slots, weights) = native_lookup(zeros, True)
@@ -73,7 +78,7 @@ BANKS = pytest.mark.parametrize(
 
 
 @BANKS
-def test_other_tokens_of_a_call_change_no_bit(bank):
+def test_other_tokens_change_no_bit(bank):
     arguments = inputs(tokens=77, **bank)
     whole = retrieved(arguments)
     with torch.no_grad():
@@ -83,7 +88,7 @@ def test_other_tokens_of_a_call_change_no_bit(bank):
 
 @pytest.mark.parametrize("tokens", [2, 300])
 @pytest.mark.parametrize("side", [1, 2], ids=["row key", "column key"])
-def test_nan_in_a_key_is_nan_in_what_its_head_retrieves(side, tokens):
+def test_nan_key_gives_nan_for_its_head(side, tokens):
     arguments = inputs(tokens=tokens)
     arguments[side][0, 0, 0] = math.nan
     output, *_ = output_and_gradients(arguments, 4)
@@ -91,7 +96,7 @@ def test_nan_in_a_key_is_nan_in_what_its_head_retrieves(side, tokens):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_scores_that_are_not_finite_read_nothing_outside(value):
+def test_non_finite_scores_read_nothing_outside(value):
     arguments = inputs(own=True)
     arguments[1][:, ::2] = value
     arguments[2][:, 1:] = -value
@@ -103,7 +108,7 @@ def test_scores_that_are_not_finite_read_nothing_outside(value):
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("transform", [False, True], ids=["as-it-is", "transformed"])
-def test_a_residual_of_any_dtype_is_added_to_what_was_rounded(stream, gradients, transform):
+def test_residual_of_any_dtype_is_added_after_rounding(stream, gradients, transform):
     arguments = inputs(dtype=torch.bfloat16, transform=transform)
     residual = torch.randn(40, 20, 3).to(stream).transpose(1, 2)
     with torch.set_grad_enabled(gradients):
@@ -113,7 +118,7 @@ def test_a_residual_of_any_dtype_is_added_to_what_was_rounded(stream, gradients,
 
 
 @BANKS
-def test_gradients_that_lie_otherwise_give_the_same_bits(bank):
+def test_gradient_layout_changes_no_bit(bank):
     arguments = inputs(**bank)
     upstream = torch.randn(40, 20, 3).transpose(1, 2)
     results = []
@@ -126,7 +131,7 @@ def test_gradients_that_lie_otherwise_give_the_same_bits(bank):
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
 
 
-def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(monkeypatch):
+def test_unsupported_sizes_run_in_pytorch_by_default(monkeypatch):
     calls = []
     monkeypatch.setitem(
         headwise_memory.__globals__,
@@ -148,7 +153,7 @@ def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(monkeypatch):
     ],
     ids=["device", "k", "n"],
 )
-def test_what_it_cannot_take_is_refused(change, message):
+def test_unsupported_arguments_are_refused(change, message):
     change = dict(change)
     k, device = change.pop("k", 4), change.pop("device", "cpu")
     n = change.get("n", 12)
@@ -165,6 +170,49 @@ def test_what_it_cannot_take_is_refused(change, message):
         product_key_topk(*arguments[:3], k, backend="native")
 
 
-def test_transforming_what_was_gathered_is_registered_rightly_with_a_residual():
-    arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=torch.bfloat16)]
-    torch.library.opcheck(headwise_lookup_op, (*arguments, torch.randn(6, 3, 20).requires_grad_(), 3, "native"))
+def gathered_inputs(tokens=90, m=7, rows=40, width=150, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    bank, vectors = (torch.randn(count, width, generator=generator).to(dtype) for count in (rows, tokens))
+    slots = torch.randint(rows, (tokens, m), generator=generator)
+    return bank, vectors, slots, torch.randn(tokens, m, generator=generator)
+
+
+def all_three(bank, vectors, slots, weights):
+    return (
+        native_weighted_rows(bank, slots, weights),
+        native_row_sums(vectors, slots, weights, len(bank)),
+        native_gathered_products(vectors, bank, slots),
+    )
+
+
+def test_table_larger_than_the_cache_gives_the_same_bits():
+    """They are read row by row, and smaller ones some columns at a time."""
+    bank, _, slots, weights = gathered_inputs()
+    large = torch.zeros(40000, 150)
+    large[:40] = bank
+    assert torch.equal(native_weighted_rows(large, slots, weights), native_weighted_rows(bank, slots, weights))
+
+
+@pytest.mark.parametrize("kind", [torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
+def test_any_integer_dtype_of_slots_is_read(kind):
+    bank, vectors, slots, weights = gathered_inputs()
+    expected = all_three(bank, vectors, slots, weights)
+    actual = all_three(
+        bank.T.contiguous().T, vectors.T.contiguous().T, slots.to(kind).T.contiguous().T, weights.double()
+    )
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("outside", [-1, 40, 1 << 40])
+def test_slots_outside_the_bank_are_refused(outside):
+    bank, vectors, slots, weights = gathered_inputs()
+    slots[3, 2] = outside
+    message = "slots are outside the bank; expected 0 <= slot < its rows. Check the code that made them"
+    for call in (
+        lambda: native_weighted_rows(bank, slots, weights),
+        lambda: native_row_sums(vectors, slots, weights, 40),
+        lambda: native_gathered_products(vectors, bank, slots),
+        lambda: weighted_gather(bank, slots, weights),
+    ):
+        with pytest.raises(IndexError, match=message):
+            call()
