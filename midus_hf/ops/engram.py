@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 # Number of a place in a window that holds no token: before the beginning of a document, or padding.
 NO_TOKEN = 0
 
 
-def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+def numbered(ids: Tensor, known: Tensor | None = None) -> Tensor:
     """Return the number of each token, from 1, the same for equivalent tokens, in the shape of `ids`, int64.
 
     `known` `[V]` has the number of each id less 1; ids that were added later keep their id. Default: all do.
@@ -18,7 +19,7 @@ def numbered(ids: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tens
     return ids + 1
 
 
-def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = None) -> torch.Tensor:
+def windows(tokens: Tensor, size: int, document: Tensor | None = None) -> Tensor:
     """Return each token with the tokens before it, the token itself first: `[B, T, size]`, int64.
 
     Args:
@@ -37,7 +38,7 @@ def windows(tokens: torch.Tensor, size: int, document: torch.Tensor | None = Non
     return torch.stack(places, dim=-1)
 
 
-def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> torch.Tensor:
+def hashed_rows(around: Tensor, order: int, multipliers: Sequence[int], moduli: Sequence[int]) -> Tensor:
     """Return a row per hash head for each n-gram: xor of odd multiples, modulo a prime (Engram, arXiv 2601.07372, section 2.2).
 
     Args:
@@ -52,7 +53,7 @@ def hashed_rows(around: torch.Tensor, order: int, multipliers: Sequence[int], mo
     return torch.stack([mixed % modulus for modulus in moduli], dim=-1)
 
 
-def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
+def ngram_keys(around: Tensor, order: int, base: int) -> Tensor:
     """Return one integer per n-gram of the windows `around`, unique across n-grams of all orders: `[B, T]`, int64.
 
     It is 0 where the document has fewer than `order` tokens up to this one. `base` is above all numbers of tokens, and
@@ -64,7 +65,7 @@ def ngram_keys(around: torch.Tensor, order: int, base: int) -> torch.Tensor:
     return torch.where((around[..., :order] != NO_TOKEN).all(-1), key, 0)
 
 
-def known_rows(keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def known_rows(keys: Tensor, table: Tensor) -> Tensor:
     """Return the row, int64, of each of the keys of `ngram_keys` in a table, and row 0 for all others.
 
     The table `[N]`, int64, has the ascending keys of the known n-grams, in rows 1 to N.

@@ -2,14 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from midus_hf.ops.block_linear import reference
 from midus_hf.ops.dispatch.calling import resolve
 
 
-def block_linear(
-    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor, *, backend: str = "auto"
-) -> torch.Tensor:
+def block_linear(inputs: Tensor, weights: Tensor, blocks: Tensor, *, backend: str = "auto") -> Tensor:
     """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
 
     A single block needs one matrix product. With several blocks, a CPU multiplies all rows of one block together, since their
@@ -44,7 +43,7 @@ def block_linear(
     return torch.bmm(inputs, weights[blocks].transpose(1, 2))
 
 
-def block_by_block(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def block_by_block(inputs: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
     """Compute `block_linear` with one matrix product per block."""
     order = blocks.argsort(stable=True)
     counts = blocks.bincount(minlength=len(weights)).tolist()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from midus_hf.config.errors import RequestError, one_of
 from midus_hf.ops.dispatch.library import NATIVE_DTYPES, why_missing
@@ -70,7 +71,7 @@ def op_choices(**changes: Any) -> Iterator[None]:
 
 
 def resolve(
-    backend: str, tensor: torch.Tensor, refusal: str | None = None, native_refusal: str | None = NO_NATIVE_BODY
+    backend: str, tensor: Tensor, refusal: str | None = None, native_refusal: str | None = NO_NATIVE_BODY
 ) -> str:
     """Return the name of the body that an op runs: `"reference"`, `"torch"`, `"native"` or `"triton"`.
 
@@ -103,7 +104,7 @@ def resolve(
     return body if body != "native" or has_body else "torch"
 
 
-def _kernel_obstacle(tensor: torch.Tensor) -> str | None:
+def _kernel_obstacle(tensor: Tensor) -> str | None:
     """Return why kernels cannot compute with a tensor, or None."""
     if not HAS_TRITON:
         return "triton is not installed; install it"
@@ -112,7 +113,7 @@ def _kernel_obstacle(tensor: torch.Tensor) -> str | None:
     return "the tensors are float64; expected float32 or less" if tensor.dtype == torch.float64 else None
 
 
-def _native_obstacle(tensor: torch.Tensor, refusal: str | None = None) -> str | None:
+def _native_obstacle(tensor: Tensor, refusal: str | None = None) -> str | None:
     """Return why compiled C cannot compute with a tensor, or None; `refusal` says why it cannot take the sizes."""
     if tensor.device.type != "cpu":
         return f"the tensors are on {tensor.device.type}; expected cpu"
@@ -121,7 +122,7 @@ def _native_obstacle(tensor: torch.Tensor, refusal: str | None = None) -> str | 
     return refusal or (None if torch.compiler.is_compiling() else why_missing())
 
 
-def _multiplies(tensor: torch.Tensor) -> bool:
+def _multiplies(tensor: Tensor) -> bool:
     """Return whether the tensor's GPU multiplies bfloat16 and TF32, as it does from compute capability 8.0 on."""
     capable = torch.version.hip is not None or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return capable and tensor.dtype != torch.float64
@@ -140,7 +141,7 @@ def differentiable_op(
     gradients: tuple[str, ...],
     outputs: tuple[str, ...] = ("output",),
     summand: str | None = None,
-    like: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.new_empty(tensor.shape),
+    like: Callable[[Tensor], Tensor] = lambda tensor: tensor.new_empty(tensor.shape),
 ) -> Any:
     """Register `midus_hf::name` and its derivative `midus_hf::name_backward`, each of them one node of a compiled graph.
 
@@ -166,17 +167,17 @@ def differentiable_op(
     op.register_fake(shapes)
 
     @functools.wraps(backward)
-    def derivative(*arguments: Any) -> list[torch.Tensor]:
+    def derivative(*arguments: Any) -> list[Tensor]:
         wants = arguments[named.index("wants")]
         results = zip(backward(*arguments), wants, strict=True)
         return [tensor for result, wanted in results if wanted for tensor in _listed(result)]
 
-    signature = inspect.signature(backward).replace(return_annotation=list[torch.Tensor])
+    signature = inspect.signature(backward).replace(return_annotation=list[Tensor])
     derivative.__signature__ = signature  # type: ignore[attr-defined]
     backward_op = torch.library.custom_op(f"{_NAMESPACE}::{name}_backward", derivative, mutates_args=())
 
     @backward_op.register_fake
-    def _(*arguments: Any) -> list[torch.Tensor]:
+    def _(*arguments: Any) -> list[Tensor]:
         given = dict(zip(named, arguments, strict=True))
         wanted = itertools.compress(gradients, given["wants"])
         return [like(tensor) for each in wanted for tensor in _listed(given[each])]
@@ -185,16 +186,16 @@ def differentiable_op(
         results = output if isinstance(output, tuple) else (output,)
         given = dict(zip(taken, inputs, strict=True)) | dict(zip(outputs, results, strict=True))
         needed = {each: given[each] for each in named if each in given}
-        tensors = {each: value for each, value in needed.items() if isinstance(value, (torch.Tensor, list, tuple))}
+        tensors = {each: value for each, value in needed.items() if isinstance(value, (Tensor, list, tuple))}
         ctx.others = {each: value for each, value in needed.items() if each not in tensors}
-        ctx.counts = {each: None if isinstance(value, torch.Tensor) else len(value) for each, value in tensors.items()}
+        ctx.counts = {each: None if isinstance(value, Tensor) else len(value) for each, value in tensors.items()}
         ctx.save_for_backward(*itertools.chain(*map(_listed, tensors.values())))
         ctx.mark_non_differentiable(
             *(result for result, each in zip(results, upstream, strict=True) if each not in named)
         )
 
-    def differentiate(ctx: Any, *of_outputs: torch.Tensor) -> tuple:
-        def taken_from(tensors: Iterator[torch.Tensor], each: str) -> Any:
+    def differentiate(ctx: Any, *of_outputs: Tensor) -> tuple:
+        def taken_from(tensors: Iterator[Tensor], each: str) -> Any:
             count = ctx.counts[each]
             return next(tensors) if count is None else list(itertools.islice(tensors, count))
 
@@ -232,7 +233,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
-def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+def wide_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which sums over elements of a tensor are computed: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

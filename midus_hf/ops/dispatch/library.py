@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
 
@@ -139,7 +140,7 @@ def run(name: str, call: bytes) -> None:
         raise MemoryError(f"{name} cannot allocate scratch memory; free some, or choose backend 'torch'.")
 
 
-def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
+def refuse_places(tensors: Mapping[str, Tensor | None]) -> NoReturn:
     """Raise a `ValueError` that names a tensor outside the CPU's memory: C would crash the process by reading it."""
     name, device = next(
         (name, tensor.device) for name, tensor in tensors.items() if tensor is not None and not tensor.is_cpu
@@ -149,17 +150,17 @@ def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
     )
 
 
-def address(tensor: torch.Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     """Return the address of the tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+def with_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with a contiguous last dimension; other dimensions may have any strides."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
+def gradient_rows(gradient: Tensor) -> Tensor:
     """Return the gradient with a contiguous last dimension, in a dtype that C reads."""
     return with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
 

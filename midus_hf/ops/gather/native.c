@@ -17,7 +17,7 @@ static int reaches_outside(const void *slots, int64_t count, int64_t bytes, int6
 
 #define OUTSIDE 2 /* returned where a slot is outside of the table */
 
-/* A call, as `calls.py` packs it. */
+/* A call, as `library.py` packs it. */
 struct gathers {
     const void *bank, *slots, *factors; /* factors: weights [tokens][k], float32, or vectors [tokens][width] */
     void *into;
@@ -108,7 +108,7 @@ EXPORTED int midus_gathered_products(const struct gathers *call) {
     return run_units(multiply_unit, call, (call->tokens + STRETCH - 1) / STRETCH, call->threads, 4 * call->width);
 }
 
-/* A call, as `calls.py` packs it. */
+/* A call, as `library.py` packs it. */
 struct row_sums {
     const void *gradient, *slots;
     const float *weights;

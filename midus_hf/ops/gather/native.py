@@ -4,11 +4,12 @@ One thread writes each result, in the order of entries: the number of threads ch
 """
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.library import GATHERS_CALL, ROW_SUMS_CALL, gradient_rows, refuse_places, run, threads_for
 
 
-def native_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def native_weighted_rows(bank: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     _check_places(bank, slots, weights)
     output = bank.new_empty(len(slots), bank.shape[1])
@@ -16,7 +17,7 @@ def native_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch
     return output
 
 
-def native_gathered_products(vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def native_gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor) -> Tensor:
     """Return `<vectors[s], bank[slots[s, m]]>`: `[S, m]`, float32."""
     _check_places(bank, slots, vectors)
     products = slots.new_empty(slots.shape, dtype=torch.float32)
@@ -24,16 +25,14 @@ def native_gathered_products(vectors: torch.Tensor, bank: torch.Tensor, slots: t
     return products
 
 
-def native_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
+def native_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
     _check_places(gradient, slots, weights)
     arguments = (gradient.unsqueeze(1), _integers(slots).unsqueeze(1), weights.float().unsqueeze(1))
     return native_bank_gradient(*arguments, torch.Size((num_rows, gradient.shape[1])))
 
 
-def native_bank_gradient(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
-) -> torch.Tensor:
+def native_bank_gradient(gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size) -> Tensor:
     """Return the gradient of a bank, float32. The gradient of each row is summed in the order of tokens and heads.
 
     Args:
@@ -56,7 +55,7 @@ def native_bank_gradient(
     return into
 
 
-def _gather(name: str, bank: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, into: torch.Tensor) -> None:
+def _gather(name: str, bank: Tensor, slots: Tensor, factors: Tensor, into: Tensor) -> None:
     bank, slots = bank.contiguous(), _integers(slots).contiguous()
     call = GATHERS_CALL.pack(
         *(tensor.data_ptr() for tensor in (bank, slots, factors, into)),
@@ -67,11 +66,11 @@ def _gather(name: str, bank: torch.Tensor, slots: torch.Tensor, factors: torch.T
     run(name, call)
 
 
-def _integers(slots: torch.Tensor) -> torch.Tensor:
+def _integers(slots: Tensor) -> Tensor:
     """Return slots in a dtype that C reads: integers of 2, 4 or 8 bytes."""
     return slots if slots.dtype in (torch.int16, torch.int32) else slots.long()
 
 
-def _check_places(bank: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor) -> None:
+def _check_places(bank: Tensor, slots: Tensor, factors: Tensor) -> None:
     if not (bank.is_cpu and slots.is_cpu and factors.is_cpu):
         refuse_places({"bank": bank, "slots": slots, "weights": factors})

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import differentiable_op, narrowest_integer, resolve, wide_dtype
 from midus_hf.ops.dispatch.library import native_library
@@ -25,13 +26,8 @@ _MAX_GATHERED = 1 << 24
 
 
 def weighted_gather(
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    sparse_gradient: bool = False,
-    backend: str = "auto",
-) -> torch.Tensor:
+    bank: Tensor, slots: Tensor, weights: Tensor, *, sparse_gradient: bool = False, backend: str = "auto"
+) -> Tensor:
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
     Sums are accumulated in float32 at least. So are sums of gradients, since thousands of tokens may read one row.
@@ -67,13 +63,8 @@ def weighted_gather(
 
 
 def gathered_products(
-    vectors: torch.Tensor,
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    sparse_gradient: bool = False,
-    backend: str = "auto",
-) -> torch.Tensor:
+    vectors: Tensor, bank: Tensor, slots: Tensor, *, sparse_gradient: bool = False, backend: str = "auto"
+) -> Tensor:
     """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
 
     Fused bodies do not store the gathered rows of all vectors. Sums are accumulated in float32 at least.
@@ -111,7 +102,7 @@ def gathered_products(
     return products(*tensors, body).reshape(shape)
 
 
-def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
+def weighted_rows(bank: Tensor, slots: Tensor, weights: Tensor, backend: str) -> Tensor:
     """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`; `backend` is a resolved name."""
     if backend == "triton":
         return triton_weighted_rows(bank, slots, weights)
@@ -121,7 +112,7 @@ def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     return F.embedding_bag(places, rows, per_sample_weights=weights.to(rows.dtype), mode="sum").to(bank.dtype)
 
 
-def row_products(vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str) -> torch.Tensor:
+def row_products(vectors: Tensor, bank: Tensor, slots: Tensor, backend: str) -> Tensor:
     """Return `<vectors[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
     if backend == "triton":
         return triton_weight_gradients(vectors, bank, slots)
@@ -135,9 +126,7 @@ def row_products(vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor,
     return torch.cat([(rows[numbers] * wide[bag]).sum(-1) for numbers, bag in pairs]).view(slots.shape)
 
 
-def row_sums(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int, backend: str
-) -> torch.Tensor:
+def row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int, backend: str) -> Tensor:
     """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least."""
     if backend == "triton":
         return triton_row_sums(gradient, slots, weights, num_rows)
@@ -155,7 +144,7 @@ def row_sums(
     )
 
 
-def _widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _widened(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows in float32 at least, and the index among them of each slot's row, `[S, m]`.
 
     If few rows of a half-precision bank are read, as in decoding, only these rows are copied: copying the whole bank
@@ -169,13 +158,8 @@ def _widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _gather_gradients(
-    gradient: torch.Tensor,
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    wants: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, bank: Tensor, slots: Tensor, weights: Tensor, wants: list[bool], backend: str
+) -> tuple[Tensor | None, Tensor | None]:
     into_bank = row_sums(gradient, slots, weights, len(bank), backend).to(bank.dtype) if wants[0] else None
     return into_bank, row_products(gradient, bank, slots, backend).to(weights.dtype) if wants[1] else None
 
@@ -190,13 +174,8 @@ weighted_gather_op = differentiable_op(
 
 
 def _product_gradients(
-    gradient: torch.Tensor,
-    vectors: torch.Tensor,
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    wants: list[bool],
-    backend: str,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, vectors: Tensor, bank: Tensor, slots: Tensor, wants: list[bool], backend: str
+) -> tuple[Tensor | None, Tensor | None]:
     into_vectors = weighted_rows(bank, slots, gradient, backend).to(vectors.dtype) if wants[0] else None
     return into_vectors, row_sums(vectors, slots, gradient, len(bank), backend).to(bank.dtype) if wants[1] else None
 
@@ -210,7 +189,7 @@ gathered_products_op = differentiable_op(
 )
 
 
-def rows_read(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_read(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of a bank that slots of any shape read, and the index of each slot's row among them.
 
     The gradient of the bank is a coalesced sparse tensor of these rows. Counting the rows waits for the device.
@@ -221,13 +200,13 @@ def rows_read(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, to
 
 class _RowsRead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bank: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, bank: Tensor, numbers: Tensor) -> Tensor:
         ctx.save_for_backward(numbers)
         ctx.shape = bank.shape
         return bank.index_select(0, numbers)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (numbers,) = ctx.saved_tensors
         shape = ctx.shape
         return torch.sparse_coo_tensor(numbers[None], gradient, shape, is_coalesced=True, check_invariants=False), None

@@ -2,11 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def weighted_gather(
-    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, sparse_gradient: bool = False
-) -> torch.Tensor:
+def weighted_gather(bank: Tensor, slots: Tensor, weights: Tensor, sparse_gradient: bool = False) -> Tensor:
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
     Shapes: bank `[R, v]`, slots and weights `[..., m]`; the result `[..., v]` has the dtype of the bank.
@@ -15,9 +14,7 @@ def weighted_gather(
     return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
 
 
-def gathered_products(
-    vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool = False
-) -> torch.Tensor:
+def gathered_products(vectors: Tensor, bank: Tensor, slots: Tensor, sparse_gradient: bool = False) -> Tensor:
     """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
 
     Shapes: vectors `[..., v]`, bank `[R, v]`, slots `[..., m]`; the result `[..., m]` is float32 at least.
@@ -27,7 +24,7 @@ def gathered_products(
     return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
 
 
-def _rows(bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool) -> torch.Tensor:
+def _rows(bank: Tensor, slots: Tensor, sparse_gradient: bool) -> Tensor:
     """Return rows in float32 at least, so that the gradients of a row that thousands of tokens read are summed in float32."""
     wide = torch.promote_types(bank.dtype, torch.float32)
     if torch.is_grad_enabled() and bank.requires_grad:

@@ -11,6 +11,7 @@ if each head has separate rows, a bucket of one head.
 """
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import narrowest_integer
 from midus_hf.ops.dispatch.triton import (
@@ -89,12 +90,6 @@ def place_of(
 
 
 @triton.jit
-def first_tile(start, PIECE: tl.constexpr):
-    """Return the first tile for the pieces of a group that has several; groups before it need at most two tiles per PIECE entries."""
-    return 2 * (start // PIECE)
-
-
-@triton.jit
 def bucket_sums_kernel(
     order, slots, source, weights, starts, ends, owners, output, scratch,
     entries_per_head, groups, token_stride, head_stride, output_stride, width,
@@ -129,7 +124,8 @@ def bucket_sums_kernel(
         if end - start_of_group <= PIECE:
             store_rows(output, total, group, width, output_stride, ROWS, HEADS if BY_HEAD else 1, BR, BV)
         else:
-            there = scratch + (first_tile(start_of_group, PIECE) + piece) * (BR * width)
+            # Groups before this one need at most two tiles per PIECE entries.
+            there = scratch + (2 * (start_of_group // PIECE) + piece) * (BR * width)
             tl.store(there + rows[:, None] * width + columns[None, :], total, mask=(columns < width)[None, :])
 
 
@@ -144,7 +140,7 @@ def piece_sums_kernel(
     count = tl.load(starts + group + 1) - start
     if count > PIECE:
         rows, columns = tl.arange(0, BR), tl.program_id(1) * BV + tl.arange(0, BV)
-        there = scratch + first_tile(start, PIECE) * (BR * width) + rows[:, None] * width + columns[None, :]
+        there = scratch + 2 * (start // PIECE) * (BR * width) + rows[:, None] * width + columns[None, :]
         mask = (columns < width)[None, :]
         total = tl.zeros([BR, BV], tl.float32)
         for piece in range(tl.cdiv(count, PIECE).to(tl.int32)):
@@ -152,9 +148,7 @@ def piece_sums_kernel(
         store_rows(output, total, group, width, output_stride, ROWS, HEADS, BR, BV)
 
 
-def bucket_sums(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *, by_head: bool
-) -> None:
+def bucket_sums(gradient: Tensor, slots: Tensor, weights: Tensor, output: Tensor, *, by_head: bool) -> None:
     """Fill `output` with the sums of weighted gradients per slot, or per head and slot.
 
     Args:
@@ -236,7 +230,7 @@ def weight_gradients_kernel(gradient, bank, slots, output, m, width, BM: tl.cons
     tl.store(output + token * m + entries, total, mask=entries < m)
 
 
-def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def triton_weighted_rows(bank: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
     """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     (count, m), width = slots.shape, bank.shape[1]
     output = bank.new_empty(count, width)
@@ -250,7 +244,7 @@ def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch
     return output
 
 
-def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def triton_weight_gradients(gradient: Tensor, bank: Tensor, slots: Tensor) -> Tensor:
     """Return `<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32."""
     (count, m), width = slots.shape, bank.shape[1]
     output = torch.zeros(count, m, dtype=torch.float32, device=bank.device)
@@ -264,15 +258,15 @@ def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: t
     return output
 
 
-def triton_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
+def triton_row_sums(gradient: Tensor, slots: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
     shape = torch.Size((num_rows, gradient.shape[1]))
     return triton_bank_gradient(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), shape, torch.float32)
 
 
 def triton_bank_gradient(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
+    gradient: Tensor, slots: Tensor, weights: Tensor, bank_shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
     """Return the gradient of a bank: for each row the sum of weights times gradients, in float32, in the order of tokens.
 
     Args:

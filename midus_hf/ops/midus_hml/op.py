@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import (
     RESOLVED,
@@ -40,16 +41,16 @@ _TIMES_EXPANDED = {"native": 3, "torch": 1, "triton": 1}
 
 
 def headwise_memory(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    value_bank: torch.Tensor,
-    value_transform: torch.Tensor | None,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    value_bank: Tensor,
+    value_transform: Tensor | None,
     k: int,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
 
     Head `h` retrieves its `k` best of `N = n * n` slots and sums their rows of the shared bank, weighted by the softmax
@@ -103,11 +104,7 @@ def headwise_memory(
 
 
 def _body(
-    query: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    value_transform: torch.Tensor | None,
-    k: int,
-    backend: str,
+    query: Tensor, tables: tuple[Tensor, Tensor, Tensor], value_transform: Tensor | None, k: int, backend: str
 ) -> str:
     """Check the shapes of a call and return its backend; calls like an earlier one are looked up, unless traced."""
     call: tuple[Any, ...] | None = None
@@ -137,17 +134,17 @@ def _body(
     return body
 
 
-def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
+def expand_values(value_bank: Tensor, value_transform: Tensor) -> Tensor:
     """Return the bank `[N, v]` transformed per head, `[H, N, v]`: `E_h = V W_h^T` (MIDUS, equation 24)."""
     with without_autocast(value_bank.device.type):
         return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
 
 
 # What a lookup keeps for the gradient: slots and their weights, best first, `[S, H, k]` each.
-Kept = tuple[torch.Tensor, torch.Tensor]
+Kept = tuple[Tensor, Tensor]
 
 
-def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tensor, Kept | None]:
+def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[Tensor, Kept | None]:
     """Return the output `[S, H, v]`, and the tensors for a gradient if `keeps` is true.
 
     C transforms the gathered values of a block of tokens while they are in the processor's cache. No tensor of the size
@@ -162,7 +159,7 @@ def lookup(inputs: LookupInputs, backend: str, keeps: bool) -> tuple[torch.Tenso
     return output if residual is None else (residual + output).to(residual.dtype), kept
 
 
-def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
+def torch_lookup(inputs: LookupInputs) -> tuple[Tensor, Kept]:
     """Compute a `lookup` without transforms by PyTorch's operations."""
     query, row_keys, column_keys, bank, _, residual, k = inputs
     tokens, heads, _ = query.shape
@@ -184,21 +181,21 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, Kept]:
     return output, (kept[0].contiguous(), kept[1].contiguous())
 
 
-def transformed(gathered: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
+def transformed(gathered: Tensor, transform: Tensor) -> Tensor:
     """Apply `W_h` to the gathered sum of each head h, `[S, H, v]`."""
     return torch.matmul(gathered.transpose(0, 1), transform.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def _keeping_lookup(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    bank: torch.Tensor,
-    transform: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads only this form
-    residual: Optional[torch.Tensor],  # noqa: UP045
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    bank: Tensor,
+    transform: Optional[Tensor],  # noqa: UP045 - torch.library reads only this form
+    residual: Optional[Tensor],  # noqa: UP045
     k: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     output, kept = lookup(
         LookupInputs(query, row_keys, column_keys, bank, transform, residual, k), backend, keeps=True
     )
@@ -216,22 +213,22 @@ def _lookup_shapes(query, row_keys, column_keys, bank, transform, residual, k, b
 
 
 def _lookup_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    bank: torch.Tensor,
-    transform: Optional[torch.Tensor],  # noqa: UP045
-    slots: torch.Tensor,
-    weights: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    bank: Tensor,
+    transform: Optional[Tensor],  # noqa: UP045
+    slots: Tensor,
+    weights: Tensor,
     wants: list[bool],
     backend: str,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]` of the output."""
     in_c = backend == "native" and native_library() is not None
     tensors, kept = (query, row_keys, column_keys, slots), (bank, weights)
     into_bank = into_transform = None
-    into_scored: Sequence[torch.Tensor | None] = (None, None, None)
+    into_scored: Sequence[Tensor | None] = (None, None, None)
     if transform is not None and in_c:
         *into_scored, into_transform, gradient = native_score_gradients(gradient, *tensors, kept, transform)
     else:
@@ -256,13 +253,8 @@ def _lookup_gradients(
 
 
 def _scored_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    slots: torch.Tensor,
-    looked_up: Kept,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, query: Tensor, row_keys: Tensor, column_keys: Tensor, slots: Tensor, looked_up: Kept
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, row keys and column keys, through the softmax and the chosen scores."""
     bank, weights = looked_up
     slots_of_head, weights_of_head = slots.transpose(0, 1).long(), weights.transpose(0, 1).contiguous()  # [H, S, k]
@@ -284,7 +276,7 @@ headwise_lookup_op = differentiable_op(
 )
 
 
-def _weights(scores: torch.Tensor) -> torch.Tensor:
+def _weights(scores: Tensor) -> Tensor:
     """Return the softmax of descending scores."""
     if scores.numel() <= _FEW_SCORES:
         return scores.softmax(dim=-1)
@@ -292,7 +284,7 @@ def _weights(scores: torch.Tensor) -> torch.Tensor:
     return shares.div_(shares.sum(-1, keepdim=True))
 
 
-def _flat(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _flat(bank: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return a flat bank `[R, v]` and, for slots `[H, S, k]` of each head, slots `[H * S, k]` into that bank."""
     if bank.dim() == 2:
         return bank, slots.flatten(0, 1)

@@ -1,21 +1,22 @@
 """The contract of head-wise memory (MIDUS, equations 11 to 17)."""
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import without_autocast
 from midus_hf.ops.product_key.reference import product_key_topk
 
 
 def headwise_memory(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    value_bank: torch.Tensor,
-    value_transform: torch.Tensor | None,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    value_bank: Tensor,
+    value_transform: Tensor | None,
     k: int,
     *,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Tensor | None = None,
+) -> Tensor:
     """Retrieve from the memory of every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
 
     Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]`, values `[n * n, v]` or, per head, `[H, n * n, v]`, transforms

@@ -4,7 +4,7 @@ Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `K
 or above k, d / 2 and v.
 """
 
-import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, quotient_above, tl, triton
 from midus_hf.ops.product_key.native import LookupInputs, room_for_gradient
@@ -69,7 +69,7 @@ def forward_kernel(
     tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
 
 
-def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+def triton_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return the output `[S, H, v]` of a lookup without transforms, and, if `keeps`, slots and weights `[S, H, k]` for a gradient."""
     query, row_keys, column_keys, bank, _, residual, k = inputs
     query = query if query.stride(-1) == 1 else query.contiguous()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.dispatch.calling import differentiable_op, resolve, wide_dtype, without_autocast
@@ -22,14 +23,8 @@ _MIN_TOGETHER = 16
 
 
 def chapter_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapters: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    backend: str = "auto",
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str = "auto"
+) -> Tensor:
     """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
     All Q tokens of a segment read the same n chapters: with Q = 1 each token has its own. There is no position and no
@@ -79,9 +74,7 @@ def min_together() -> int:
     return _MIN_TOGETHER
 
 
-def _gathered(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
+def _gathered(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> Tensor:
     """Compute `chapter_attention` of segments with torch's attention, some segments at a time."""
     per_segment = chapters.shape[1] * keys[0].numel()
     together = max(1, _MAX_GATHERED // per_segment)
@@ -96,9 +89,7 @@ def _gathered(
     return torch.cat(outputs)
 
 
-def _attend_at_once(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
+def _attend_at_once(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> Tensor:
     num_segments, num_chosen = chapters.shape
     scale = scales.to(query.dtype).unsqueeze(-1)
     shape = (num_segments, num_chosen * keys.shape[1], *keys.shape[2:])
@@ -109,9 +100,7 @@ def _attend_at_once(
     return output.transpose(1, 2)  # [S, Q, H, d]
 
 
-def _check_shapes(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
-) -> None:
+def _check_shapes(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> None:
     if keys.shape != values.shape or keys.dim() != 4:
         raise ValueError(
             f"keys is {tuple(keys.shape)} and values is {tuple(values.shape)}; expected [C, M, heads, width] twice."
@@ -132,21 +121,15 @@ def _check_shapes(
 class SortedPairs(NamedTuple):
     """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter; all int64."""
 
-    pair_of_row: torch.Tensor  # [R], 0 for padding
-    chapter_of_block: torch.Tensor  # [R / BLOCK_ROWS]
-    block_ends: torch.Tensor  # [C], the number of blocks up to and including each chapter
-    row_of_pair: torch.Tensor  # [N * n]
+    pair_of_row: Tensor  # [R], 0 for padding
+    chapter_of_block: Tensor  # [R / BLOCK_ROWS]
+    block_ends: Tensor  # [C], the number of blocks up to and including each chapter
+    row_of_pair: Tensor  # [N * n]
 
 
 def segment_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapters: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    backend: str,
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, *, backend: str
+) -> Tensor:
     """Attend from each token, query `[N, H, d]`, to the memory tokens of the token's chapters `[N, n]`, in one softmax.
 
     Every pair of a token and a chapter gives an output and the log-sum-exp of its scores. The outputs of a token's
@@ -163,13 +146,8 @@ def segment_attention(
 
 
 def block_arguments(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapters: torch.Tensor,
-    scales: torch.Tensor,
-    segments: SortedPairs,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor, segments: SortedPairs
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the arguments of `block_attention`, from the arguments of `segment_attention` and its sorted pairs."""
     tokens = segments.pair_of_row // chapters.shape[1]
     # The gradient of an embedding is summed in a fixed order.
@@ -181,13 +159,8 @@ def block_arguments(
 
 
 def block_attention(
-    rows: torch.Tensor,
-    factors: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapter_of_block: torch.Tensor,
-    block_ends: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, factors: Tensor, keys: Tensor, values: Tensor, chapter_of_block: Tensor, block_ends: Tensor
+) -> tuple[Tensor, Tensor]:
     """Attend from each row `[R, H, d]` to the memory tokens of the chapter of the row's block.
 
     `factors` `[R]` multiply the scores of each row; the gradients of kernels need `block_ends`. Returns the outputs
@@ -205,7 +178,7 @@ def block_attention(
     return outputs.transpose(1, 2).flatten(0, 1), log_sums.squeeze(-1).transpose(1, 2).flatten(0, 1)
 
 
-def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> SortedPairs:
+def sort_by_chapter(chapters: Tensor, num_chapters: int) -> SortedPairs:
     """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
 
     The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole

@@ -3,13 +3,12 @@
 import math
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import without_autocast
 
 
-def chapter_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
+def chapter_attention(query: Tensor, keys: Tensor, values: Tensor, chapters: Tensor, scales: Tensor) -> Tensor:
     """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
     Shapes: query and result `[S, Q, H, d]`, keys and values `[C, M, H, d]`, chapters and scales `[S, n]`.

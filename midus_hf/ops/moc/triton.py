@@ -9,6 +9,7 @@ of two at or above the width of a head, at least 16.
 """
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.triton import (
     Tile,
@@ -144,13 +145,8 @@ def chapter_table_gradient_kernel(
 
 
 def triton_chapter_blocks(
-    rows: torch.Tensor,
-    factors: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapter_of_block: torch.Tensor,
-    block_ends: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, factors: Tensor, keys: Tensor, values: Tensor, chapter_of_block: Tensor, block_ends: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute `block_attention` by a kernel, with factors in float32 and the same arguments."""
     rows, keys, values = rows.contiguous(), keys.contiguous(), values.contiguous()
     outputs, sums = torch.empty_like(rows), rows.new_empty(rows.shape[:2], dtype=torch.float32)
@@ -163,18 +159,18 @@ def triton_chapter_blocks(
 
 
 def triton_chapter_gradients(
-    gradient: torch.Tensor,
-    sums_gradient: torch.Tensor,
-    rows: torch.Tensor,
-    factors: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapter_of_block: torch.Tensor,
-    block_ends: torch.Tensor,
-    outputs: torch.Tensor,
-    sums: torch.Tensor,
+    gradient: Tensor,
+    sums_gradient: Tensor,
+    rows: Tensor,
+    factors: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    chapter_of_block: Tensor,
+    block_ends: Tensor,
+    outputs: Tensor,
+    sums: Tensor,
     wants: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of rows, factors, keys and values; those that are not needed are None."""
     gradient, rows, keys, values = (tensor.contiguous() for tensor in (gradient, rows, keys, values))
     # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
@@ -208,7 +204,7 @@ def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
     return None
 
 
-def _tile(keys: torch.Tensor) -> Tile:
+def _tile(keys: Tensor) -> Tile:
     """Return the constants of all kernels: more warps for wide rows, since registers hold two sums of rows and their terms."""
     (_, memory_tokens, _, width), element = keys.shape, keys.element_size()
     dims = max(16, power_of_two(width))

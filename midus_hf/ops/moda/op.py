@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.dispatch.calling import differentiable_op, resolve
@@ -17,14 +18,14 @@ _CHUNK = 256
 
 
 def depth_attention(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     scaling: float,
     softcap: float | None = None,
     *,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
     Kernels read slots in place; slots are copied only if dtypes differ or rows are not contiguous. PyTorch copies all
@@ -68,13 +69,8 @@ def depth_attention(
 
 
 def sequence_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scaling: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
+) -> Tensor:
     """Compute `reference.sequence_lse` for a few queries at a time, recomputing it for the gradient: no tensor holds all scores.
 
     With inputs of half precision, products are summed, capped and masked in float32 and
@@ -98,14 +94,14 @@ def _computed_again(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def joint_shares(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    sequence_lse: torch.Tensor,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    sequence_lse: Tensor,
     scaling: float,
     softcap: float | None = None,
-    gate: torch.Tensor | None = None,
+    gate: Tensor | None = None,
     added: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the factors with which `joint_attention` weights the value of each slot, and the heads' output for the sequence.
 
     Arguments are those of `depth_attention` and `joint_attention`. The shares of slots `[B, H, T, n]` and of the sequence
@@ -117,7 +113,7 @@ def joint_shares(
         return scores.softmax(-1) * depth_factor.unsqueeze(-1), sequence_factor
 
 
-def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
+def shared_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which kernels read all of the tensors.
 
     If their dtypes differ under autocast, the result is the dtype of autocast, as in PyTorch's attention; otherwise it
@@ -130,7 +126,7 @@ def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _empty_by_token(heads: torch.Tensor) -> torch.Tensor:
+def _empty_by_token(heads: Tensor) -> Tensor:
     """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import without_autocast
 
@@ -11,12 +12,8 @@ _LARGEST_EXPONENT = 80.0
 
 
 def depth_attention(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
     Shapes: query `[B, H, T, d]`, key and value of each slot `[B, K, T, d]`; K divides H. Scores are multiplied with `scaling`,
@@ -31,9 +28,7 @@ def depth_attention(
     return read.to(query.dtype), scores.logsumexp(-1)
 
 
-def depth_scores(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None
-) -> torch.Tensor:
+def depth_scores(query: Tensor, keys: Sequence[Tensor], scaling: float, softcap: float | None) -> Tensor:
     """Return the score of each slot, `[B, H, T, n]`, float32 at least, with the arguments of `depth_attention`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
@@ -45,13 +40,13 @@ def depth_scores(
 
 
 def joint_attention(
-    sequence: torch.Tensor,
-    sequence_lse: torch.Tensor,
-    depth: torch.Tensor,
-    depth_lse: torch.Tensor,
-    gate: torch.Tensor | None = None,
+    sequence: Tensor,
+    sequence_lse: Tensor,
+    depth: Tensor,
+    depth_lse: Tensor,
+    gate: Tensor | None = None,
     added: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
 
     With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A
@@ -68,9 +63,7 @@ def joint_attention(
     return (sequence_factor * sequence.to(wide) + depth_factor * depth.to(wide)).to(sequence.dtype)
 
 
-def join_factors(
-    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def join_factors(sequence_lse: Tensor, depth_lse: Tensor, gate: Tensor | None, added: bool) -> tuple[Tensor, Tensor]:
     """Return the factors of o_S and o_D in `joint_attention`, both `[B, H, T]`, with the arguments of `joint_attention`."""
     share, rest = shares_of_both(sequence_lse, depth_lse)
     if gate is None:
@@ -80,7 +73,7 @@ def join_factors(
     return (1 - gate) + gate * rest, (1 - gate) + depth_factor if added else depth_factor
 
 
-def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def shares_of_both(sequence_lse: Tensor, depth_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
 
     The logarithms `[B, H, T]` are minus infinity for rows that read nothing; w is 0 for rows that read no slot of the depth.
@@ -92,14 +85,14 @@ def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple
 
 
 def sequence_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
     is_causal: bool,
     scaling: float,
     softcap: float | None = None,
     first: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the logarithm of the sum of the exponentials of each query's scores of the sequence, `[B, H, T]`.
 
     It is float32 at least, and minus infinity for queries that read nothing.
@@ -120,13 +113,8 @@ def sequence_lse(
 
 
 def sequence_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scaling: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scaling: float, softcap: float | None = None
+) -> Tensor:
     """Return the attention weights `[B, H, T, S]` of the softmax over only the sequence, with the arguments of `sequence_lse`.
 
     They are float32 at least, zero for queries that read nothing, and without gradient.
@@ -136,14 +124,14 @@ def sequence_weights(
 
 
 def sequence_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
     is_causal: bool,
     scaling: float,
     softcap: float | None,
     first: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the masked scores of the sequence, `[B, H, T, S]`, float32 at least, with the arguments of `sequence_lse`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, d]

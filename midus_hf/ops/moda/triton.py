@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import torch
+from torch import Tensor
 
+from midus_hf.ops.dispatch.library import with_rows
 from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, product, product_precision, tl, triton
 
 # Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
@@ -23,15 +25,11 @@ _MAX_WIDTH = 256
 # Maximum query heads per head of keys and values: a program holds the outputs of all of them.
 _MAX_GROUP = 64
 
-# Maximum programs of one launch.
-_MAX_PROGRAMS = (1 << 31) - 1
-
-# Numbers per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and
-# of values.
-_NUMBERS_PER_RUN = 7
-
-# Maximum slots that are read at once.
+_MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 _MAX_SLOTS_AT_ONCE = 64
+
+# Per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and of values.
+_NUMBERS_PER_RUN = 7
 
 # Bytes of the widest load of one thread, whose address must be a multiple of this.
 _VECTOR_BYTES = 16
@@ -40,10 +38,10 @@ _VECTOR_BYTES = 16
 class SlotTable(NamedTuple):
     """Addresses and strides of slots, for kernels."""
 
-    numbers: torch.Tensor  # `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot
+    numbers: Tensor  # `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot
     runs: int  # R
     unit: int  # alignment of row addresses in bytes: 16, which one thread loads at once, or the size of an element
-    slots: tuple[torch.Tensor, ...]  # keys and values, which must outlive the launch
+    slots: tuple[Tensor, ...]  # keys and values, which must outlive the launch
 
 
 @triton.jit
@@ -151,14 +149,14 @@ def depth_forward_kernel(
 
 
 def triton_depth_attention(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     scaling: float,
     softcap: Optional[float],  # noqa: UP045 - torch.library reads only this form
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32, laid out token by token."""
-    query = last_dense(query)
+    query = with_rows(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     output = query.new_empty(texts, tokens, heads, width)
     lse = torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device)
@@ -169,16 +167,14 @@ def triton_depth_attention(
                 query, table.numbers, output, lse,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
                 CAPPED=softcap is not None, UNIT=table.unit, PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
-                **depth_tile(*depth_shape(query, kv_heads, len(keys))),
+                **depth_tile(query, kv_heads, len(keys)),
             )  # fmt: skip
     return output.transpose(1, 2), lse.transpose(1, 2)
 
 
-def slot_table(
-    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *others: Sequence[torch.Tensor]
-) -> SlotTable:
+def slot_table(keys: Sequence[Tensor], values: Sequence[Tensor], *others: Sequence[Tensor]) -> SlotTable:
     """Build the table of slot addresses on the device of the slots; `others` are more tensors per slot, of one layout in memory."""
-    keys, values = ([last_dense(slot) for slot in slots] for slots in (keys, values))
+    keys, values = ([with_rows(slot) for slot in slots] for slots in (keys, values))
     size = keys[0].element_size()
     strides = [
         tuple(size * stride for stride in (*key.stride()[:3], *value.stride()[:3]))
@@ -196,30 +192,20 @@ def slot_table(
     return SlotTable(device_numbers(numbers + addresses, keys[0]), runs, unit, (*keys, *values))
 
 
-def last_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with contiguous rows, copied if they are not."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def depth_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
-    """Return the numbers that tiles depend on: GP, DP, bytes per element, and the power of two at or above n, from 16 to 64."""
-    group, width = query.shape[1] // kv_heads, query.shape[-1]
-    slots_at_once = max(16, min(_MAX_SLOTS_AT_ONCE, power_of_two(slots)))
-    return max(16, power_of_two(group)), max(16, power_of_two(width)), query.element_size(), slots_at_once
-
-
-def depth_tile(group: int, dims: int, element: int, slots: int, tile_bytes: int = 16 << 10) -> Tile:
+def depth_tile(query: Tensor, kv_heads: int, slots: int, tile_bytes: int = 16 << 10) -> Tile:
     """Return the sizes of a program: 16 or more slots are read at once, with rows of `tile_bytes` at most if there are more."""
+    group, dims = (max(16, power_of_two(size)) for size in (query.shape[1] // kv_heads, query.shape[-1]))
+    at_once = max(16, min(_MAX_SLOTS_AT_ONCE, power_of_two(slots)))
     return {
         "GP": group,
         "DP": dims,
-        "BS": min(slots, max(16, tile_bytes // (dims * element))),
+        "BS": min(at_once, max(16, tile_bytes // (dims * query.element_size()))),
         "num_warps": 4,
         "num_stages": 1,  # most programs have one round of slots; other resident programs hide its waiting for memory
     }
 
 
-def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:
+def depth_refusal(query: Tensor, keys: Sequence[Tensor]) -> str | None:
     """Return why the kernels do not support these tensors, and what they expect; None if they do."""
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     if width > _MAX_WIDTH:
@@ -250,7 +236,7 @@ def write_numbers_kernel(numbers, into, COUNT: tl.constexpr):
         tl.store(into + index, (numbers[index] - 4611686018427387905) // 2)
 
 
-def device_numbers(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def device_numbers(numbers: Sequence[int], like: Tensor) -> Tensor:
     """Return one or more integers between -2^60 and 2^60 on the device of a tensor, int64, without waiting for the device."""
     sizes = [
         min(_MAX_NUMBERS_PER_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MAX_NUMBERS_PER_LAUNCH)
@@ -332,20 +318,20 @@ def depth_gradient_kernel(
 
 
 def triton_depth_gradients(
-    gradient: torch.Tensor,
-    lse_gradient: torch.Tensor,
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    lse: torch.Tensor,
+    gradient: Tensor,
+    lse_gradient: Tensor,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    output: Tensor,
+    lse: Tensor,
     scaling: float,
     softcap: Optional[float],  # noqa: UP045
     wants: list[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
     """Return the gradients of query, keys and values, laid out in memory token by token; None or empty if not needed."""
     wants_query, wants_slots = wants[0], any(wants[1:])
-    query = last_dense(query)
+    query = with_rows(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     parts = (gradient.to(query.dtype), lse_gradient.float(), output, lse)
     by_token = [tensor.transpose(1, 2).contiguous() for tensor in parts]
@@ -363,7 +349,7 @@ def triton_depth_gradients(
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
                 WANTS_QUERY=wants_query, WANTS_SLOTS=wants_slots, CAPPED=softcap is not None, UNIT=table.unit,
                 PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
-                **depth_tile(*depth_shape(query, kv_heads, len(keys)), _TILE_BYTES),
+                **depth_tile(query, kv_heads, len(keys), _TILE_BYTES),
             )  # fmt: skip
     keys_by_head, values_by_head = ([into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values))
     return None if into_query is None else into_query.transpose(1, 2), keys_by_head, values_by_head

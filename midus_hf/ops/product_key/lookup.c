@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-/* A call, as `calls.py` packs it. */
+/* A call, as `library.py` packs it. */
 struct lookup {
     const void *query, *row_keys, *column_keys, *bank;
     const void *transform, *residual; /* [heads][width][width], and as the output; NULL for none */
@@ -17,7 +17,7 @@ struct lookup {
     int64_t tokens, heads, n, half, width, k;
     int64_t query_token, query_head, residual_token, residual_head, bank_head; /* strides, in numbers */
     int64_t narrow, residual_narrow, slot_bytes;
-    int64_t raw, threads; /* raw: weights are scores, of which no softmax is taken */
+    int64_t raw, threads; /* raw: weights are scores without softmax */
     /* What follows is not the caller's, who leaves room for it. */
     struct tables tables;
     int64_t groups;

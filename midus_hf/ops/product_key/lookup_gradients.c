@@ -64,7 +64,7 @@ INLINE void sum_rows(
     }
 }
 
-/* A call, as `calls.py` packs it. */
+/* A call, as `library.py` packs it. */
 struct score_gradients {
     const void *gradient, *query, *row_keys, *column_keys, *bank, *transform, *slots;
     const float *weights;

@@ -7,6 +7,7 @@ a bit. All functions raise a `ValueError` if a tensor is not on the CPU.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import narrowest_integer
 from midus_hf.ops.dispatch.library import (
@@ -34,28 +35,20 @@ _MAX_LANES = 16
 
 
 class LookupInputs(NamedTuple):
-    """Arguments of a lookup. Query and tables share a dtype; a residual may have another, which is then the dtype of the output.
+    """Arguments of a lookup. Query and tables share a dtype; a residual may have another, which is then the dtype of the output."""
 
-    Args:
-        query: `[S, H, d]`.
-        row_keys: `[H, n, d / 2]`.
-        column_keys: `[H, n, d / 2]`.
-        bank: `[N, v]`, or `[H, N, v]` with a bank per head.
-        transform: Matrix per head, `[H, v, v]`, for a bank that heads share, which multiplies the gathered sum; or None.
-        residual: Summand of the output, `[S, H, v]`, or None.
-        k: Slots retrieved per head.
-    """
-
-    query: torch.Tensor
-    row_keys: torch.Tensor
-    column_keys: torch.Tensor
-    bank: torch.Tensor
-    transform: torch.Tensor | None
-    residual: torch.Tensor | None
-    k: int
+    query: Tensor  # [S, H, d]
+    row_keys: Tensor  # [H, n, d / 2]
+    column_keys: Tensor  # [H, n, d / 2]
+    bank: Tensor  # [N, v], or [H, N, v] with a bank per head
+    transform: (
+        Tensor | None
+    )  # [H, v, v], for a bank that heads share: a matrix per head that multiplies the gathered sum
+    residual: Tensor | None  # [S, H, v], a summand of the output
+    k: int  # slots retrieved per head
 
 
-def room_for_gradient(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def room_for_gradient(inputs: LookupInputs) -> tuple[Tensor, Tensor]:
     """Return uninitialised slots `[S, H, k]`, in the narrowest integers that hold n * n, and weights `[S, H, k]`, float32."""
     query, n = inputs.query, inputs.row_keys.shape[1]
     shape = (*query.shape[:2], inputs.k)
@@ -69,7 +62,7 @@ def native_refusal(n: int, k: int) -> str | None:
     return f"k is {k}; expected {_MAX_RETRIEVED} or less" if k > _MAX_RETRIEVED else None
 
 
-def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return the output `[S, H, v]`, and, if `keeps`, slots and weights `[S, H, k]` for a gradient.
 
     Transforms multiply gathered sums in float32, before rounding.
@@ -99,9 +92,7 @@ def native_lookup(inputs: LookupInputs, keeps: bool) -> tuple[torch.Tensor, tupl
     return output, kept
 
 
-def native_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def native_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the scores, float32, descending, and the numbers, int64, of the k best slots: `[S, H, k]` each."""
     if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
         refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
@@ -112,7 +103,7 @@ def native_scores(
     return scores, slots
 
 
-def _look_up(inputs: LookupInputs, tensors: tuple[torch.Tensor | None, ...], width: int) -> None:
+def _look_up(inputs: LookupInputs, tensors: tuple[Tensor | None, ...], width: int) -> None:
     """Call C with bank, transform, residual, output, slots and weights; without a bank, weights are scores."""
     query, row_keys, column_keys = (
         with_rows(inputs.query),
@@ -140,14 +131,14 @@ def _look_up(inputs: LookupInputs, tensors: tuple[torch.Tensor | None, ...], wid
 
 
 def native_score_gradients(
-    gradient: torch.Tensor | None,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    slots: torch.Tensor,
-    looked_up: tuple[torch.Tensor, torch.Tensor],
-    transform: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
+    gradient: Tensor | None,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    slots: Tensor,
+    looked_up: tuple[Tensor, Tensor],
+    transform: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return gradients of query, row keys and column keys, in their dtype.
 
     With a transform, also return the gradients of the transform and of the gathered values, `[S, H, v]`, float32.

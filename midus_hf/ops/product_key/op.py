@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import differentiable_op, resolve, without_autocast
 from midus_hf.ops.dispatch.library import native_library
@@ -17,8 +18,8 @@ _FEW_COLUMNS = 24
 
 
 def product_key_topk(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, *, backend: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query.
 
     Slot `i * n + j` has the score `<q_row, K_row[i]> + <q_column, K_column[j]>`, where `q_row` and `q_column` are the
@@ -62,7 +63,7 @@ def product_key_topk(
     return row_scores.gather(-1, rows) + column_scores.gather(-1, columns), rows * n + columns
 
 
-def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int) -> None:
+def check_product_keys(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> None:
     """Raise a `ValueError` if shapes disagree or `k` is out of range."""
     shape, query_shape = row_keys.shape, query.shape  # reading a tensor's shape takes longer than comparing two
     if len(shape) != 3:
@@ -78,9 +79,7 @@ def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")
 
 
-def _best_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _best_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int, backend: str) -> tuple[Tensor, Tensor]:
     """Return scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
 
     The query `[S, H, d]` and the keys `[H, n, d / 2]` share a dtype. The backend is `"triton"` or `"native"`.
@@ -93,14 +92,14 @@ def _best_scores(
 
 
 def _score_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    slots: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    slots: Tensor,
     wants: list[bool],
     backend: str,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return gradients of query, row keys and column keys for a gradient `[S, H, k]` of scores."""
     tensors = (query, row_keys, column_keys)
     if backend == "triton":
@@ -122,7 +121,7 @@ product_key_scores_op = differentiable_op(
 )
 
 
-def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return `scores.topk(k, dim=-1)`, computed by groups on a CPU, where `topk` takes three times as long for 64 columns as for 16.
 
     The k largest scores of a row lie in the k groups with the largest maxima, so two selections among few scores give
@@ -161,7 +160,7 @@ def _group_size(n: int, k: int) -> int:
     return best if fewest <= 0.75 * n else 1
 
 
-def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select(row_scores: Tensor, column_scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the k best slots, best first, `[..., k]` each, int64, for scores `[..., n]` of rows and columns."""
     row_best, rows = largest(row_scores, k)
     column_best, columns = largest(column_scores, k)
@@ -174,7 +173,7 @@ def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tup
     return rows_of_sums.gather(-1, best), columns_of_sums.gather(-1, best)
 
 
-def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
 
     Each half is copied: the rounding of a matrix product of strided rows depends on their layout in memory.
@@ -184,12 +183,8 @@ def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def query_and_key_gradients(
-    into_scores: torch.Tensor,
-    slots: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    into_scores: Tensor, slots: Tensor, query: Tensor, row_keys: Tensor, column_keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
 
     Args:

@@ -1,6 +1,7 @@
 """The contracts of product-key retrieval (MIDUS, equations 11 to 13) and of flat retrieval (equation 4)."""
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.calling import without_autocast
 
@@ -11,9 +12,7 @@ _MAX_SCORES = 1 << 26
 _MAX_WIDENED = 1 << 20
 
 
-def product_key_topk(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def product_key_topk(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query (MIDUS, equations 11 to 13).
 
     Shapes: query `[..., H, d]`, sub-keys `[H, n, d / 2]` per side. Returns scores `[..., H, k]`, descending, and slots, int64.
@@ -27,9 +26,7 @@ def product_key_topk(
     return scores, slots
 
 
-def sub_key_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sub_key_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scores of all row keys and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
 
     Keys are cast to the dtype of the query first.
@@ -44,7 +41,7 @@ def sub_key_scores(
         )
 
 
-def flat_key_topk(query: torch.Tensor, keys: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def flat_key_topk(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
 
     Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token exist
@@ -86,7 +83,7 @@ def flat_key_topk(query: torch.Tensor, keys: torch.Tensor, k: int) -> tuple[torc
     return scores.transpose(0, 1).reshape(*leading, heads, k), chosen.transpose(0, 1).reshape(*leading, heads, k)
 
 
-def _best_keys(query: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
+def _best_keys(query: Tensor, keys: Tensor, k: int) -> Tensor:
     """Return the indices `[H, S, k]` of the k keys out of `[H, N, d]` that score highest against queries `[H, S, d]`.
 
     Keys are widened to the dtype of the queries some heads at a time, so that on a CPU they stay in the cache.

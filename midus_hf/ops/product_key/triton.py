@@ -11,6 +11,7 @@ at or above k, d / 2 and v.
 import functools
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.dispatch.triton import (
     Tile,
@@ -118,13 +119,6 @@ def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP:
 
 
 @triton.jit
-def first_sums(row_values, column_values, KP: tl.constexpr, BT: tl.constexpr):
-    """Return the first `sums` and `next_column` of `next_pair`: every row rank with the best column."""
-    best = pick(column_values, tl.zeros([BT], tl.int32), KP)
-    return row_values + best[:, None], tl.zeros([BT, KP], tl.int32)
-
-
-@triton.jit
 def best_of_key_stretch(
     query, keys, n, half, start, WIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
@@ -173,7 +167,9 @@ def best_slots_of_keys(
     column_values, columns = best_of_keys(
         column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
     )
-    sums, next_column = first_sums(row_values, column_values, KP, BT)
+    # Every row rank starts with the best column.
+    sums = row_values + pick(column_values, tl.zeros([BT], tl.int32), KP)[:, None]
+    next_column = tl.zeros([BT, KP], tl.int32)
     scores = tl.full([BT, KP], float("-inf"), tl.float32)
     chosen = tl.zeros([BT, KP], tl.int32)
     for rank in range(K):
@@ -202,7 +198,7 @@ def selection_tile(n: int, k: int, half: int, few: bool, is_wide: bool, lanes: i
 cached_tile = functools.cache(selection_tile)  # Dynamo traces calls of `selection_tile`, and warns of cached functions
 
 
-def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def wide_products(query: Tensor, keys: Tensor) -> bool:
     """Return whether products are computed in float32: for float32 queries, for two different dtypes, and in the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
 
@@ -238,9 +234,7 @@ def scores_kernel(
     tl.store(slots + entries, chosen.to(tl.int64), mask=rank_mask)
 
 
-def triton_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_scores(query: Tensor, row_keys: Tensor, column_keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return scores, float32, descending, and slots, int64, `[S, H, k]` each, of the best slots for a query `[S, H, d]`."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
@@ -433,13 +427,13 @@ def score_gradient_kernel(
 
 
 def triton_score_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    slots: torch.Tensor,
-    looked_up: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor,
+    query: Tensor,
+    row_keys: Tensor,
+    column_keys: Tensor,
+    slots: Tensor,
+    looked_up: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, row keys and column keys.
 
     `gradient` is that of the scores of slots `[S, H, k]`, or `[S, H, v]`, that of a lookup whose bank and weights are `looked_up`.

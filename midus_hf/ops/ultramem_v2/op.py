@@ -1,6 +1,7 @@
 """Tucker-decomposed query-key retrieval (TDQKR): the k best pairs of a row and a column key, whose scores a small core mixes."""
 
 import torch
+from torch import Tensor
 
 from midus_hf.ops.product_key.op import largest
 from midus_hf.ops.ultramem_v2.reference import scores_of_keys
@@ -10,14 +11,14 @@ _MAX_SCORES = 1 << 24
 
 
 def tucker_topk(
-    row_scores: torch.Tensor,
-    column_scores: torch.Tensor,
-    core: torch.Tensor,
-    row_vector: torch.Tensor,
-    column_vector: torch.Tensor,
+    row_scores: Tensor,
+    column_scores: Tensor,
+    core: Tensor,
+    row_vector: Tensor,
+    column_vector: Tensor,
     k: int,
     side: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Find, for every head, k pairs of a row and a column key with large scores (UltraMemV2, equations 6, 7, 10 and 11).
 
     The pair of row i and column j has the score `row_scores[i] @ core @ column_scores[j]`. The first stage approximates
@@ -69,14 +70,8 @@ def tucker_topk(
 
 
 def select(
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    core: torch.Tensor,
-    row_vector: torch.Tensor,
-    column_vector: torch.Tensor,
-    k: int,
-    side: int,
-) -> torch.Tensor:
+    rows: Tensor, columns: Tensor, core: Tensor, row_vector: Tensor, column_vector: Tensor, k: int, side: int
+) -> Tensor:
     """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
     stretch = max(1, _MAX_SCORES // (rows.shape[1] * side**2))
     if rows.shape[0] > stretch:  # `len` would fix the sizes of a traced graph
@@ -90,7 +85,7 @@ def select(
     return best_rows.gather(-1, pairs // side) * rows.shape[-2] + best_columns.gather(-1, pairs % side)
 
 
-def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def slot_scores(rows: Tensor, columns: Tensor, core: Tensor, slots: Tensor) -> Tensor:
     """Return the exact scores of slots `[S, H, k]`, in the dtype of `rows`; they are differentiable in rows, columns and core."""
     n = rows.shape[-2]
     return ((scores_of_keys(rows, slots // n) @ core) * scores_of_keys(columns, slots % n)).sum(-1)

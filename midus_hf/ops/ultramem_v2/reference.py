@@ -1,20 +1,21 @@
 """The contract of retrieval by Tucker-decomposed keys (UltraMemV2, equations 6, 7, 10 and 11)."""
 
 import torch
+from torch import Tensor
 
 _SQUARINGS = 8
 _TINY = 1e-30
 
 
 def tucker_topk(
-    row_scores: torch.Tensor,
-    column_scores: torch.Tensor,
-    core: torch.Tensor,
-    row_vector: torch.Tensor,
-    column_vector: torch.Tensor,
+    row_scores: Tensor,
+    column_scores: Tensor,
+    core: Tensor,
+    row_vector: Tensor,
+    column_vector: Tensor,
     k: int,
     side: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Find, for every head, the best pairs of the `side` rows and columns whose leading scores are largest.
 
     Shapes: scores of keys `[..., H, n, r]`, core `[H, r, r]`, vectors `[H, r]`. Returns scores `[..., H, k]`, descending, and
@@ -34,12 +35,12 @@ def tucker_topk(
     return best, slots.flatten(-2).gather(-1, places)
 
 
-def scores_of_keys(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def scores_of_keys(scores: Tensor, keys: Tensor) -> Tensor:
     """Gather the scores `[..., H, n, r]` of keys `[..., H, side]`, to `[..., H, side, r]`."""
     return scores.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
 
 
-def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def leading_vectors(core: Tensor, row_vector: Tensor) -> tuple[Tensor, Tensor]:
     """Return the leading singular vectors of cores, with the sign of the previous vectors.
 
     The sign must not flip while cores change: the first stage keeps the rows and columns with the largest leading
@@ -66,5 +67,5 @@ def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch
     return row, _unit((core.transpose(-1, -2) @ row.unsqueeze(-1)).squeeze(-1))
 
 
-def _unit(vector: torch.Tensor) -> torch.Tensor:
+def _unit(vector: Tensor) -> Tensor:
     return vector / vector.norm(dim=-1, keepdim=True).clamp_min(_TINY)
