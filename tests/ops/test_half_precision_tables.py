@@ -1,4 +1,4 @@
-"""Half-precision tables of which few rows are read are not widened whole, and of all keys' scores few tokens' are held at a time."""
+"""Few rows of half-precision tables are widened, and scores of few tokens are held, at a time."""
 
 import pytest
 import torch
@@ -38,38 +38,31 @@ def tables(dtype=torch.bfloat16):
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def test_headwise_token_widens_only_gathered_rows():
+def test_one_token_widens_only_gathered_rows():
     t = tables()
     with torch.no_grad(), LargestWide() as wide:
         headwise_memory(t["query"], t["row_keys"], t["column_keys"], t["bank"], None, 4, backend="torch")
     assert 0 < wide.largest <= HEADS * N * WIDTH  # all keys of a side, or the rows of four slots per head
-
-
-def test_shared_bank_token_widens_only_gathered_rows():
-    bank, slots, weights = tables()["bank"][0], torch.arange(8).view(1, 8), torch.ones(1, 8)
     with LargestWide() as wide:
-        gather.weighted_rows(bank, slots, weights, "torch")
+        gather.weighted_rows(t["bank"][0], torch.arange(8).view(1, 8), torch.ones(1, 8), "torch")
     assert wide.largest == 8 * WIDTH
 
 
-def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
-    t = tables()
-    expected = flat_key_topk(t["query"], t["keys"], 4)
-    monkeypatch.setattr(flat_key, "_MAX_WIDENED", SLOTS * WIDTH)
-    with torch.no_grad(), LargestWide() as wide:
-        scores, slots = flat_key_topk(t["query"], t["keys"], 4)
-    assert wide.largest == SLOTS * WIDTH  # of one head
-    assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
-
-
-def test_flat_keys_are_scored_in_stretches_of_tokens(monkeypatch):
-    generator = torch.Generator().manual_seed(2)
-    query, keys = (torch.randn(shape, generator=generator) for shape in ((7, 2, 4), (2, 50, 4)))
+@pytest.mark.parametrize(
+    ("limit", "largest"),
+    [("_MAX_WIDENED", SLOTS * WIDTH), ("_MAX_SCORES", HEADS * SLOTS * 12)],
+    ids=["keys-of-some-heads", "scores-of-some-tokens"],
+)
+def test_flat_keys_are_compared_in_parts(limit, largest, monkeypatch):
+    """Half-precision keys are widened some heads at a time, and scores are computed for some tokens at a time."""
+    keys, generator = tables()["keys"], torch.Generator().manual_seed(2)
+    query = torch.randn(1 if limit == "_MAX_WIDENED" else 20, HEADS, WIDTH, generator=generator)
+    keys, query = (keys, query.bfloat16()) if limit == "_MAX_WIDENED" else (keys.float(), query)
     expected = flat_key_topk(query, keys, 3)
-    monkeypatch.setattr(flat_key, "_MAX_SCORES", 2 * 50 * 5)
+    monkeypatch.setattr(flat_key, limit, largest)
     with torch.no_grad(), LargestWide() as wide:
         scores, slots = flat_key_topk(query, keys, 3)
-    assert wide.largest == 2 * 50 * 5  # of two heads and five tokens; the other two come after
+    assert wide.largest == largest
     assert torch.equal(slots, expected[1])
     torch.testing.assert_close(scores, expected[0])
 
