@@ -283,8 +283,8 @@ def test_spellings_are_apart_without_compression(spoken_base, base, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"table": "exact"}, "table is 'exact' and corpus None; expected a corpus for table exact"),
-        ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus for table exact"),
+        ({"table": "exact"}, "table is 'exact' and corpus None; expected a corpus if and only if"),
+        ({"corpus": "x"}, "table is 'hashed' and corpus 'x'; expected a corpus if and only if"),
         ({"min_documents": 0}, "min_documents is 0; expected at least 1"),
         ({"min_documents": 2}, "min_documents is 2; expected at least 1, and a corpus for more"),
         ({"names": True}, "names is true, corpus None, min_documents 1 and min_order 2; expected a corpus of names"),

@@ -18,8 +18,8 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, read
 from upscalers.checkpoint.source import copy_banks, fetch_files, resolve_source
 from upscalers.edits.banks import datasets_cache
 from upscalers.edits.checkpoint_edit import EditRequest, copied_for_edit, remove_results
-from upscalers.methods.engram import tokenizer_of, vocabulary_of
-from upscalers.methods.packs import check_protected, corpus_rows, recorded_name
+from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
+from upscalers.methods.packs import check_protected, corpus_rows
 from upscalers.record.model_card import with_request
 from upscalers.record.provenance import read_record, write_record
 

@@ -55,21 +55,18 @@ class Engram(AttachedMemoryMethod):
         (
             "corpus",
             str | None,
-            option(None, "texts whose n-grams have a row of an exact table: a file, folder or Hub dataset"),
+            option(None, "texts whose n-grams have rows of an exact table: a file, folder or Hub dataset"),
         ),
-        ("min_documents", int, option(1, "texts of the corpus that have an n-gram, at least, for it to have a row")),
+        ("min_documents", int, option(1, "minimum corpus texts with an n-gram, for it to have a row")),
         (
             "names",
             bool,
-            option(
-                False,
-                "whether each text is a name: only its last tokens have rows, whatever character comes before it",
-            ),
+            option(False, "whether texts are names: their last tokens have rows, whatever comes before them"),
         ),
         (
             "compress",
             bool,
-            option(True, "whether tokens that differ only in case, accents and kinds of white space count as one"),
+            option(True, "whether tokens that differ only in case, accents and kinds of white space are one"),
         ),
     ]
 
@@ -84,8 +81,7 @@ class Engram(AttachedMemoryMethod):
     @property
     def options_record(self) -> dict[str, Any]:
         corpus = self.options.corpus
-        is_path = corpus is not None and Path(corpus).expanduser().exists()
-        return {**super().options_record, "corpus": Path(corpus).name if is_path else corpus}
+        return {**super().options_record, "corpus": None if corpus is None else recorded_name(corpus)}
 
     def check(self, base: BaseCheckpoint) -> None:
         if self.options.known_tokens or self.options.known_ngrams:
@@ -95,7 +91,7 @@ class Engram(AttachedMemoryMethod):
         options = self.options
         if (options.table == "exact") != (options.corpus is not None):
             raise RequestError(
-                f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus for table exact, and for it alone. "
+                f"table is {options.table!r} and corpus {options.corpus!r}; expected a corpus if and only if table is exact. "
                 "Pass --set table=exact --corpus FOLDER."
             )
         if options.min_documents < 1 or (options.min_documents > 1 and options.corpus is None):
@@ -126,10 +122,10 @@ class Engram(AttachedMemoryMethod):
         return tuple(sorted({hosting[min(1, len(hosting) - 1)], hosting[len(hosting) // 2]}))
 
     def plan_warnings(self, base: BaseCheckpoint, plan: Plan) -> list[str]:
-        concern = (
+        warning = (
             "The base has no tokenizer: tokens are numbered by their ids, so spellings of a word have different rows."
         )
-        return [concern] if self.options.compress and not self._compresses(base) else []
+        return [warning] if self.options.compress and not self._compresses(base) else []
 
     def remarks(self, base: BaseCheckpoint) -> list[str]:
         remarks = super().remarks(base)
@@ -282,6 +278,11 @@ def ends_of_name(
 def _shown(names: Iterable[str]) -> str:
     """Return the first few names, in quotes."""
     return first_few([repr(textwrap.shorten(name, 40, placeholder="...")) for name in names])
+
+
+def recorded_name(source: str) -> str:
+    """Return the name of texts in records: the last part of a path, which reveals no folders, or the id of a dataset."""
+    return Path(source).name if Path(source).expanduser().exists() else source
 
 
 def vocabulary_of(base: BaseCheckpoint) -> int:

@@ -10,7 +10,7 @@ from midus_hf.memories.packs.options import PacksOptions, has_glossary
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.methods.contract import register_method
-from upscalers.methods.engram import tokenizer_of, vocabulary_of
+from upscalers.methods.engram import recorded_name, tokenizer_of, vocabulary_of
 from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 from upscalers.request import Progress
@@ -89,11 +89,7 @@ class Packs(AttachedMemoryMethod):
         return remarks
 
     def glossary(self, base: BaseCheckpoint) -> "Glossary":
-        """Return the entries of the corpus, which is read once.
-
-        Raises:
-            RequestError: If a row is no entry, if two entries share a name, or if a name is too common.
-        """
+        """Return the entries of the corpus, which is read once."""
         if self._glossary is None:
             from midus_hf.memories.packs.glossary import Glossary
 
@@ -106,9 +102,8 @@ class Packs(AttachedMemoryMethod):
         return self._glossary
 
     def bank_bytes(self, base: BaseCheckpoint) -> int:
-        return (
-            0 if self.options.corpus is None else sum(len(entry.text.encode()) + 100 for entry in self.glossary(base))
-        )
+        entries = () if self.options.corpus is None else self.glossary(base)
+        return sum(len(entry.text.encode()) + 100 for entry in entries)
 
     def fill_banks(self, base: BaseCheckpoint, plan: Plan, folder: Path, progress: Progress) -> None:
         from midus_hf.memories.packs.glossary import write_glossary
@@ -124,17 +119,8 @@ def _rotations(config: Any) -> Iterator[dict[str, Any]]:
             yield from (each for each in [value, *value.values()] if isinstance(each, dict))
 
 
-def recorded_name(source: str) -> str:
-    """Return the name of texts in records: the last part of a path, so that records reveal no folders, or the id of a dataset."""
-    return Path(source).name if Path(source).expanduser().exists() else source
-
-
 def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row of a corpus is, for messages, and the row.
-
-    Raises:
-        RequestError: If the corpus cannot be read, or lacks a column.
-    """
+    """Yield the origin of each row of a corpus for messages, and the row; refuse a corpus without the columns."""
     from midus_hf.data.corpus import read_rows
 
     rows = read_rows("corpus", corpus)
@@ -148,15 +134,7 @@ def corpus_rows(corpus: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_protected(glossary: "Glossary", protect: str) -> str:
-    """Refuse protected texts that open an entry; return a line that says how many there are.
-
-    Args:
-        glossary: The entries.
-        protect: File, folder or Hub dataset of the texts.
-
-    Raises:
-        RequestError: If a text opens an entry at any of its tokens.
-    """
+    """Refuse texts, a file, folder or Hub dataset, that open an entry at any token; return a line on how many there are."""
     from midus_hf.data.corpus import read_corpus
 
     texts = list(read_corpus(protect, key="protect")["text"])

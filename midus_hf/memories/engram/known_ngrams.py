@@ -34,17 +34,11 @@ _CERTIFIED = {
 
 
 class TextKeys(NamedTuple):
-    """N-grams that end at each token of some texts, one text after the other.
+    """N-grams that end at each token of some texts, one text after the other."""
 
-    Args:
-        keys: `[T, orders]`, int64; 0 where a text has fewer tokens up to this one.
-        texts: `[T]`, int64, index of each token's text among all texts.
-        ids: Tokens of each of these texts.
-    """
-
-    keys: torch.Tensor
-    texts: torch.Tensor
-    ids: list[list[int]]
+    keys: torch.Tensor  # `[T, orders]`, int64; 0 where a text has fewer tokens up to this one
+    texts: torch.Tensor  # `[T]`, int64, index of each token's text among all texts
+    ids: list[list[int]]  # tokens of each of these texts
 
 
 def keys_of_texts(
@@ -52,11 +46,7 @@ def keys_of_texts(
 ) -> Iterator[TextKeys]:
     """Yield the n-grams of texts, a thousand texts at a time; none reaches past the end of its text.
 
-    Args:
-        texts: The texts.
-        tokenizer: The model's tokenizer.
-        options: Options with the orders.
-        token_numbers: `[V]`, int64, equal for tokens of similar text. Default: the ids.
+    `token_numbers`, `[V]`, int64, are equal for tokens of similar text. Default: the ids.
     """
     starts, tokenizer = range(0, len(texts), _TEXTS_AT_ONCE), without_suffix_tokens(tokenizer)
     for first in show_progress(starts, desc="reading n-grams", unit="k texts", leave=False):
@@ -82,19 +72,12 @@ def known_ngrams(texts: Iterator[TextKeys], min_texts: int = 1) -> torch.Tensor:
 
 
 class KnownNgrams(NamedTuple):
-    """The n-grams that a memory knows.
-
-    Args:
-        memory: Name of the memory.
-        options: Its options.
-        ngrams: `[N]`, int64, ascending, with `REMOVED_NGRAM` at the end.
-        token_numbers: `[V]`, int64; None: tokens are numbered by their ids.
-    """
+    """The n-grams that a memory knows, by its name."""
 
     memory: str
     options: EngramOptions
-    ngrams: torch.Tensor
-    token_numbers: torch.Tensor | None
+    ngrams: torch.Tensor  # `[N]`, int64, ascending, with `REMOVED_NGRAM` at the end
+    token_numbers: torch.Tensor | None  # `[V]`, int64; None: tokens are numbered by their ids
 
     @property
     def num_known(self) -> int:

@@ -31,10 +31,6 @@ class EngramMemory(MemoryModule):
     The result for a token is `v + SiLU(convolution of RMSNorm(v))`, v = gate * W_v e, where e are the rows of the token side by side,
     gate = sigmoid(sign(g) sqrt|g|), g = <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D), and h the hidden state. It is zero where the rows of
     the token and of the tokens under the convolution are zero.
-
-    Args:
-        options: Options of the memory.
-        sizes: Sizes of the model.
     """
 
     forward_arguments = ("input_ids",)
@@ -130,7 +126,7 @@ class EngramMemory(MemoryModule):
         Args:
             numbers: `[B, T]`, as `numbers_of` returns them.
             tables: `ngrams`, if the table is exact.
-            document: `[B, T]`, number of the document of each token, from 0. Default: a row is one document.
+            document: `[B, T]`, each token's document, from 0. Default: a row is one document.
             before: `[B, P]`, numbers of the tokens before the pass. Default: none.
         """
         skipped = 0 if before is None else before.shape[1]

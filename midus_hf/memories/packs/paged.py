@@ -44,21 +44,13 @@ _MAX_TOKENS_AT_ONCE = 256
 
 
 class Group(NamedTuple):
-    """Requests of a pass whose tokens read packs, with as many tokens each: N requests, T' tokens.
+    """Requests of a pass whose tokens read packs, with as many tokens each: N requests, T' tokens."""
 
-    Args:
-        opened: Their packs, with a row for each.
-        requests: `[N]`, numbers of the requests.
-        tokens: `[N, T']`, numbers of the tokens in the row of the pass.
-        positions: `[N, T']`, positions of the tokens.
-        lengths: `[N]`, tokens of each request up to the last of the pass.
-    """
-
-    opened: OpenPacks
-    requests: torch.Tensor
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    lengths: torch.Tensor
+    opened: OpenPacks  # with a row for each
+    requests: torch.Tensor  # `[N]`, numbers of the requests
+    tokens: torch.Tensor  # `[N, T']`, numbers of the tokens in the row of the pass
+    positions: torch.Tensor  # `[N, T']`
+    lengths: torch.Tensor  # `[N]`, tokens of each request up to the last of the pass
 
 
 # The services by the name of the memory, for an operation that compilers do not look into.
@@ -237,15 +229,7 @@ class PagedPacksMemory(PacksMemory):
         """Take vLLM's attention, which is run again for packs."""
 
     def forward(self, *, sequence: SequenceHeads, packs: OpenedPass) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
-        """Attend to the sequence, and again to the sequence and the packs where a token reads any.
-
-        Args:
-            sequence: vLLM's attention to the requests.
-            packs: Packs that tokens read.
-
-        Returns:
-            The output of the heads, `[T, H d]`, that of vLLM, bit for bit, where a token reads no pack; and None.
-        """
+        """Attend to the sequence, and again to the sequence and the packs where a token reads any; return `[T, H d]`, and None."""
         module: Any = sequence.module
         output, weights = sequence.attend_to_sequence()
         attend_again(output, sequence.query[0], packs.opened, module.attn.layer_name, packs.name, self.index)
@@ -269,16 +253,7 @@ def _(ids: torch.Tensor, layer: str, name: str) -> torch.Tensor:
 def attend_again(
     output: torch.Tensor, query: torch.Tensor, opened: torch.Tensor, layer: str, name: str, index: int
 ) -> None:
-    """Overwrite the rows of tokens that read packs in the output of vLLM's attention.
-
-    Args:
-        output: `[T, H d]`.
-        query: `[H, T, d]`.
-        opened: What `find_open_packs` returned.
-        layer: Name of vLLM's attention of the layer.
-        name: Name of the memory.
-        index: Number of the layer among those with packs.
-    """
+    """Overwrite the rows of tokens that read packs in the output `[T, H d]` of a layer's attention, from its query `[H, T, d]`."""
     groups, service = pass_storage()[f"midus.{name}"], _SERVICES[name]
     for group in groups:
         for part in group.opened.parts:
