@@ -1,4 +1,4 @@
-"""Positions where a model with a memory of n-grams or names can differ from the model without it, found from token ids alone."""
+"""Positions where a model with a memory of n-grams or names can differ from the model without it, found from token ids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

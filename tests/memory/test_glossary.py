@@ -121,7 +121,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     [
         (
             None,
-            r"there is no glossary.jsonl in .*, without which no name would be known; expected one beside the weights",
+            r"there is no glossary.jsonl in .*; expected one next to the weights",
         ),
         (
             '{"name": "a", "text": "x"}\n{',

@@ -28,8 +28,8 @@ _PUBLISHED = "published"
 _BROKEN = "\ufffd"
 # Characters tried before names, in addition to those that tokens merge with their beginnings; and characters tried after a name that
 # ends in punctuation, with which tokens may merge it.
-_FRONTS = ("", " ", "\n", "\n\n", *"\"'\u201c\u201d\u2018\u2019([{<*-/#$:")
-_BEHIND_SIGNS = ("", *".,'\")")
+_PREFIXES = ("", " ", "\n", "\n\n", *"\"'\u201c\u201d\u2018\u2019([{<*-/#$:")
+_SUFFIXES = ("", *".,'\")")
 
 
 @register_method("engram")
@@ -221,12 +221,12 @@ class Engram(AttachedMemoryMethod):
         most, fronts = self.options.max_order, merged_fronts(spelling)
         names_of: dict[tuple[int, ...], list[str]] = {}
         for name in show_progress(dict.fromkeys(names), desc="reading names", unit="names", leave=False):
-            alone, ends = ends_of_name(name, spelling, fronts)
+            plain, ends = ends_of_name(name, spelling, fronts)
             if not ends:
                 self._unspelled[name] = None
-            if len(alone) > most:
+            if len(plain) > most:
                 self._cut[name] = None
-            for end in {end[-most:]: None for end in ends or [alone] if end}:
+            for end in {end[-most:]: None for end in ends or [plain] if end}:
                 names_of.setdefault(end, []).append(name)
         ids = torch.tensor([(*[-1] * (most - len(end)), *end) for end in names_of], dtype=torch.int64).view(-1, most)
         around = torch.where(ids < 0, NO_TOKEN, numbered(ids.clamp(min=0), numbers)).flip(-1)
@@ -253,13 +253,13 @@ def merged_fronts(spelling: "TokenSpelling") -> dict[str, dict[str, None]]:
 def ends_of_name(
     name: str, spelling: "TokenSpelling", fronts: Mapping[str, Iterable[str]]
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], None]]:
-    """Return the tokens of a name alone, and those that it reaches into after each prefix: none if they do not spell it."""
+    """Return the tokens of a name without a prefix, and those that it reaches into after each prefix, if they spell it."""
     from midus_hf.memories.packs.names import NameIndex, name_of, names_in
 
     name, table = name.strip(), NameIndex([name_of(0, name)])
     merged = [front for at in range(1, len(name) + 1) for front in fronts.get(name[:at], ())]
-    behind = ("",) if name[-1:].isalnum() else _BEHIND_SIGNS
-    texts = [front + name + each for front in dict.fromkeys([*_FRONTS, *merged]) for each in behind]
+    suffixes = ("",) if name[-1:].isalnum() else _SUFFIXES
+    texts = [front + name + each for front in dict.fromkeys([*_PREFIXES, *merged]) for each in suffixes]
     written = [*map(tuple, spelling.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])]
     found: dict[tuple[int, ...], None] = {}
     for ids in written:

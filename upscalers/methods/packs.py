@@ -74,8 +74,8 @@ class Packs(AttachedMemoryMethod):
         kinds = {str(rope.get("rope_type")) for rope in _rotations(base.config)}
         for kind in kinds & {*_BY_LENGTH}:
             raise RequestError(
-                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of a text that was read "
-                "alone do not fit another text; expected a rotation by positions only. Choose another method."
+                f"the base rotates keys by the length of the text (rope_type {kind!r}), so that keys of one text do not "
+                "fit another; expected a rotation by positions only. Choose another method."
             )
         super().check(base)
 

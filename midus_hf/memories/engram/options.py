@@ -36,9 +36,7 @@ class EngramOptions(MemoryOptions):
     match: Literal["every", "longest"] = option(
         "every", "rows of every order, or only of the longest known n-gram; longest is for table exact"
     )
-    row_dropout: float = option(
-        0.0, "share of the rows read that are left out at random in training, so that no n-gram carries a text alone"
-    )
+    row_dropout: float = option(0.0, "share of the rows read that are left out at random in training")
     width: int = option(256, "features of the rows of one order")
     hash_heads: int = option(8, "rows per order, by different hashes, which share its width; not for table exact")
     rows: int = option(

@@ -106,7 +106,7 @@ def read_glossary(folder: Path) -> list[Entry]:
             lines = [*file]
     except OSError as error:
         raise RequestError(
-            f"there is no {GLOSSARY_FILE} in {folder} ({error}), without which no name would be known; expected one beside the "
+            f"there is no {GLOSSARY_FILE} in {folder} ({error}), so no name would be known; expected one next to the "
             "weights. Copy the model's whole folder."
         ) from None
     entries = []
@@ -392,8 +392,8 @@ class Glossary(LoadedGlossary):
                 shown = f"{where} has the {kind} {start!r}"
                 if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
                     raise RequestError(
-                        f"{shown}, of which the tokenizer makes token {max(ids)}, and the model has {self.vocab_size}; expected the "
-                        "model's own tokenizer. Copy it beside the weights, or resize the embedding."
+                        f"{shown}, which has token {max(ids)}, and the model has only {self.vocab_size}; expected the "
+                        "model's own tokenizer. Copy it next to the weights, or resize the embedding."
                     )
                 is_spelled = spells(self.spelling, ids, text)
                 within = f" {' '.join(text.split())} ".casefold()

@@ -252,7 +252,7 @@ class PacksService(BankService):
         self.states.check_continuous_batching(arguments)
 
     def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
-        """Open the glossary that lies beside the checkpoint; warn about a model that was made of a state."""
+        """Open the glossary next to the weights; warn about a model without a folder."""
         if name is None:
             _warn_without_folder()
         super().after_loading(name, arguments)
@@ -288,7 +288,7 @@ class PacksService(BankService):
 def _warn_without_folder() -> None:
     warnings.warn(
         "this model has packs and is made without a folder, so that it has no glossary and computes as if no text had a name; "
-        "expected from_pretrained(FOLDER), which reads the glossary beside the weights.",
+        "expected from_pretrained(FOLDER), which reads the glossary next to the weights.",
         stacklevel=2,
     )
 
@@ -361,7 +361,7 @@ class PacksMemory(MemoryModule):
             keys, values = packs.of(self.index, part, sequence.module)
             return sequence.attend_with_extra_keys(keys, values, part.bias)
         output, weights, lse = sequence.with_log_sum()
-        alone = output.transpose(1, 2)  # [B, H, T, d]
+        sequence_output = output.transpose(1, 2)  # [B, H, T, d]
         pieces, done, shares_of_sequence = [], 0, torch.ones_like(lse)
         # Attention caps scores only in eager mode.
         softcap = sequence.softcap if sequence.implementation != "sdpa" else None
@@ -382,10 +382,10 @@ class PacksMemory(MemoryModule):
             tokens = part.tokens
             if weights is not None:
                 shares_of_sequence[:, :, tokens] = shares_of_both(lse[:, :, tokens], read_lse)[1]
-            pieces.append(alone[:, :, done : tokens.start])
-            pieces.append(joint_attention(alone[:, :, tokens], lse[:, :, tokens], read, read_lse))
+            pieces.append(sequence_output[:, :, done : tokens.start])
+            pieces.append(joint_attention(sequence_output[:, :, tokens], lse[:, :, tokens], read, read_lse))
             done = tokens.stop
         if weights is not None:
             weights = weights * shares_of_sequence.unsqueeze(-1).to(weights.dtype)
-        joined = torch.cat([*pieces, alone[:, :, done:]], dim=2).transpose(1, 2)
+        joined = torch.cat([*pieces, sequence_output[:, :, done:]], dim=2).transpose(1, 2)
         return torch.where(packs.is_open[:, :, None, None], joined, output), weights

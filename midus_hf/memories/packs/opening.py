@@ -271,7 +271,7 @@ class Opening(NamedTuple):
     ends: int  # place in the text after the name
     stays: bool = False  # whether open until newer names replace it, as in a chat; otherwise to the end of a line
     turn: int = -1  # position of the first token of the user's turn with the name
-    words: int = -1  # position of the token in which the name begins, up to which the words of the turn are read
+    words: int = -1  # position of the token in which the name begins, where the words of the turn end
 
     @property
     def last_token(self) -> int:
@@ -482,7 +482,7 @@ def state_shape(options: Any) -> tuple[int, int]:
 
 
 def states_tensor(rows: Sequence[Sequence[RowState]], options: Any) -> torch.Tensor:
-    """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings, of which an entry of 0 means none."""
+    """Return states after tokens, `[B, T, 1 + kept, 7]`, int64: the turn, and openings; an entry of 0 means none."""
     kept, size = state_shape(options)
     filled = [
         [

@@ -72,7 +72,7 @@ class PagedPacksService(PacksService):
         ]
         if others:
             raise RequestError(
-                f"vLLM is not to serve packs beside the memory {others[0]!r}, which would take texts of entries for requests; "
+                f"vLLM is not to serve packs with the memory {others[0]!r}, which would take texts of entries for requests; "
                 "expected one of the two. Serve the model with `transformers serve`."
             )
         if getattr(model.config, "attn_logit_softcapping", None) is not None:

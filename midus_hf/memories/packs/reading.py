@@ -61,7 +61,7 @@ class PackReader:
 
     def __init__(self, options: PacksOptions):
         self._options = options
-        # With the dtype of the model, to which cosines, sines and what they are made of are rounded.
+        # With the dtype of the model, since cosines and sines are rounded to it.
         self._angles: tuple[torch.dtype, torch.Tensor] | None = None
 
     def angles(self, run: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
