@@ -143,7 +143,7 @@ def test_solar_repeats_a_memory_with_its_layers(made, tmp_path):
             "memory 'ultramem' ties layers 0, 1, 2, 3 together, and the plan repeats some of them",
         ),
         ("ultramem-v2, skip", {}, "memory 'ultramem' ties layers 0, 1 together, and the plan repeats some of them"),
-        ("ultramem-v2, skip", {"layers": [0]}, "memory 'ultramem' adds behind layer 2, which the plan repeats"),
+        ("ultramem-v2, skip", {"layers": [0]}, "memory 'ultramem' adds after layer 2, which the plan repeats"),
         ("hier-ffn", {}, "memory 'hier-ffn' ties layers .* together, and the plan repeats some of them"),
     ],
 )

@@ -29,8 +29,8 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.checkpoints import layer as layer_of
 from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, Made, memory_ids
-from upscalers.architecture.built_layout import gain_offset, settings_of
-from upscalers.architecture.layout import change_of_settings
+from upscalers.architecture.built_layout import gain_offset, layer_settings
+from upscalers.architecture.layout import find_changed_setting
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request import VerificationError
@@ -144,8 +144,8 @@ def test_base_layers_keep_bits_and_new_ones_their_kind(model_type, method, make)
             assert all(same_bits(copied[name], source[name]) for name in source)
     before, after = load(made.base), load(made.output)
     assert type(after) is type(before) and after.config.model_type == model_type
-    settings = [[settings_of(layer) for layer in model.model.layers] for model in (before, after)]
-    assert change_of_settings(*settings, plan_of(made).sources) is None
+    settings = [[layer_settings(layer) for layer in model.model.layers] for model in (before, after)]
+    assert find_changed_setting(*settings, plan_of(made).sources) is None
     with torch.no_grad():
         expected, logits = before(long_prompt()).logits, after(long_prompt()).logits
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()

@@ -21,7 +21,7 @@ from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_confi
 from upscalers.architecture import layout
 from upscalers.console import Console
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.request import MethodError, shown
+from upscalers.request import MethodError, show_progress
 from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -318,7 +318,7 @@ def test_upscale_function_refuses_wrong_types(base):
 def test_stages_are_lines_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(library_bars, "_SECONDS_PER_LINE", 0)
     progress = Console()
-    with shown(progress):
+    with show_progress(progress):
         progress.stage("writing tensors", 4, "bytes")
         progress.advance(4)
     assert any(line.startswith("writing tensors:   0%|") for line in capsys.readouterr().err.splitlines())

@@ -16,7 +16,7 @@ from scripts.anatomy.layouts import written_layout
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from upscalers.architecture.built_layout import read_layout
 from upscalers.architecture.layer_tensors import family_of
-from upscalers.architecture.layout import change_of_settings, known_layout, layout_from, layout_of
+from upscalers.architecture.layout import find_changed_setting, known_layout, layout_from, layout_of
 
 SIZES = {
     "vocab_size": 32,
@@ -134,7 +134,7 @@ def test_known_layout_equals_the_built_one(model_type, config):
     # Layers that are written down alike compute alike, wherever they stand.
     alike = [[*filter(lambda other: other == of_layer, layout.settings)] for of_layer in layout.settings]
     sources = [layout.settings.index(layers[0]) for layers in alike]
-    assert change_of_settings(read.settings, read.settings, sources) is None
+    assert find_changed_setting(read.settings, read.settings, sources) is None
 
 
 def test_known_layouts_are_what_the_command_writes():

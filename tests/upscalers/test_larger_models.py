@@ -180,7 +180,7 @@ def test_extracted_model_strips_twice(cells, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("qwen2_5_vl", "that transformers loads only within a composite model .*; expected one that is loaded alone too"),
+        ("qwen2_5_vl", "that transformers loads only within a composite model .*; expected one that is also loaded separately"),
         ("llama5", "model_type 'llama5' is unknown .transformers .* Install a newer transformers"),
         ("clip", "is loaded by no class for text and images or sounds"),
     ],

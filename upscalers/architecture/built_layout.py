@@ -73,7 +73,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
         RequestError: If transformers cannot build the model.
     """
     try:
-        config = _resolved(native)
+        config = _resolve_config(native)
         with torch.device("meta"):
             return classes[type(config)](config)
     except Exception as error:  # config classes and models raise whatever their checks raise
@@ -84,7 +84,7 @@ def model_on_meta(native: Config, classes: Mapping[Any, Any]) -> Any:
         ) from None
 
 
-def _resolved(native: Config) -> Any:
+def _resolve_config(native: Config) -> Any:
     """Return the config that transformers reads from a file with this content."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(native), encoding="utf-8")
@@ -92,7 +92,7 @@ def _resolved(native: Config) -> Any:
 
 
 def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
-    """Return the arguments of `layout_from` for a model without memories, read from what transformers builds from its config."""
+    """Return the arguments of `layout_from` for the model that transformers builds from a config."""
     model = model_on_meta(native, MODEL_FOR_CAUSAL_LM_MAPPING)
     config, modules = model.config, model.model.layers
     held = model.state_dict(keep_vars=True)
@@ -124,7 +124,7 @@ def read_layout(native: Config, row: ModelType) -> dict[str, Any]:
         "implied_types": _implied_types(native, vars(config).get("layer_types")),
         "outer": {name: tuple(tensor.shape) for name, tensor in stored.items() if not name.startswith(_LAYERS)},
         "tied": tied,
-        "settings": tuple(settings_of(layer, vars(config).get(SHARED_LAYERS_KEY) or 0) for layer in modules),
+        "settings": tuple(layer_settings(layer, vars(config).get(SHARED_LAYERS_KEY) or 0) for layer in modules),
         "expert_layers": frozenset(index for index, of_layer in enumerate(roles) if of_layer.has_experts),
         "buffers": buffers,
         "is_converted": stored.keys() != held.keys() - tied.keys(),
@@ -137,14 +137,14 @@ def _implied_types(native: Config, types: list[str] | None) -> list[str] | None:
         return types
     unlisted = {key: value for key, value in native.items() if key != "layer_types"}
     try:
-        implied: list[str] | None = vars(_resolved(unlisted)).get("layer_types")
+        implied: list[str] | None = vars(_resolve_config(unlisted)).get("layer_types")
     except Exception:  # config classes raise whatever their checks raise
         return None
     return implied
 
 
-def settings_of(layer: nn.Module, num_shared_layers: int = 0) -> Settings:
-    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these.
+def layer_settings(layer: nn.Module, num_shared_layers: int = 0) -> Settings:
+    """Return the attributes of a layer's modules that are numbers, names, truth values or lists of these.
 
     Args:
         layer: A layer of the model.
@@ -209,7 +209,7 @@ def read_roles(row: ModelType, layer: nn.Module) -> LayerRoles:
 
 
 def gain_offset(norm: nn.Module) -> float | None:
-    """Return what a norm adds to its weight before it multiplies: 0 or 1; None if the norm is neither kind.
+    """Return what a norm adds to its weight before it multiplies: 0 or 1; None if it is neither kind.
 
     A norm without gain and bias gives zero, so the norm is tested with the weights that would mean a gain of zero.
     """
@@ -229,16 +229,16 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 
 def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
-    """Add the roles within a module that mixes tokens: its output projection, and the projections and norms of heads."""
+    """Add the roles of a mixer's output projection, and of the projections and norms of its heads."""
     outputs = [
         child for child in PROJECTIONS["output_projection"] if isinstance(getattr(mixer, child, None), nn.Module)
     ]
     roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
     for child in STACKED:
-        stacked, behind = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
-        if isinstance(stacked, nn.Linear) and isinstance(behind, nn.Linear):
+        stacked, output = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
+        if isinstance(stacked, nn.Linear) and isinstance(output, nn.Linear):
             order = row.stacked.get(f"{type(mixer).__name__}.{child}")
-            roles.parts[f"{name}.{child}"] = stacked_rows(stacked, behind, order) if order else ()
+            roles.parts[f"{name}.{child}"] = stacked_rows(stacked, output, order) if order else ()
     linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
     # Layers that read keys and values of earlier layers (Gemma 4) have the class of the others, and not their projections.
     if has_heads(mixer) or type(mixer).__name__ == row.attention_class:
@@ -255,12 +255,12 @@ def _read_mixer(row: ModelType, roles: LayerRoles, name: str, mixer: nn.Module) 
         if keys and groups
         else [getattr(getattr(mixer, child), "in_features", None) for child in outputs]
     )
-    if width is not None and width not in widths:  # such as a gate beside the query of each head
+    if width is not None and width not in widths:  # such as the query and a gate of each head
         roles.parts[f"{name}.q_proj"] = ()
 
 
 def _read_network(row: ModelType, roles: LayerRoles, name: str, network: nn.Module) -> None:
-    """Add the roles of a feed-forward network's projections but the last (see `LayerRoles.role`), or that it has experts."""
+    """Add the roles of a network's gate and up projections (see `LayerRoles.role`), or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):

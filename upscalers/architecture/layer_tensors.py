@@ -1,4 +1,4 @@
-"""Layers, tensors and their roles, and values of a config that describe single layers: what editing a model's tensors needs.
+"""Layers, tensors and their roles, and the values of a config that describe single layers.
 
 A name such as `post_attention_layernorm` means different things in different families, so roles are read from what a layer does.
 """
@@ -116,7 +116,7 @@ class Projection:
 
 
 def projections_of(tensors: Mapping[str, LayerTensor]) -> list[Projection]:
-    """Return the projections of a layer, by the names and roles of its tensors, in the order in which they are stored."""
+    """Return the projections of a layer from its tensors by name, in stored order."""
     projections = []
     for name, tensor in tensors.items():
         if tensor.parts is None:
@@ -136,7 +136,7 @@ def roles_of(tensors: Mapping[str, LayerTensor]) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layers, tensors and memories of a model, as transformers builds it from its config. Must not be modified.
+    """Layers, tensors and memories of a model, by its config. Must not be modified.
 
     Args:
         sizes: Sizes that memories are built for.
@@ -213,7 +213,7 @@ def check_list(key: str, values: list[Any], num_layers: int, path: str | None = 
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
-    """Apply `check_list` to a config whose model could not be built or lacks tensors: a list may be the reason."""
+    """Apply `check_list` to all lists of a config that failed: one may be the reason."""
     num_layers = config.get("num_hidden_layers")
     for key, values in config.items():
         if isinstance(num_layers, int) and isinstance(values, list):

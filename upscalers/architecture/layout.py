@@ -1,4 +1,4 @@
-"""The layout of a model, which editing its tensors needs: layers, tensors, roles and memories, by its config.
+"""The layout of a model by its config: layers, tensors, roles and memories.
 
 Layouts of the main types follow from the table of types, without torch. Others, and main types whose config has a key or a value
 that the table does not cover, are read from the model that transformers builds (`built_layout.py`): seconds, but no memory.
@@ -114,7 +114,7 @@ def _backbone(content: str) -> Layout:
 
 
 def layout_from(native: Config, config: Any, layers: list[dict[str, LayerTensor]], **described: Any) -> Layout:
-    """Return the layout of a model by its resolved config and its layers' tensors; `described` has other fields of `Layout`."""
+    """Return a layout from a resolved config, tensors of layers, and other fields of `Layout`."""
     values = vars(config)
     types, num_shared = values.get("layer_types"), values.get(SHARED_LAYERS_KEY) or 0
     lists = {
@@ -180,10 +180,10 @@ def _check_values(native: Config) -> None:
         )
 
 
-def change_of_settings(
+def find_changed_setting(
     before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int], new_layers: Collection[int] = ()
 ) -> str | None:
-    """Return which layer of a new model has another setting than its source, and what it is; None if none has.
+    """Return which layer has another setting than its source, and which, as text; None if none has.
 
     The index of a layer and the number of layers are expected to differ, and are not compared. A new layer need not give its keys
     and values to later layers as its source does.
@@ -205,7 +205,7 @@ def change_of_settings(
 
 
 def known_layout(native: Config) -> dict[str, Any] | None:
-    """Return the arguments of `layout_from` for a main type, by its row in the table; None if transformers has to read the config.
+    """Return the arguments of `layout_from` from the table of types; None if transformers has to read it.
 
     The row has keys of the config with their types and defaults, and the tensors of a layer with their roles.
     """

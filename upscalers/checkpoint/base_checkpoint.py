@@ -22,7 +22,7 @@ from upscalers.checkpoint.safetensors_format import (
     SAFETENSORS_NAMES,
     TORCH_NAMES,
     StoredTensor,
-    dtype_of_most,
+    most_common_dtype,
     stored_tensors,
 )
 
@@ -58,7 +58,7 @@ class BaseCheckpoint:
     @cached_property
     def dtype(self) -> str:
         """The dtype of most weights by bytes, as safetensors names it."""
-        return dtype_of_most(self.tensors.values())
+        return most_common_dtype(self.tensors.values())
 
     @cached_property
     def layer_names(self) -> list[dict[str, str]]:
@@ -71,7 +71,7 @@ class BaseCheckpoint:
         return layers
 
     def outer_names(self, num_layers: int) -> dict[str, str]:
-        """Return the names, in a model of `num_layers` layers, of tensors that belong to no layer, by their names here, as stored."""
+        """Return the names of tensors outside the layers in a model of `num_layers` layers, by their names here."""
         within = {name for layer in self.layer_names for name in layer.values()}
         names = {name: name for name in self.tensors if name not in within}
         for name in names:
@@ -82,11 +82,11 @@ class BaseCheckpoint:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of heads that are tied to the embedding and repeat its bytes; transformers does not tie different values."""
+        """Names of tied heads that repeat the embedding's bytes; transformers does not tie different values."""
         return frozenset(
             name
             for name in self.layout.tied
-            if name in self.tensors and self.tensors[name].holds_the_same(self.tensors[self.embedding_name])
+            if name in self.tensors and self.tensors[name].has_same_bytes(self.tensors[self.embedding_name])
         )
 
     @property
@@ -113,11 +113,11 @@ class BaseCheckpoint:
 
     @property
     def outer_shapes(self) -> Mapping[str, Shape]:
-        """Shapes of the tensors of the composite model outside the language model, by full name; they are copied to the result."""
+        """Shapes of a composite model's tensors outside the language model, by full name; they are copied."""
         return {} if self.composite is None else self.composite.names.others
 
     def whole_config(self, config: Config) -> Config:
-        """Return the content of `config.json` for a config of the language model: around it, that of the composite model, if any."""
+        """Return the content of `config.json`: a language model's config within the composite model's, if any."""
         return config if self.composite is None else self.composite.wrapped(config)
 
     def stored_name(self, name: str) -> str:
@@ -139,7 +139,7 @@ class BaseCheckpoint:
 
 
 def read_config(path: Path) -> Config:
-    """Read the `config.json` of a folder, or a config of any name; refuse one that is missing or not a JSON object."""
+    """Read the `config.json` of a folder, or a config of any name, which must be a JSON object."""
     if path.is_dir():
         folder, path = path, path / CONFIG_FILE
         if not path.is_file():
@@ -246,7 +246,7 @@ def _check_tensors(
     integers: Mapping[str, str],
     config: Config,
 ) -> tuple[str, ...]:
-    """Check shapes and dtypes of expected tensors (those `outside` are only copied); return the names of unexpected ones."""
+    """Check shapes and dtypes (not those of tensors `outside`); return the names of unexpected tensors."""
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(

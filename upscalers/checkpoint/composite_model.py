@@ -1,6 +1,6 @@
-"""A language model within a composite model, such as one that reads images, seen as a separate checkpoint.
+"""The language model within a composite model (such as one that reads images) as a checkpoint.
 
-Everything is planned and verified on the language model alone, under the names that its tensors have in a separate checkpoint. Only
+Everything is planned and verified on the language model, under the names that its tensors have in a separate checkpoint. Only
 the code that reads and writes knows the composite model: its config, and the names of its stored tensors. Both are read from the
 model that transformers builds on the meta device.
 """
@@ -27,14 +27,14 @@ _OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map"
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of tensors in a composite model's checkpoint: prefixes of the language model's stack and head, and all others."""
+    """Stored names of a composite model: prefixes of the language model's stack and head, and all others."""
 
     stack: str
     head: str
     others: dict[str, Shape]
 
     def language_name(self, stored: str) -> str:
-        """Return the name that a stored tensor would have in a separate language model; other tensors keep their names."""
+        """Return a stored tensor's name in a separate language model; other tensors keep their names."""
         for prefix, standard in ((self.stack, _STACK), (self.head, _HEAD)):
             if stored.startswith(prefix):
                 return standard + stored.removeprefix(prefix)
@@ -71,7 +71,7 @@ class CompositeModel:
         return dataclasses.replace(self, known_names=(next(present, self.names),))
 
     def check_hosts(self) -> None:
-        """Make the classes with which the language model hosts memory within the composite model, or raise `RequestError`."""
+        """Make the classes that host memory within the composite model, or raise `RequestError`."""
         from midus_hf.models.families import COMPOSITE_FAMILIES
         from midus_hf.models.families.template import host_type
 
@@ -87,7 +87,7 @@ class CompositeModel:
             ) from None
 
     def wrapped(self, config: Config) -> Config:
-        """Return the config of the composite model around a config of the language model; it hosts memories if the latter does."""
+        """Return a composite config around a language model's config; it hosts memories if the latter does."""
         inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
         outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
         outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
@@ -162,14 +162,14 @@ def _built(native: str) -> CompositeModel:
     language_config = model.config.get_text_config(decoder=True)
     if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         reason = f"holds a language model, {language_config.model_type!r}, that transformers loads only within a composite model"
-        raise refused(reason, "one that is loaded alone too")
+        raise refused(reason, "one that is also loaded separately")
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
     with torch.device("meta"):
-        alone = causal_lm(copy.deepcopy(language_config))
-    stack_class, head = type(decoder_of(alone)), model.get_output_embeddings()
+        separate = causal_lm(copy.deepcopy(language_config))
+    stack_class, head = type(decoder_of(separate)), model.get_output_embeddings()
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
-    if len(paths) != 1 or len(heads) != 1 or type(getattr(alone, _STACK.rstrip("."), None)) is not stack_class:
+    if len(paths) != 1 or len(heads) != 1 or type(getattr(separate, _STACK.rstrip("."), None)) is not stack_class:
         reason = f"contains its language model in a different form than {causal_lm.__name__}"
         raise refused(reason, f"one stack of class {stack_class.__name__} and one head")
     held = model.state_dict(keep_vars=True)

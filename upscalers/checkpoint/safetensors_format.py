@@ -1,4 +1,4 @@
-"""Weights in a folder: the files that transformers would load, the position of each tensor, and digests of their bytes.
+"""Weights in a folder: the files that transformers would load, positions of tensors, and digests.
 
 The safetensors library writes a file only from tensors that are all in memory. Here shards are written as a stream, one tensor at a
 time, and tensors are read by position.
@@ -44,7 +44,7 @@ _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of a tensor: its dtype, as safetensors names it, shape, file (None if only planned) and first byte in the file."""
+    """A tensor's dtype, as safetensors names it, shape, file (None if only planned) and first byte there."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,8 +67,8 @@ class StoredTensor:
                     raise OSError(f"{self.file.name} ended {left - len(data)} bytes early")
                 yield data
 
-    def holds_the_same(self, other: "StoredTensor") -> bool:
-        """Return whether another tensor has the same dtype, shape and bytes, reading no further than the first difference."""
+    def has_same_bytes(self, other: "StoredTensor") -> bool:
+        """Return whether another tensor has the same dtype, shape and bytes, reading to the first difference."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         return all(first == second for first, second in zip(self.chunks(), other.chunks(), strict=True))
@@ -87,7 +87,7 @@ def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "to
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the dtype, shape and position of each tensor of a file; refuse one that the library finds invalid or truncated."""
+    """Return the tensors of a file; refuse one that safetensors finds invalid or truncated."""
     try:
         with safe_open(file, "np"):  # checks the header and where tensors lie
             pass
@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the data of a file of tensors (name, dtype, shape), and positions; wide dtypes come first."""
+    """Return a file's bytes before the data of tensors (name, dtype, shape), and positions, wide ones first."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[str, int] = {}
     position = 0
@@ -128,7 +128,7 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, 
 
 
 def copy_bytes(source: int, source_start: int, target: int, target_start: int, num_bytes: int) -> None:
-    """Copy a range between the descriptors of two open files inside the kernel, or through a buffer where the kernel cannot."""
+    """Copy a range between two open files inside the kernel, or through a buffer where it cannot."""
     in_kernel = hasattr(os, "copy_file_range")
     while num_bytes:
         if in_kernel:
@@ -156,7 +156,7 @@ def write_all(target: int, data: bytes | memoryview, start: int) -> None:
         view, start = view[written:], start + written
 
 
-def dtype_of_most(tensors: Iterable[Any]) -> str:
+def most_common_dtype(tensors: Iterable[Any]) -> str:
     """Return the floating-point dtype that most bytes of the tensors have, as safetensors names it."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
@@ -166,7 +166,7 @@ def dtype_of_most(tensors: Iterable[Any]) -> str:
 
 
 def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    """Return the position of each tensor of a checkpoint, by its stored name; None if there are no weights and none are needed."""
+    """Return a checkpoint's tensors by stored name; None if there are no weights and none are needed."""
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
@@ -177,7 +177,7 @@ def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor]
 
 
 def missing_weights(base: str, files: Iterable[str]) -> str:
-    """Return the message about a base (a folder or hub id) whose files include no weights that can be read."""
+    """Return the message about a base, a folder or hub id, without weights that can be read."""
     weights = (file for file in sorted(files) if file.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")))
     held = next((file for file in weights if file != "training_args.bin"), "no weights")
     remedy = "Give a checkpoint that transformers loads."
@@ -224,7 +224,7 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 
 
 class TensorDigests:
-    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors; hashing releases the interpreter's lock."""
+    """Threads that compute the SHA-256 of dtype, shape and bytes of tensors."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
         self._tensors, self._names = tensors, names
@@ -236,7 +236,7 @@ class TensorDigests:
         return self
 
     def add(self, name: str) -> None:
-        """Start hashing a tensor, ideally right after other code has read it; a tensor not in `names` or already added is skipped."""
+        """Start hashing a tensor, ideally after other code has read it; skip others than `names`."""
         if name in self._names and name not in self._futures:
             self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 

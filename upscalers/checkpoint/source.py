@@ -39,7 +39,7 @@ _ANY_FOLDER = "*/*"
 
 @dataclass(frozen=True)
 class Source:
-    """A base in a local folder, with the name that the user gave, without revision; a base of the hub has a commit."""
+    """A base in a local folder, by the name that the user gave; one of the hub has a commit."""
 
     name: str
     folder: Path
@@ -47,12 +47,12 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Name of the base in records: its hub id, or the last part of a local path, so that records reveal no folders."""
+        """Name in records: a hub id, or the last part of a local path, so that records reveal no folders."""
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
 
 
 def name_and_revision(base: str) -> tuple[str, str | None]:
-    """Return the name of a base (a folder or hub id), and the branch, tag or commit after `@`; None if there is none."""
+    """Return the name of a base, a folder or hub id, and its revision after `@` or None."""
     name, at, revision = base.partition("@")
     if not at or Path(base).expanduser().exists():
         return base, None
@@ -65,7 +65,7 @@ def name_and_revision(base: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def resolve_source(base: str, config_only: bool = False) -> Iterator[Source]:
-    """Make a base (a folder, `config.json` or hub id with or without `@revision`) available in a folder within the context."""
+    """Make a base (a folder, `config.json` or hub id with optional `@revision`) available in a folder."""
     name, revision = name_and_revision(base)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -96,7 +96,7 @@ def fetch_files(source: Source, *kinds: Kind) -> None:
 
 
 def copy_travelling_files(folder: Path, target: Path, progress: Progress) -> None:
-    """Copy a model's files other than weights and config; a message lists code of a tokenizer or processor, which is not run."""
+    """Copy a model's files other than weights and config; note code of a tokenizer, which is not run."""
     for file in travelling_files(folder):
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def travelling_files(folder: Path) -> list[Path]:
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
-    """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
+    """Fetch config and index, then the rest of one copy of the model, without copies in other formats."""
     below = [pattern for pattern in TRAVELLING if "/" in pattern]
     folder = _fetch(
         name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *bank_patterns())
@@ -124,8 +124,7 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     if config_only:
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
-    beside = (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG)
-    _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
+    _fetch(name, commit, (CONFIG_FILE, *TRAVELLING, ADAPTER_CONFIG, SINGLE_FILE), ignored=_ANY_FOLDER)
     if named_modules(folder):
         _fetch(name, commit, (CONFIG_FILE, "*.py"), ignored=_ANY_FOLDER)
     if (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
@@ -173,7 +172,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_account(repo_id: str) -> None:
-    """Check the hub login before anything is downloaded; refuse if nobody is logged in or the hub does not answer."""
+    """Refuse, before anything is downloaded, if there is no hub login or the hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -183,7 +182,7 @@ def check_account(repo_id: str) -> None:
 
 
 def prepare_repository(repo_id: str, private: bool) -> str:
-    """Create the repository of a result unless it exists, before the first byte, and return its name with its owner."""
+    """Create a result's repository unless it exists, before the first byte; return its name with owner."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -235,6 +234,6 @@ def tie_banks(folder: Path, banks: Mapping[str, MemoryFiles]) -> None:
         bank.bind_to_base(folder)
 
 
-def bytes_of_banks(folder: Path, banks: Mapping[str, MemoryFiles]) -> int:
+def total_bank_bytes(folder: Path, banks: Mapping[str, MemoryFiles]) -> int:
     """Return the bytes that banks take on disk."""
     return sum(bank.num_bytes(folder) for bank in banks.values())

@@ -1,4 +1,4 @@
-"""Tokenizer and processors of a result, which must work like the base's although Transformers chooses them by `model_type`."""
+"""Tokenizer and processors of a result: like the base's, though Transformers chooses by `model_type`."""
 
 # ruff: noqa: RUF001 - texts have letters that look alike
 import json
@@ -21,8 +21,7 @@ _PROCESSOR, _PREPROCESSOR, _VIDEO = (
 #: `AutoTokenizer` had loaded them, and not as the base has them.
 CHANGED_KEY, REWRITTEN_KEY = "changed_files", "rewritten_tokenizer"
 CHANGED_FILES = (TOKENIZER_CONFIG, _PROCESSOR, _PREPROCESSOR, _VIDEO)
-# For each kind of processor: the module of its Auto class, the keys that it finds a class by, the first of which is written, and the
-# files that can have it.
+# For each kind of processor: the module of its Auto class, the keys that it finds a class by (the first is written), and its files.
 _PROCESSORS = (
     ("processing_auto", "PROCESSOR", ("processor_class",), (_PROCESSOR, _PREPROCESSOR, _VIDEO)),
     ("image_processing_auto", "IMAGE_PROCESSOR", ("image_processor_type", "feature_extractor_type"), (_PREPROCESSOR,)),
@@ -105,7 +104,7 @@ def keep_tokenizer(source: Source, folder: Path, progress: Progress) -> dict[str
 
 
 def name_processors(model_type: str, folder: Path, progress: Progress) -> dict[str, str]:
-    """Name the classes of processors in the files of a result's folder that Transformers would choose by the base's `model_type`.
+    """Name, in a result's files, the processors that Transformers chooses by the base's `model_type`.
 
     Returns:
         The text that each changed file had before, which `strip` restores.

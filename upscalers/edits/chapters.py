@@ -18,7 +18,7 @@ from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base
 from upscalers.checkpoint.safetensors_format import read_tensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.edits.checkpoint_edit import EditDetails, EditRequest, edit_checkpoint
-from upscalers.request import Progress, shown
+from upscalers.request import Progress, show_progress
 from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import OutputTensor
 
@@ -224,7 +224,7 @@ def list_chapters(model: str | Path, memory: str | None = None, progress: Progre
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         memories = find_memories(opened, memory)
-        with shown(progress):
+        with show_progress(progress):
             total = sum(one.options.chapters * len(one.banks) for one in memories)
             progress.stage("reading chapters", total, "chapters")
             listed = [

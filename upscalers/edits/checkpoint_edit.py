@@ -22,7 +22,7 @@ from midus_hf.memories.controls import num_value_rows
 from midus_hf.memories.registry import ATTACHED, INSERTED, TABLES, memory_type
 from upscalers.architecture.layer_tensors import Config
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
-from upscalers.checkpoint.source import bytes_of_banks, copy_travelling_files, resolve_source, travelling_files
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source, total_bank_bytes, travelling_files
 from upscalers.record.provenance import EDITS_KEY, read_plan, read_record, read_upscaled, write_record
 from upscalers.request import Progress, check_seed
 from upscalers.runs.writing import CheckpointFolder, write_code_of, written_from
@@ -199,7 +199,7 @@ def copied_for_edit(model: BaseCheckpoint, request: EditRequest) -> Iterator[Pat
     source, files = model.folder, files_without_banks(model.folder)
     folder = CheckpointFolder(request.required_output(), source, request.overwrite)
     folder.check_space(
-        sum(path.stat().st_size for path in files) + bytes_of_banks(source, banks_of(model.layout.memories))
+        sum(path.stat().st_size for path in files) + total_bank_bytes(source, banks_of(model.layout.memories))
     )
     with folder.writing() as partial:
         for path in files:

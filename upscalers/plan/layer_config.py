@@ -21,7 +21,7 @@ from upscalers.plan.plan import Base, Plan
 
 
 def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
-    """Return the base's config with `num_hidden_layers` and every per-layer value carried over to the layers of the plan."""
+    """Return the base's config with `num_hidden_layers` and all per-layer values of the plan's layers."""
     config = copy.deepcopy(base.config)
     unchanged = plan.sources == list(range(base.num_layers))
     config |= copy.deepcopy(base.layout.per_layer_values)
@@ -33,7 +33,7 @@ def follow_plan(base: BaseCheckpoint, plan: Plan) -> Config:
 
 
 def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | None:
-    """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
+    """Return a warning if runtimes that derive attention types from the index would misread the result.
 
     There is no warning if such a runtime already misreads the base, whose types are not those that its family implies from the index,
     or for a model with memory, since no such runtime reads its model type.
@@ -52,7 +52,7 @@ def pattern_concern(base: BaseCheckpoint, new: Layout, config: Config) -> str | 
 
 
 def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
-    """Return the `layers` of a base memory, with every copy of its layers, and the layers it skips to, `into`."""
+    """Return the `layers` of a base memory, with copies of its layers, and `into`, where it skips to."""
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)
@@ -68,7 +68,7 @@ def _followed_layers(base: BaseCheckpoint, plan: Plan, entry: MemoryEntry) -> di
     for layer in entry.into:
         if sum(isinstance(planned, Base) and planned.index == layer for planned in plan.layers) != 1:
             raise RequestError(
-                f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats; expected it once. Choose a "
+                f"memory {entry.name!r} adds after layer {layer}, which the plan repeats; expected it once. Choose a "
                 "method that inserts layers."
             )
     into = dict(zip(entry.layers, entry.into, strict=False))
@@ -97,7 +97,7 @@ def _followed_values(config: Config, plan: Plan) -> Config:
             if key != "text_config" and "model_type" in value:  # config of another model, such as an audio encoder
                 return value
             if value and all(str(index).isdecimal() and int(index) < num_layers for index in value):
-                raise _undeclared(path, f"a mapping by numbers below that of the layers ({num_layers})")
+                raise _undeclared_error(path, f"a mapping by numbers below that of the layers ({num_layers})")
             return {inner: followed(inner, each, f"{path}.{inner}") for inner, each in value.items()}
         if not isinstance(value, list):
             return value
@@ -107,13 +107,13 @@ def _followed_values(config: Config, plan: Plan) -> Config:
         if key in LAYER_INDEX_KEYS:
             return [index for index, source in enumerate(sources) if source in value]
         if len(value) == num_layers:
-            raise _undeclared(path, f"a list as long as the model has layers ({num_layers})")
+            raise _undeclared_error(path, f"a list as long as the model has layers ({num_layers})")
         return [followed("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
 
     return {key: followed(key, value, key) for key, value in config.items()}
 
 
-def _undeclared(path: str, description: str) -> RequestError:
+def _undeclared_error(path: str, description: str) -> RequestError:
     return RequestError(
         f"config.json has {path}, {description}; expected one whose meaning is known. Declare it in "
         "upscalers/architecture/layer_tensors.py."

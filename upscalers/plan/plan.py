@@ -1,4 +1,4 @@
-"""The layer plan: where each layer of the upscaled model comes from, and where placements put new ones."""
+"""The layer plan: where each layer comes from, and where placements put new ones."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ class Base:
 
 @dataclass(frozen=True)
 class New:
-    """A layer inserted between the base layers `previous` and `next` (None at an end), from `sources`, the first for attention."""
+    """A layer between base layers `previous` and `next` (None at an end), from `sources`, attention's first."""
 
     previous: int | None
     next: int | None
@@ -37,7 +37,7 @@ class New:
 
 @dataclass(frozen=True)
 class Plan:
-    """The origin of every layer of the upscaled model, and what is new beside layers.
+    """The origin of every layer of the upscaled model, and its new memories.
 
     `new_memories` are the names of the memories that are attached to layers.
     """
@@ -53,7 +53,7 @@ class Plan:
 
     @cached_property
     def kept_indices(self) -> dict[int, int]:
-        """Index of each kept base layer in the upscaled model; for a repeated base layer, the index of its first copy."""
+        """Index of each base layer in the upscaled model; of a repeated one, that of its first copy."""
         kept: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Base):
@@ -62,17 +62,17 @@ class Plan:
 
     @cached_property
     def new_indices(self) -> list[int]:
-        """Indices in the upscaled model of layers that the base lacks: inserted layers, and repeats of base layers."""
+        """Indices of layers that the base lacks: inserted layers, and repeats of base layers."""
         kept = set(self.kept_indices.values())
         return [index for index in range(self.num_layers) if index not in kept]
 
     @property
     def renumbers(self) -> bool:
-        """True if some base layer has a different index in the upscaled model, so that the base's adapters do not fit."""
+        """Whether some base layer has another index in the result, so that the base's adapters do not fit."""
         return any(layer != number for layer, number in self.kept_indices.items())
 
     def owns(self, name: str) -> bool:
-        """Return whether a tensor of the upscaled model, by full name, is of a new layer or memory, so that `strip` removes it."""
+        """Return whether a tensor, by full name, belongs to a new layer or memory, which `strip` removes."""
         match = _LAYER_TENSOR.match(name)
         if match and int(match["layer"]) in self.new_indices:
             return True
@@ -85,7 +85,7 @@ class Plan:
         return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
 
     def describe(self, index: int, memories: Memories = NO_MEMORIES) -> str:
-        """Return where layer `index` of the upscaled model comes from and which of its memories are new, as text."""
+        """Return where a layer of the upscaled model comes from and which of its memories are new, as text."""
         layer = self.layers[index]
         if isinstance(layer, New):
             origin = f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
@@ -95,7 +95,7 @@ class Plan:
         return "".join((origin, *(f", with {entry.name} ({entry.site})" for entry in new)))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return the plan as plain data: `{"base": i}` for a base layer, else `{"previous": i, "next": j, "sources": [...]}`."""
+        """Return `{"base": i}` for each base layer and `{"previous": i, "next": j, "sources": [...]}` for others."""
         return [
             {"base": layer.index}
             if isinstance(layer, Base)
@@ -107,7 +107,7 @@ class Plan:
     def from_list(
         cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
-        """Read the list that `to_list` returned; what is new beside layers is passed separately."""
+        """Read the list that `to_list` returned; the names of new memories are passed separately."""
         read: list[Base | New] = []
         for layer in layers:
             values: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Plan:
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
-    """Return the plan that inserts new layers at ascending indices of the upscaled model, or raise `RequestError`."""
+    """Return the plan with new layers at ascending indices of the upscaled model."""
     total = num_base_layers + len(new_indices)
     listed = ",".join(map(str, new_indices))
     if list(new_indices) != sorted({*new_indices} & {*range(total)}):
@@ -139,7 +139,7 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[int]:
-    """Return the indices of new layers in the upscaled model, by the name of a policy or by indices joined by commas."""
+    """Return indices of new layers in the upscaled model, by a policy's name or indices joined by commas."""
     if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():
         try:
             indices = [int(part) for part in placement.split(",")]
@@ -178,7 +178,7 @@ def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
 
 
 def distributed(num_layers: int, num_new_layers: int) -> list[int]:
-    """Place one new layer before the last layer of each of K equal groups: the default of MIDUS (equation 10)."""
+    """Place one new layer before the last layer of each of K equal groups (MIDUS, equation 10)."""
     stride = _stride("distributed", num_layers, num_new_layers)
     return [group * (stride + 1) + stride - 1 for group in range(num_new_layers)]
 

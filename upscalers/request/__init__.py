@@ -13,7 +13,7 @@ _LONGEST_REASON = 400
 
 
 class MethodError(RuntimeError):
-    """Error for a method that breaks its contract: its author's mistake, not the request's. Nothing was written."""
+    """Error for a method that breaks its contract, not a wrong request; nothing was written."""
 
 
 class VerificationError(RuntimeError):
@@ -31,7 +31,7 @@ _OF_THE_COMMAND |= {name: name for name in ("placement", "seed", "dtype")}
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], subject: str) -> Any:
-    """Read options as `midus_hf.config.options.read_options` does, but name the command's option for a key of its."""
+    """Read options as `read_options` of `midus_hf.config` does; for a key of the command, name its option."""
     fields = {field.name for field in dataclasses.fields(options_class)}
     for key in values.keys() & _OF_THE_COMMAND.keys() - fields:
         raise RequestError(
@@ -69,7 +69,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def shown(progress: Progress) -> Iterator[None]:
+def show_progress(progress: Progress) -> Iterator[None]:
     """Show progress inside the block, and stop showing progress when the block ends or raises."""
     progress.start()
     try:

@@ -7,7 +7,7 @@ from midus_hf.anatomy.record import RECORD_KEY
 from midus_hf.config.errors import RequestError, first_few
 from midus_hf.memories.bank import banks_of
 from upscalers.architecture.layer_tensors import Shape
-from upscalers.architecture.layout import change_of_settings, layout_of
+from upscalers.architecture.layout import find_changed_setting, layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint
 from upscalers.checkpoint.safetensors_format import INTEGERS, SAFETENSORS_NAMES, TORCH_NAMES
 from upscalers.checkpoint.source import Source
@@ -89,7 +89,7 @@ class Job:
                 f"({one_line(error)})"
             )
         else:
-            change = change_of_settings(base.layout.settings, layout.settings, plan.sources, plan.new_indices)
+            change = find_changed_setting(base.layout.settings, layout.settings, plan.sources, plan.new_indices)
             if change is None:
                 return
             difference = f"layers of {base.family.model_type!r} compute differently at another index or among more layers: {change}"

@@ -18,7 +18,7 @@ from upscalers.checkpoint.safetensors_format import (
     TORCH_NAMES,
     TensorDigests,
     content_sha256,
-    dtype_of_most,
+    most_common_dtype,
     stored_tensors,
 )
 from upscalers.checkpoint.source import resolve_source
@@ -130,7 +130,7 @@ def _base_config(
     upscaled: UpscaleRecord, tensors: list[OutputTensor], resized: tuple[int, int] | None, progress: Progress
 ) -> Config:
     """Return the base's config, with a dtype or a vocabulary's size that was changed since."""
-    config, dtype = upscaled.whole_base_config, TORCH_NAMES[dtype_of_most(tensors)]
+    config, dtype = upscaled.whole_base_config, TORCH_NAMES[most_common_dtype(tensors)]
     if resized:
         before, size = resized
         config = copy.deepcopy(config)

@@ -15,16 +15,16 @@ from midus_hf.memories.bank import banks_of
 from midus_hf.sources.names import check_sources
 from upscalers.checkpoint.base_checkpoint import open_base
 from upscalers.checkpoint.source import (
-    bytes_of_banks,
     check_account,
     check_repo_id,
     prepare_repository,
     push_folder,
     resolve_source,
+    total_bank_bytes,
 )
 from upscalers.methods.contract import Method, get_method
 from upscalers.record.provenance import Bytes, Identity, PushError, UpscaleReport
-from upscalers.request import Progress, check_seed, one_line, parse_options, shown
+from upscalers.request import Progress, check_seed, one_line, parse_options, show_progress
 from upscalers.runs.job import Job
 from upscalers.runs.writing import CheckpointFolder, write_upscaled
 
@@ -132,13 +132,13 @@ def upscale(
         for warning in job.warnings:
             progress.warn(warning)
         num_bytes = sum(tensor.num_bytes for tensor in job.made)
-        num_bytes += bytes_of_banks(source.folder, banks_of(opened.layout.memories))
+        num_bytes += total_bank_bytes(source.folder, banks_of(opened.layout.memories))
         outcome: dict[str, Any] = {"bytes": Bytes(0, num_bytes), "identity": Identity(None, None)}
         outcome |= {"kl_divergence": None, "measurements": []}
         if not dry_run:
             folder = CheckpointFolder(str(output), source.folder, overwrite)
             folder.check_space(num_bytes + chosen.bank_bytes(opened) + job.scratch_bytes() + _SPARE_BYTES)
-            with shown(progress):
+            with show_progress(progress):
                 if push_to_hub:
                     push_to_hub = prepare_repository(push_to_hub, private)
                 outcome = write_upscaled(job, folder, max_shard_bytes, verify, progress, push_to_hub)

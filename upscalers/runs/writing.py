@@ -17,11 +17,11 @@ from upscalers.architecture.layer_tensors import Config
 from upscalers.architecture.layout import layout_of
 from upscalers.checkpoint.base_checkpoint import BaseCheckpoint, open_base, write_config
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, TensorDigests, content_sha256, read_header
-from upscalers.checkpoint.source import bytes_of_banks, copy_banks, copy_travelling_files, tie_banks
+from upscalers.checkpoint.source import copy_banks, copy_travelling_files, tie_banks, total_bank_bytes
 from upscalers.checkpoint.tokenizer import CHANGED_KEY, keep_tokenizer, name_processors
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import Bytes, Identity, base_record, upscale_record, write_record
-from upscalers.request import Progress, one_line, shown
+from upscalers.request import Progress, one_line, show_progress
 from upscalers.runs.job import Job
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, WriteSummary, split_shards
 
@@ -105,7 +105,7 @@ def write_upscaled(
         method.fill_banks(base, job.plan, partial, progress)
         progress.stage("recording what was done", 1)
         outcome = {
-            "bytes": Bytes(written.bytes_read, written.bytes_written + bytes_of_banks(partial, banks)),
+            "bytes": Bytes(written.bytes_read, written.bytes_written + total_bank_bytes(partial, banks)),
             "identity": identity,
             "kl_divergence": kl_divergence,
             "measurements": written.measurements,
@@ -209,12 +209,12 @@ def written_from(
 ) -> Iterator[WriteSummary]:
     """Write tensors and banks; the block writes other files to `folder.partial`, which then appears."""
     num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-    folder.check_space(num_bytes + bytes_of_banks(model.folder, banks))
-    with shown(progress), folder.writing() as partial:
+    folder.check_space(num_bytes + total_bank_bytes(model.folder, banks))
+    with show_progress(progress), folder.writing() as partial:
         writer = CheckpointWriter(model.tensors, scan=False, progress=progress, copied=copied, stored_name=stored_name)
         written = writer.write(partial, shards)
         copy_banks(model.folder, partial, banks)
-        yield replace(written, bytes_written=written.bytes_written + bytes_of_banks(partial, banks))
+        yield replace(written, bytes_written=written.bytes_written + total_bank_bytes(partial, banks))
 
 
 def write_part(source: Path, partial: Path, config: Config, progress: Progress) -> None:

@@ -1,1 +1,1 @@
-"""Numerical work of methods that compute new layers: optimal transport, shared bases, and a predictor of layers."""
+"""Numerical work of methods that compute new layers: optimal transport and a predictor of layers."""

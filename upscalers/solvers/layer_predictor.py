@@ -1,4 +1,4 @@
-"""Prediction of a layer from the layers on both sides (LESA, section 3): a basis that all layers share, and a small network.
+"""Prediction of a layer from both neighbours (LESA, section 3), in a basis that all layers share.
 
 The network predicts the layer's coordinates in the basis from the coordinates of its neighbours.
 """
@@ -23,7 +23,7 @@ SINGULAR_GUARD = 1e-6
 
 @dataclass(frozen=True)
 class SharedBasis:
-    """The economy SVD `[W_0 | W_1 | ...] = U diag(S) V^T` of matrices [out, in]: U [out, r] and S [r], descending, float64."""
+    """U [out, r] and descending S [r], float64, of `[W_0 | W_1 | ...] = U diag(S) V^T`, each W [out, in]."""
 
     vectors: torch.Tensor
     values: torch.Tensor
@@ -39,7 +39,7 @@ class SharedBasis:
 
 
 def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None]) -> SharedBasis:
-    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time."""
+    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], reading layer by layer."""
     gram, width = None, 0
     for layer in range(num_layers):
         matrix = matrix_of(layer)
@@ -62,7 +62,7 @@ def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done
 
 
 class RowFile:
-    """Temporary file with the coordinates [r, L, in] of all layers, float32, for reading any rows; the context removes it."""
+    """Temporary file with the coordinates [r, L, in] of all layers, float32; the context removes it."""
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
         self.num_rows, self.num_layers, self.width = num_rows, num_layers, width
@@ -82,7 +82,7 @@ class RowFile:
             write_all(self._file.fileno(), data[row].data.cast("B"), self._offset(row, layer))
 
     def read(self, places: Sequence[tuple[int, int]], num_layers: int) -> torch.Tensor:
-        """Read pieces [len(places), num_layers, in] of consecutive layers, each from a row and a first layer on."""
+        """Read pieces [len(places), num_layers, in] of consecutive layers, by row and first layer."""
         pieces = numpy.empty((len(places), num_layers, self.width), dtype=numpy.float32)
         for piece, (row, layer) in zip(pieces, places, strict=True):
             if os.preadv(self._file.fileno(), [piece.data], self._offset(row, layer)) < piece.nbytes:
@@ -109,7 +109,7 @@ def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> n
 def train_predictor(
     rows: RowFile, generator: torch.Generator, options: Any, done: Callable[[], None]
 ) -> nn.Sequential:
-    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict, with AdamW."""
+    """Train a predictor of each row of each inner layer from both neighbours' rows, with AdamW."""
     predictor = new_predictor(rows.width, options.hidden_size, generator).to(options.device)
     rates = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     optimizer = torch.optim.AdamW(predictor.parameters(), **rates, fused=True)
@@ -135,7 +135,7 @@ def predictor_loss(predicted: torch.Tensor, target: torch.Tensor, norm_weight: f
 
 
 def predict(predictor: nn.Module, rows: RowFile, previous: int, following: int, device: str) -> torch.Tensor:
-    """Return the predicted coordinates [r, in], float32, of a layer between the layers `previous` and `following`."""
+    """Return the predicted coordinates [r, in], float32, of a layer between `previous` and `following`."""
     predicted = torch.empty(rows.num_rows, rows.width, device=device)
     with torch.no_grad():
         for chunk in torch.arange(rows.num_rows).split(1024):

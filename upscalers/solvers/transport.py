@@ -11,7 +11,7 @@ _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 
 @dataclass(frozen=True)
 class Transport:
-    """A plan T [n, m] between n source and m target rows: a matrix, or a permutation with a source row per target row."""
+    """A plan T [n, m] between n source and m target rows: a matrix, or the source row of each target row."""
 
     matrix: torch.Tensor | None
     permutation: torch.Tensor | None
@@ -43,7 +43,7 @@ def sinkhorn(
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
 ) -> Transport:
-    """Compute entropic optimal transport between uniform distributions over rows [n, c] and [m, c], with Euclidean costs."""
+    """Compute entropic optimal transport between rows [n, c] and [m, c], uniform, with Euclidean costs."""
     import ot
 
     n, m = len(source), len(target)
@@ -79,7 +79,7 @@ def sinkhorn(
 
 
 def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["barycentric", "raw"]) -> Transport:
-    """Compute the permutation of rows with the least total Euclidean distance; with `"raw"` all entries of the plan sum to one."""
+    """Compute the row permutation of least total distance; with `"raw"` the plan's entries sum to one."""
     from scipy.optimize import linear_sum_assignment
 
     assert len(source) == len(target)
@@ -97,7 +97,7 @@ def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["
 
 
 def _effective_sources(plan: torch.Tensor, column_sums: torch.Tensor | None) -> float:
-    """Return the mean over columns of exp(entropy), in chunks; columns are first divided by `column_sums`, if given."""
+    """Return the mean over columns of exp(entropy), after division by `column_sums`, if given."""
     total = 0.0
     for first in range(0, plan.shape[1], 1024):
         columns = plan[:, first : first + 1024]

@@ -1,4 +1,4 @@
-"""Recipes: how each output tensor is made, alone or with others by a solver."""
+"""Recipes: how each output tensor is made, or several by a solver."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        """Make the tensor, in float32 or wider, or in its source's dtype; `read` reads a tensor of the base by its full name."""
+        """Make the tensor, in float32 or wider, or its source's dtype; `read` reads base tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fill(Recipe):
 
 @dataclass(frozen=True)
 class Combine(Recipe):
-    """Recipe for a linear combination of base tensors, `sum_i c_i x_i`; `terms` are the full names of x_i, with c_i."""
+    """Recipe for `sum_i c_i x_i` of base tensors; `terms` are the full names of x_i, with c_i."""
 
     terms: tuple[tuple[str, float], ...]
 
@@ -72,7 +72,7 @@ class Combine(Recipe):
         return tuple(dict.fromkeys(name for name, _ in self.terms))
 
     def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
-        """Combine the sources, or the same part of each source, in float32, or in float64 if any source is float64."""
+        """Combine the sources, or the same part of each, in float32, or float64 if any source is."""
         import torch
 
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
@@ -88,7 +88,7 @@ class Combine(Recipe):
 
 @dataclass(frozen=True)
 class Initialise(Recipe):
-    """Recipe for a fresh tensor: `initialiser` fills a float32 tensor in place, drawing from a generator of the `seed`."""
+    """Recipe for a fresh float32 tensor that `initialiser` fills in place, with a generator of the `seed`."""
 
     initialiser: Callable[["torch.Tensor", "torch.Generator"], None]
     seed: int
@@ -103,7 +103,7 @@ class Initialise(Recipe):
 
 @dataclass(frozen=True)
 class Integers(Recipe):
-    """Recipe for a tensor of int64, which `make` returns; it is stored in 64 bits whatever the dtype of the model."""
+    """Recipe for an int64 tensor, which `make` returns, stored so whatever the dtype of the model."""
 
     make: Callable[[], "torch.Tensor"]
 
@@ -113,7 +113,7 @@ class Integers(Recipe):
 
 @dataclass(frozen=True)
 class RowRange:
-    """A range of `count` successive rows of the tensor `source`, starting at row `first`; None for rows of zeros."""
+    """Rows `first` to `first + count` of the tensor `source`; None for rows of zeros."""
 
     source: str | None
     first: int
@@ -154,7 +154,7 @@ def tensor_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class LayerBlocks(Recipe):
-    """Recipe that takes a block for each layer of the result, by index, from a tensor that has one for each layer of the base.
+    """Recipe that takes a block for each layer of the result from a tensor with a block per base layer.
 
     The `num_blocks` blocks of the `source` are along the dimension `dim`.
     """
@@ -200,7 +200,7 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scratch:
-    """Context of a solver: `read` for tensors of the base, a folder that is removed when the work is done, and the display."""
+    """Context of a solver: a reader of base tensors, a temporary folder, and the display."""
 
     read: "ReadTensor"
     folder: Path
@@ -208,7 +208,7 @@ class Scratch:
 
 
 class Solver(ABC):
-    """Computes tensors that depend on each other, or on one long computation; `label` names it in progress displays."""
+    """Computes tensors that depend on each other or on one long computation; `label` is for displays."""
 
     # The most bytes that the solver writes into the scratch folder. Default: 0.
     scratch_bytes: int = 0
@@ -254,7 +254,7 @@ def solved_parts(recipe: Recipe) -> tuple[SolverTensor, ...]:
 
 
 def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, SolverTensor]]) -> dict[str, Recipe]:
-    """Return the recipes of a layer's tensors, by name, whose projections solvers make; projections of one tensor are stacked."""
+    """Return recipes of tensors by name from solved projections; those of one tensor are stacked."""
     by_name: dict[str, list[SolverTensor]] = {}
     for projection, part in parts:
         by_name.setdefault(projection.name, []).append(part)
@@ -265,7 +265,7 @@ def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection
 
 
 def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
-    """Return a table with a row per kind of tensor: means of numbers with their lowest and highest values, and seconds summed."""
+    """Return a table with a row per kind of tensor: means (lowest to highest), and seconds summed."""
     left_out = ("layer", "tensor") if with_seconds else ("layer", "tensor", "seconds")
     columns = [key for key in measurements[0] if key not in left_out]
     rows = [["tensor", "layers", *(column.replace("_", " ") for column in columns)]]

@@ -50,7 +50,7 @@ _MADE = (
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor to write: its full name, the recipe that makes it, and the dtype it is written in, as safetensors names it."""
+    """One tensor to write: full name, recipe, and dtype, as safetensors names it."""
 
     name: str
     recipe: Recipe
@@ -64,7 +64,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class WriteSummary:
-    """The bytes that a writer read from the base and wrote, including headers, and measurements of solvers, sorted by layer."""
+    """The bytes that a writer read and wrote, with headers, and solvers' measurements by layer."""
 
     bytes_read: int
     bytes_written: int
@@ -72,7 +72,7 @@ class WriteSummary:
 
 
 def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor]) -> list[OutputTensor]:
-    """Return tensors in the order in which a model uses them: embeddings, the layers, then other tensors outside the layers."""
+    """Return tensors in the order of use: embeddings, layers, then others."""
     embeddings = [tensor for tensor in outer if "embed" in tensor.name]
     return [*embeddings, *layers, *(tensor for tensor in outer if "embed" not in tensor.name)]
 
@@ -80,7 +80,7 @@ def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor])
 def split_shards(
     tensors: Sequence[OutputTensor], max_shard_bytes: int = _DEFAULT_SHARD_BYTES
 ) -> dict[str, list[OutputTensor]]:
-    """Assign tensors, in order, to as few files as `max_shard_bytes` allows; a larger tensor gets a separate file."""
+    """Assign tensors in order to as few files as `max_shard_bytes` allows; a larger one gets its own."""
     shards: list[list[OutputTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -95,7 +95,7 @@ def split_shards(
 
 
 class CheckpointWriter:
-    """Writer of a checkpoint's tensors that keeps in memory at most what one recipe reads; with `scan`, it refuses NaN."""
+    """Writer of tensors that keeps at most what one recipe reads in memory; with `scan`, it refuses NaN."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class CheckpointWriter:
         self._bytes_read = 0
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> WriteSummary:
-        """Write all shards, tensors by file name, into a folder, with an index unless a single shard needs none."""
+        """Write shards, tensors by file name, into a folder, with an index unless there is a single one."""
         bytes_written = 0
         placed: list[_Placement] = []
         for file_name, tensors in shards.items():
             named = [(self._stored_name(each.name), each.dtype, each.recipe.shape) for each in tensors]
             head, starts = layout(named)
             num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
-            with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
+            with _open_file(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
                 write_all(target, head, 0)
                 os.ftruncate(target, num_bytes)
             bytes_written += num_bytes
@@ -133,7 +133,7 @@ class CheckpointWriter:
         self._progress.stage(f"writing {len(shards)} shard{'s' * (len(shards) > 1)}", num_bytes, "bytes")
         for one in others:
             make = self._copy_in_kernel if self._goes_through_kernel(one.tensor) else self._build
-            with _opened(one.file, os.O_RDWR) as target:
+            with _open_file(one.file, os.O_RDWR) as target:
                 make(one.tensor, target, one.start)
         measurements = self._solve(solved, folder)
         if set(shards) != {SINGLE_FILE}:
@@ -164,7 +164,7 @@ class CheckpointWriter:
                     for one in wanted.pop((solver, key)):
                         assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
                         _refuse_not_finite(values, one.tensor.name, *_MADE)
-                        with _opened(one.file, os.O_RDWR) as target:
+                        with _open_file(one.file, os.O_RDWR) as target:
                             write_all(target, _to_bytes(values, one.tensor), one.start)
         finally:
             torch.set_num_threads(threads)
@@ -265,7 +265,7 @@ class _Placement:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _open_file(path: Path, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags, 0o644)
     try:
         yield descriptor
