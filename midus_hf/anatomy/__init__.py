@@ -1,4 +1,4 @@
-"""What a model is, and what was added to it: model types, records of upscaling, and views of loaded models.
+"""What a model is, and what was added to it: model types and records of upscaling.
 
 `types.py` and `record.py` are readable without torch.
 """

@@ -1,4 +1,4 @@
-"""The record of an upscaling in a model's config: what was added to the base, and what the base's config was. No torch."""
+"""The record of an upscaling in a model's config: what was added, and the base's config. No torch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -83,7 +83,7 @@ class UpscaleRecord:
 
 
 def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a raw config that describes the language model: the config itself, unless the model is composite."""
+    """Return the part of a raw config that describes the language model, also of a composite model."""
     inner = config.get(LANGUAGE_KEY)
     return inner if isinstance(inner, Mapping) else config
 
@@ -148,7 +148,7 @@ def base_layers(config: Any) -> dict[int, int]:
 
 
 def iter_recorded_options(entry: Any, method: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a method in the entry of a config, and in those of its bases, to be changed in place."""
+    """Yield the options of a method in a config's record and its bases' records, to be changed in place."""
     while isinstance(entry, dict):
         if entry.get("method") == method and isinstance(entry.get("options"), dict):
             yield entry["options"]

@@ -1,4 +1,4 @@
-"""Model types of Transformers that were proven to host memory: the parts of their layers, and what memories they take. No torch.
+"""Model types of Transformers that were proven to host memory: their parts and memories. No torch.
 
 `types.json` has a row for each type, which `python -m scripts.anatomy` reads from a tiny random model and proves. A type that is not
 listed is refused: the equality with the base at the start shows nothing of what a trained memory computes.
@@ -45,7 +45,7 @@ class UnknownType(RequestError):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Names of the parts of a class of decoder layers, None for absent ones, and what is known of the residual stream between.
+    """Names of the parts of a class of decoder layers, None for absent ones, and the stream between.
 
     Args:
         feed_forward: The feed-forward network, dense or of experts.
@@ -209,7 +209,7 @@ _EMPTY: Mapping[str, Any] = {
 
 @cache
 def _rows() -> Mapping[str, Any]:
-    """Return rows by type: those of the file, else those that the user proved; a text says why a type cannot host memory."""
+    """Return rows by type, of the file or proven by the user; a text says why a type hosts no memory."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(own_rows().glob("*.json")):
         try:
@@ -227,7 +227,7 @@ def installed_version() -> str:
 
 
 def user_cache() -> Path:
-    """Return the folder of what the package keeps for a user, `~/.cache/midus_hf`; a `RuntimeError` without a home folder."""
+    """Return the package's cache folder, `~/.cache/midus_hf`; a `RuntimeError` without a home folder."""
     caches = os.environ.get("XDG_CACHE_HOME")
     return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf"
 

@@ -1,4 +1,4 @@
-"""Models that host memory. Importing this package registers their families with the Auto classes, other packages' families too.
+"""Models that host memory. Importing this package registers families with the Auto classes.
 
 Classes of more families are made when a config names their type.
 """
@@ -26,7 +26,7 @@ if Version(transformers.__version__).release[:2] > Version(NEWEST_TRIED_TRANSFOR
 
 
 def host_named_type(model_type: str) -> None:
-    """Register the classes of a type such as `midus_cohere`, if transformers has its family and it was proven."""
+    """Register the classes of a type such as `midus_cohere`, if it was proven and transformers has it."""
     native = model_type.removeprefix(MEMORY_PREFIX)
     if native not in FAMILIES and native not in COMPOSITE_FAMILIES and native in CONFIG_MAPPING and is_listed(native):
         host_type(native)

@@ -37,7 +37,7 @@ class CodeMixin:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that names the code saved with the config."""
+        """Return `PreTrainedConfig.to_dict` with an `auto_map` that names the code saved with the config."""
         auto_map = {auto_class: f"{ENTRY_MODULE}.{name}" for auto_class, name in self.class_names().items()}
         return {**super().to_dict(), "auto_map": auto_map}
 
@@ -48,7 +48,7 @@ class CodeMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Let `transformers serve` find the language model, at each load of a config: others may have taken its name."""
+        """Let `transformers serve` find the language model at each load: others may have taken its name."""
         name = cls.class_names()["AutoModelForCausalLM"]
         show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
@@ -89,7 +89,7 @@ class MemoryConfig(CodeMixin):
 
     @classmethod
     def class_names(cls) -> dict[str, str]:
-        """Return the names of the config, of the stack of layers, of the language model, and of the family's task heads."""
+        """Return the names of the config, the stack, the language model and the task heads."""
         name = cls.__name__.removesuffix("Config")
         models = {f"AutoModel{kind}": name + kind for kind in ("ForCausalLM", *cls.head_kinds)}
         return {"AutoConfig": cls.__name__, "AutoModel": f"{name}Model", **models}
@@ -131,7 +131,7 @@ class HostMixin:
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as its family does, and what its memories have next to the weights. No upload while a bank is open."""
+        """Save the model as its family does, and what its memories have next to the weights."""
         if kwargs.get("push_to_hub"):
             self._check_upload()
         services = self.stack.services.values() if kwargs.get("is_main_process", True) else ()
@@ -143,7 +143,7 @@ class HostMixin:
         return saved
 
     def _get_files_timestamps(self, *args: Any) -> dict[str, float]:
-        """Return the times of a folder's files, so that files written since are uploaded; without those that services write."""
+        """Return the times of a folder's files, to upload newer ones, without those of services."""
         times: dict[str, float] = super()._get_files_timestamps(*args)
         beside = ("glossary.jsonl", "tokenizer", "special_tokens_map.json", "chat_template")
         return {name: time for name, time in times.items() if not name.startswith(beside)}
@@ -175,13 +175,13 @@ class HostMixin:
         return packs.glossary
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> Any:
-        """Fetch the blocks of paths `[B, p]` before a pass. A pass with these `memory_blocks` reads no bank, and can be compiled."""
+        """Fetch the blocks of paths `[B, p]` for a pass, which with these `memory_blocks` reads no bank."""
         if self.banks is None:
             raise RequestError("no memory of this model fetches blocks; expected a model with a hierarchical memory.")
         return self.banks.fetch(memory_ids, len(memory_ids), self.device, self.dtype)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Check the implementation as the family does; called when a model is made and when its attention is set."""
+        """Check an implementation as the family does, when a model is made or its attention is set."""
         layers = [layer_class(entry.options, attn_implementation) for entry in memories_of(self.config).entries]
         if (attn_implementation or "").removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS:  # others the family refuses
             for layer in layers:
@@ -192,7 +192,7 @@ class HostMixin:
         return adjusted
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as transformers does, and refuse one of the base if its layers have other numbers here."""
+        """Load an adapter as transformers does, but refuse the base's if layers have other numbers here."""
         before = set(getattr(self, "peft_config", {}))
         loading_info = super().load_adapter(*args, **kwargs)
         for adapter in set(self.peft_config) - before:
@@ -205,7 +205,7 @@ class HostMixin:
         return loading_info
 
     def run(self, arguments: Keywords, cache: Any, past_key_values: Any, **memory_arguments: Any) -> Any:
-        """Run the family's forward with what services do around it, and with those arguments of memories that are not None."""
+        """Run the family's forward and services, with the arguments of memories that are not None."""
         if "report" not in self.stack.services:
             del memory_arguments["output_router_logits"]
         given = {name: value for name, value in memory_arguments.items() if value is not None}
@@ -237,7 +237,7 @@ class HostMixin:
 
 
 class MemoryModel(HostMixin, HostStack):
-    """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
+    """Mixin for a family's decoder stack, whose layers host memories, and which holds shared tables.
 
     Layers are taken over in place, so the family decides how they are built. If memories are attached, every layer of the base
     becomes a host layer.
@@ -288,7 +288,7 @@ class MemoryModel(HostMixin, HostStack):
         token_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward with the inputs of memories; other arguments are those of `MemoryForCausalLM.forward`.
+        """Run the family's forward with inputs of memories; see `MemoryForCausalLM.forward`.
 
         Args:
             memory_reports: Collector of the routers' reports (`RouterReports`). Default: routers do not report.
@@ -364,7 +364,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def _refuse_adapter_of_base(
     model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
-    """Refuse an adapter that was made for the base of an upscaled model, as a pre-hook of `load_state_dict`.
+    """Refuse an adapter made for the base of an upscaled model, as a pre-hook of `load_state_dict`.
 
     PEFT loads adapters by it, and by then has put modules of the adapter on every layer that its targets match. If all weights have
     layer numbers of the base, but later layers have modules of the adapter too, the adapter was made for the base.
@@ -377,7 +377,7 @@ def _refuse_adapter_of_base(
 def _check_adapter_layers(
     config: Any, adapter: str, loaded: Iterable[str], names: Iterable[str], adapter_config: Any
 ) -> None:
-    """Check that an adapter, whose targets match the tensors `names`, was not made for the base, which has fewer layers.
+    """Refuse an adapter, whose targets match the tensors `names`, that was made for the base.
 
     If its targets are only in some layers, the name of the model that it was trained on tells, and this warns.
     """

@@ -21,7 +21,7 @@ _IGNORED_LABEL = -100
 
 
 class MemoryForCausalLM(HostMixin):
-    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
+    """Mixin for a family's language model over a stack that hosts memory."""
 
     output_class = MoeCausalLMOutputWithPast
     model_class: ClassVar[Any]
@@ -84,7 +84,7 @@ class MemoryForCausalLM(HostMixin):
         return self.run(kwargs, cache, past_key_values, **given)
 
     def share_of_step(self, arguments: Keywords) -> torch.Tensor | float:
-        """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
+        """Return this pass's share of a step's tokens, which weighs the routers' losses."""
         labels, num_items = arguments["labels"], arguments.get("num_items_in_batch")
         if num_items is None or labels is None:
             return 1.0
@@ -124,14 +124,14 @@ class MemoryForCausalLM(HostMixin):
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the family does. Tensors that memories derive only from weights are computed once per call."""
+        """Generate as the family does; what memories derive from weights is computed once per call."""
         for service in self.stack.services.values():
             service.before_generate(kwargs)
         with decode_cache(self):
             return super().generate(*args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate for several requests in one row, as the family does, with what `generate` computes once per call."""
+        """Generate for several requests in one row, as the family does; see `generate`."""
         for service in self.stack.services.values():
             service.check_continuous_batching(kwargs)
         with decode_cache(self):
@@ -146,7 +146,7 @@ class MemoryForCausalLM(HostMixin):
 
 @dataclass
 class RoutedClassification(SequenceClassifierOutputWithPast):
-    """Output of a classifier whose memories have routers: the family's output, then the losses and logits of the routers."""
+    """Output of a classifier whose memories have routers, with their losses and logits."""
 
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
@@ -154,7 +154,7 @@ class RoutedClassification(SequenceClassifierOutputWithPast):
 
 @dataclass
 class RoutedAnswer(QuestionAnsweringModelOutput):
-    """Output of a head that finds answers, if its memories have routers: the family's output, then losses and logits of routers."""
+    """Output of a head that finds answers, whose memories have routers, with their losses and logits."""
 
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
@@ -203,7 +203,7 @@ class MemoryForClassification(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers; other arguments are those of `MemoryForCausalLM.forward`.
+        """Run the family's forward, and add the losses of routers; see `MemoryForCausalLM.forward`.
 
         Args:
             labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
@@ -235,7 +235,7 @@ class MemoryForQuestionAnswering(MemoryHead):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the family's forward, and add the losses of routers; other arguments are those of `MemoryForCausalLM.forward`.
+        """Run the family's forward, and add the losses of routers; see `MemoryForCausalLM.forward`.
 
         Args:
             start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
@@ -248,7 +248,7 @@ class MemoryForQuestionAnswering(MemoryHead):
 
 
 class CompositeMemoryConfig(CodeMixin):
-    """Mixin for the config of a composite model. Its `text_config` is the config of a family that hosts memory."""
+    """Mixin for a composite model's config, whose `text_config` is that of a family that hosts memory."""
 
     # Class of `text_config`.
     language_config_class: ClassVar[Any]
@@ -278,7 +278,7 @@ class CompositeMemoryConfig(CodeMixin):
 
 
 class MemoryForConditionalGeneration(MemoryForCausalLM):
-    """Mixin for a composite model: the family's own, with only its language model's stack of layers replaced.
+    """Mixin for a composite model: the family's, with its language model's stack replaced.
 
     What it computes from pictures or sounds reaches the stack as embeddings; arguments of memories are passed on to the stack.
     """

@@ -1,4 +1,4 @@
-"""What other libraries know classes of models by: tables of names in Transformers and PEFT, and attributes of Transformers."""
+"""What other libraries know classes of models by: tables of names, and attributes of Transformers."""
 
 import inspect
 import sys
@@ -13,7 +13,7 @@ _MODEL_TYPE_PREFIX = "midus_"
 
 
 def list_model(model_class: type[PreTrainedModel]) -> None:
-    """List a class in each table of Transformers that lists the class of its family, and one that generates among language models.
+    """List a class in the tables of Transformers that list its family's, or list language models.
 
     A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read others.
     """
@@ -31,7 +31,7 @@ def list_model(model_class: type[PreTrainedModel]) -> None:
 
 
 def share_conversions(causal_lm_class: Any) -> None:
-    """Let checkpoints of a language model that hosts memory be read and written as the checkpoints of its family.
+    """Let a hosting language model's checkpoints be read and written as those of its family.
 
     Transformers stores the experts of many types one by one and holds them as one tensor; what it converts, it finds by `model_type`
     and by the name of a class. PEFT finds the experts of adapters from before Transformers 5 by it too.
@@ -62,6 +62,6 @@ class _Shown:
 
 
 def show_in_transformers(name: str, model_class: type) -> None:
-    """Show a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
+    """Show a class as an attribute of transformers, where `transformers serve` looks for it."""
     # On the class: transformers runs its __init__ again when it loads processors, and a server may hold the first module.
     setattr(type(transformers), name, _Shown(name, model_class))

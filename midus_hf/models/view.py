@@ -1,4 +1,4 @@
-"""What a loaded model is made of, what `upscale` added to its base, and contexts to watch it or to run it without some of that."""
+"""What a loaded model is made of, what `upscale` added to it, and contexts to watch or ablate it."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ class HostedMemory(NamedTuple):
 
 
 def hosted_memories(model: nn.Module, *methods: str) -> list[HostedMemory]:
-    """Return the memories of a model that have one of some methods, in the order of layers, including PEFT's copies."""
+    """Return the memories that have one of some methods, in the order of layers, with PEFT's copies."""
     hosts = []
     for layer, block in enumerate(decoder_of(model).layers):
         inserted = {"": block.memory} if isinstance(getattr(block, "memory", None), nn.Module) else {}
@@ -63,7 +63,7 @@ def lacking(model: Any, part: str) -> RequestError:
 
 @contextlib.contextmanager
 def temporary_hooks() -> Iterator[Callable[[Any], object]]:
-    """Yield a function that takes handles of hooks, and remove them when the context ends; compiled code would not call them."""
+    """Yield a function that takes handles of hooks, removed at the end; nothing runs compiled."""
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)
 
@@ -87,7 +87,7 @@ class Part:
 
 
 class ModelView:
-    """A loaded model, and what the last upscaling added to its base. It holds modules, and must not outlive a change of them.
+    """A loaded model, and what the last upscaling added to its base; valid until its modules change.
 
     Args:
         model: A causal language model, a model with another head, or either within PEFT, whose decoder has `layers`.
@@ -128,7 +128,7 @@ class ModelView:
 
     @cached_property
     def new_modules(self) -> dict[str, nn.Module]:
-        """Layers and memories that were added to the base, and tables that layers share, by name; may be empty.
+        """Layers and memories that were added, and tables that layers share, by name; may be empty.
 
         Raises:
             RequestError: If the record names a layer or a memory that the model does not have.
@@ -165,7 +165,7 @@ class ModelView:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Parts that were added, or all memories without a record: one by one in the order of layers, then banks of several layers.
+        """Added parts, or all memories without a record, by layers, then banks of several layers.
 
         Raises:
             RequestError: If nothing was added.
@@ -244,5 +244,5 @@ def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _sequence_alone(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output of heads that read only the sequence. The output of a call that writes a slot is unchanged."""
+    """Return the output of heads that read only the sequence; a call that writes a slot is unchanged."""
     return kwargs["sequence"].attend_to_sequence() if "sequence" in kwargs else output

@@ -1,4 +1,4 @@
-"""What memories need of a family's attention: its attention function, the rotation of its heads, the log-sum-exp of its softmax."""
+"""What memories need of attention: its function, its rotation and the log-sum-exp of its softmax."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -109,7 +109,7 @@ def rotates(attention: Any) -> bool:
 
 
 def rotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Rotate queries or keys `[B, H, T, d]` as a family's attention does, if it does and there is a rotation."""
+    """Rotate queries or keys `[B, H, T, d]` as a family's attention does, if it rotates."""
     host = attention.config
     if rotation is None or not host.rotates:
         return heads
@@ -120,7 +120,7 @@ def rotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None
 
 
 def unrotated(attention: Attention, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings.
+    """Undo the rotation of queries or keys `[B, H, T, d]`, and scaling by rotary embeddings.
 
     Raises:
         RequestError: If the family rotates by complex numbers, as Llama 4 does.
@@ -223,7 +223,7 @@ class SequenceHeads:
         return output, None, self._returned_lse(extra)
 
     def attend_to_sequence(self) -> HeadsOutput:
-        """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
+        """Return the output `[B, T, H, d]` and the second result of the model's own attention."""
         return self.attention_function(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     def attend_with_extra_keys(self, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> HeadsOutput:
@@ -247,7 +247,7 @@ class SequenceHeads:
         return self.attention_function(self.module, self.query, key, value, mask, **self.arguments)
 
     def log_sum(self) -> torch.Tensor:
-        """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.
+        """Return the log-sum-exp of scores without dropout, `[B, H, T]`, float32 at least, for inspection.
 
         Raises:
             RequestError: If the implementation does not give it.
@@ -257,7 +257,7 @@ class SequenceHeads:
         return self._returned_lse(self.attend_to_sequence()[1] if self.implementation == "flex_attention" else None)
 
     def shares(self, head: int) -> torch.Tensor:
-        """Return for inspection the weight of each key for each query of a head, `[B, T, S]`, in the softmax over the sequence.
+        """Return a head's softmax weights over the sequence, `[B, T, S]`, for inspection.
 
         Raises:
             RequestError: If the implementation's masks do not tell which keys each query reads.

@@ -1,4 +1,4 @@
-"""A layer of the base that hosts memories, the base class of the sites where they act in it, and the layer inserted for a memory."""
+"""Layers that host memories: the base's, by sites where memories act in it, and inserted ones."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ class LayerCall:
 
 
 class LayerCalls(threading.local):
-    """The call of a layer that runs now, in each thread that runs the model; a copy of the layer begins without one."""
+    """The current call of a layer, by thread; a copy of the layer begins without one."""
 
     current: LayerCall | None = None
 
@@ -86,7 +86,7 @@ class HostLayer(LayerNames):
     attached: list["Site"]
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
-        """Build the memories attached to the layer, a layer of the family whose class has just become this one.
+        """Build the memories attached to a layer of the family, whose class has just become this one.
 
         Raises:
             MissingPartError: If the layer lacks the part at which a memory is to be attached.
@@ -118,7 +118,7 @@ class HostLayer(LayerNames):
     def __call__(
         self, hidden_states: torch.Tensor, *args: object, memory_inputs: MemoryInputs | None = None, **kwargs: object
     ) -> PartOutput:
-        """Call the layer with the tensors from earlier layers as inputs, and those for later layers as outputs.
+        """Call the layer with tensors from earlier layers as inputs, and those for later ones as outputs.
 
         So both kinds of activation checkpointing treat these tensors as hidden states.
         """
@@ -157,7 +157,7 @@ class HostLayer(LayerNames):
         return getattr(self, self.feed_forward_name or "", None)
 
     def projection(self, part_name: str, role: str) -> tuple[str, tuple[tuple[str, int], ...]]:
-        """Return the name, in a part, of the module of the projection in a role, and the module's projections: roles and rows.
+        """Return the name of a part's module with a role's projection, and roles and rows of that module.
 
         The rows of a single projection are not counted.
         """
@@ -233,7 +233,7 @@ _REGISTERING = CopiedLock()
 
 
 class Site:
-    """Memories at a site of one layer, which change what parts of the layer compute, by forward hooks on the parts.
+    """Memories at a site of one layer, which change what its parts compute, by forward hooks.
 
     Hooks read `layer.call`, the call of the layer's forward that runs in this thread.
 
@@ -287,7 +287,7 @@ class Site:
         return output
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Site":
-        """Return a copy for a copy of the layer; the copy of a part alone, as PEFT makes it, belongs to this layer."""
+        """Return a copy for a copy of the layer; a copied part, as PEFT makes it, keeps this layer."""
         if id(self.layer) not in memo:
             return self
         copied = memo[id(self)] = object.__new__(type(self))
@@ -317,7 +317,7 @@ def sites_of(entry: MemoryEntry) -> list[type[Site]]:
 
 @contextlib.contextmanager
 def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[None]:
-    """Let layers skip attached memories, by name, while the context is open. Layers without memories may be among them."""
+    """Let layers, also some without memories, skip attached memories by name within the context."""
     hosts = [layer for layer in layers if hasattr(layer, "sites")]
     before = [layer.sites for layer in hosts]
     for layer in hosts:
@@ -330,7 +330,7 @@ def without_memories(layers: Iterable[Any], names: Collection[str]) -> Iterator[
 
 
 class MemoryBlock(LayerNames):
-    """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
+    """Mixin for a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18), of a family's layer.
 
     The family's layer is built first, so masks, caches, checkpointing and output capture treat the block as any other layer. The
     block then drops the feed-forward network, every norm except the one before attention, and, unless the memory wants them,
@@ -342,7 +342,7 @@ class MemoryBlock(LayerNames):
     block_attention: ClassVar[type[nn.Module] | None] = None
 
     def host(self, config: PreTrainedConfig, layer_idx: int, memories: Memories) -> None:
-        """Drop what the block does not need of a layer of the family, whose class has just become this one, and build its memory.
+        """Drop what the block does not need of a layer of the family, and build its memory.
 
         Raises:
             MissingPartError: If the layer has no attention whose heads a memory can read.

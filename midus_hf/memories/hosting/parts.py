@@ -1,4 +1,4 @@
-"""Names of the parts of models and layers in the families' code, and what a pass gives to memories besides hidden states."""
+"""Names of the parts of models and layers, and what a pass gives to memories besides hidden states."""
 
 import copy
 import dataclasses
@@ -64,12 +64,12 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 
 
 def projection_name(part: Any, role: str) -> str:
-    """Return the name of the module with a role in an attention or a feed-forward network; empty if there is none."""
+    """Return the name of the module with a role in attention or a feed-forward network, or ""."""
     return next((name for name in PROJECTIONS[role] if isinstance(getattr(part, name, None), nn.Module)), "")
 
 
 def has_heads(mixer: Any) -> bool:
-    """Return whether a mixer is an attention whose output projection reads the heads, and whose other projections are known."""
+    """Return whether a mixer is attention whose output projection reads heads, with known projections."""
     separate = all(projection_name(mixer, role) for role in ("query", "key", "value"))
     stacked = any(isinstance(getattr(mixer, name, None), nn.Linear) for name in STACKED)
     return hasattr(mixer, "config") and bool(projection_name(mixer, "output_projection")) and (separate or stacked)
@@ -99,7 +99,7 @@ class MissingPartError(RequestError):
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the module whose `layers` are the decoder layers of a language model, also with another head or in a composite model."""
+    """Return the module with the decoder `layers` of a model, also of a task head or a composite model."""
     decoder = model.get_decoder()
     # Llama 4's language model has its stack in another attribute than the one it names as its base model.
     return decoder if hasattr(decoder, "layers") else decoder.model
@@ -218,7 +218,7 @@ class MemoryInputs:
         self.carried: dict[CarriedKey, torch.Tensor | None] = {}
 
     def arguments_for(self, memory_class: type[MemoryModule], name: str, layer: int) -> Keywords:
-        """Return a memory's keyword arguments: its `forward_arguments` that were passed, and what its services give.
+        """Return a memory's keyword arguments: passed `forward_arguments`, and what its services give.
 
         Args:
             memory_class: Class of the memory's module, which PEFT may have wrapped since.
@@ -236,7 +236,7 @@ class MemoryInputs:
         return all(name in self._values.get(key, ()) for key in required)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "MemoryInputs":
-        """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
+        """Return the inputs on another device; accelerate calls this before a layer on another one."""
         moved = copy.copy(self)  # all copies share the tensors that layers carry
         moved._values = _moved(self._values, device, non_blocking)
         moved._arguments = _moved(self._arguments, device, non_blocking)
@@ -273,7 +273,7 @@ def arguments_of_pass(names: set[str], arguments: Keywords, own: Keywords) -> Ke
 
 
 def carried_outputs(entry: MemoryEntry, layer: int) -> tuple[CarriedKey, ...]:
-    """Return the tensors that a memory in a layer gives to later layers; none if the layer lacks the memory."""
+    """Return the tensors that a memory in a layer, if it is there, gives to later layers."""
     if layer not in entry.layers:
         return ()
     index = entry.layers.index(layer)

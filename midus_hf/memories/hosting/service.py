@@ -1,4 +1,4 @@
-"""Services: what a model does for its memories besides calling them in its layers, and the services that several memories share."""
+"""Services: what a model does for its memories besides calling them in its layers."""
 
 import contextlib
 import os
@@ -63,11 +63,11 @@ class Service:
 
     @staticmethod
     def layer_arguments(value: Any, name: str, layer: int) -> Keywords:
-        """Return a memory's keyword arguments in a layer, from the value of the pass; None for one without inputs. Default: none."""
+        """Return a memory's keyword arguments in a layer, from the value of the pass or None. Default: none."""
         return {}
 
     def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:
-        """Run the family's forward, which takes its arguments as one mapping, of a model with a head. Default: as it is."""
+        """Run the family's forward of a model with a head, by a mapping of arguments. Default: as it is."""
         return forward(arguments)
 
     def prepare_inputs(self, inputs: Keywords, attention_mask: object) -> None:
@@ -80,7 +80,7 @@ class Service:
         """Refuse assisted decoding, before any token is drafted. Default: allowed."""
 
     def check_continuous_batching(self, arguments: Keywords) -> None:
-        """Refuse continuous batching, which lays the tokens of several requests in one row, with its arguments. Default: allowed."""
+        """Refuse continuous batching: tokens of several requests in one row. Default: allowed."""
 
     def after_loading(self, name: str | os.PathLike | None, arguments: Keywords) -> None:
         """Load what lies next to a checkpoint, with the arguments of `from_pretrained`. Default: nothing."""
@@ -96,7 +96,7 @@ class Service:
 
 
 class HostStack(nn.Module):
-    """A model's stack, as its services see it. If memories are attached, layers of the base are host layers."""
+    """A model's stack, as its services see it."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class HostStack(nn.Module):
 
 
 class Tables(Service):
-    """Tables that several layers read, as `tables`, which the stack holds in `memory_tables`, if options share any."""
+    """Tables that several layers read, as `tables`; the stack holds them in `memory_tables`."""
 
     key = "tables"
 
@@ -174,7 +174,7 @@ class Tokens(Service):
 
 
 class States(Service):
-    """States of the sequences in the cache of a pass, each as `state`, a `MemoryState`, if the pass has a cache.
+    """States of the sequences in the cache of a pass, if it has one, as `state`, a `MemoryState`.
 
     For memories whose result for a token depends on earlier tokens.
     """
@@ -189,7 +189,7 @@ class States(Service):
             refuse_one_row(self.stateful, f"attention {attention!r}", own)
 
     def prepare_pass(self, model: HostStack, arguments: Keywords, own: Keywords) -> dict[tuple[str, int], MemoryState]:
-        """Return the states of the cache of the pass. Outside training, create a cache if the pass uses one and has none."""
+        """Return the states in the pass's cache, which is created outside training if it is used."""
         cache: Cache | None = arguments[CACHE]
         use_cache = arguments["use_cache"]
         if cache is None and not model.training:
@@ -247,7 +247,7 @@ class WholeSequences(Service):
 
 
 class ScaledInitialisation(Service):
-    """Scale `1 / sqrt(2 L)` of the initial projections that write to the residual stream (UltraMemV2, appendix B.3)."""
+    """Initial scale `1 / sqrt(2 L)` of projections into the stream (UltraMemV2, appendix B.3)."""
 
     key = "initialisation"
 
@@ -265,7 +265,7 @@ class ScaledInitialisation(Service):
 
 @torch.no_grad()
 def scale_initial(module: nn.Module) -> None:
-    """Multiply the weight of a projection by its `initial_scale`, if it has one and no checkpoint has filled the weight."""
+    """Multiply a projection's weight by its `initial_scale`, unless a checkpoint has filled it."""
     scale = getattr(module, "initial_scale", None)
     weight: Any = getattr(module, "weight", None)
     if scale is not None and not getattr(weight, "_is_hf_initialized", False):
@@ -273,7 +273,7 @@ def scale_initial(module: nn.Module) -> None:
 
 
 class BankService(Service):
-    """Service of memories with a bank next to the weights, which it opens when a checkpoint is loaded, and writes in `after_saving`.
+    """Service of memories with a bank next to the weights, opened on loading, written in `after_saving`.
 
     Models of the same weights can compute differently. TRL keeps log-probabilities of a reference model by a hash of its
     `state_dict`, which includes `digest` only for this: a state is saved and loaded, and FSDP shards every tensor in it.
@@ -288,7 +288,7 @@ class BankService(Service):
         model.register_state_dict_post_hook(_add_digests)
 
     def open_bank(self, folder: Path | None, arguments: Keywords) -> None:
-        """Open the bank in a checkpoint's folder, None if it is not at hand, with the arguments of `from_pretrained`."""
+        """Open the bank in a checkpoint's folder or None, with the arguments of `from_pretrained`."""
         raise NotImplementedError
 
     def digest(self) -> str | None:
@@ -301,7 +301,7 @@ class BankService(Service):
             self.open_bank(folder_of_checkpoint(name, arguments, self.files), arguments)
 
     def check_upload(self) -> None:
-        """Refuse an upload while a bank is open: Transformers uploads before it is written, and leaves nested folders out."""
+        """Refuse an upload while a bank is open: Transformers uploads before, and no nested folders."""
         if self.digest() is not None:
             raise RequestError(
                 "this model has a bank beside its weights, which an upload by Transformers would leave out; expected "
@@ -310,7 +310,7 @@ class BankService(Service):
 
 
 def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
-    """Add the digests of a stack's services to its state, if TRL's `hash_module` asks for it, of the stack or of a model around."""
+    """Add the digests of a stack's services to its state, if TRL's `hash_module` asks for it."""
     frame = sys._getframe()
     while (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("hash_module", "trl.trainer.utils"):
         if frame.f_back is None:
@@ -322,7 +322,7 @@ def _add_digests(stack: HostStack, state: dict[str, torch.Tensor], prefix: str, 
 
 
 def folder_of_checkpoint(name: str | os.PathLike, options: Keywords, patterns: Sequence[str]) -> Path | None:
-    """Return the folder with a checkpoint's files; for a hub id, download those of some patterns. None if they are not available.
+    """Return the folder of a checkpoint, None if absent; of a hub id, download files by patterns.
 
     The name, a folder or hub id, and the options are the arguments of `from_pretrained`.
     """
@@ -343,7 +343,7 @@ RouterReport = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class RouterReports:
-    """Reports of all routers on one forward pass; a layer that checkpointing repeats replaces its report by an equal one."""
+    """Reports of all routers on one pass; a checkpointed layer replaces its report by an equal one."""
 
     def __init__(self, needs_gradient: bool = False):
         self.needs_gradient = needs_gradient  # of the routers' losses
@@ -377,7 +377,7 @@ class RouterReports:
 
 
 class Reports(Service):
-    """Reports of routers, to which each memory writes as `report` if the pass collects them, and the losses of routers.
+    """Reports of routers, which memories call as `report` if a pass collects them, and their losses.
 
     In training, losses are added as in transformers' mixture-of-experts models. If `output_router_logits`, an argument of `forward`
     or an attribute of the config, is true, the routers' logits are returned, and the losses are added outside training too. If it
@@ -398,7 +398,7 @@ class Reports(Service):
         return {} if value is None else {"report": partial(value.store, name, layer)}
 
     def run(self, model: Any, forward: Callable[[Keywords], Any], arguments: Keywords) -> Any:
-        """Run the forward of a model, and add the losses of routers. `return_dict` and `output_router_logits` may be given."""
+        """Run the forward of a model, and add the losses of routers."""
         wanted = arguments.pop("output_router_logits", None)
         if wanted is None:
             wanted = getattr(model.config.get_text_config(), "output_router_logits", None)

@@ -1,4 +1,4 @@
-"""Sites where memories add to what a layer computes, or change what its attention and feed-forward network compute."""
+"""Sites where memories add to what a layer computes, or change what its parts compute."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class ChangesProjections(Site):
 
 
 class _ProjectionHook(NamedTuple):
-    """Hook on a module with one projection or several stacked ones, which is equal to the hook of a copied module."""
+    """Hook on a module with one projection or several stacked ones, equal to that of a copied module."""
 
     site: ChangesProjections
     # Roles and numbers of rows, as `HostLayer.projection` returns them.
@@ -137,7 +137,7 @@ class InsideFeedForward(ChangesProjections):
 
 
 class BesideFeedForward(Site):
-    """Memories that read the input of the feed-forward network and add to its output, before a norm that may follow."""
+    """Memories that read the input of the feed-forward network and add to its output, before a norm."""
 
     name = "beside-ffn"
 
@@ -160,7 +160,7 @@ class BesideFeedForward(Site):
 
 
 class Skip(Site):
-    """Memories that read the input of the layer's feed-forward network, or whose results are added after the layer."""
+    """Memories that read the feed-forward network's input, or whose results are added after the layer."""
 
     name = "skip"
 

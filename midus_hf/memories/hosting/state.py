@@ -17,7 +17,7 @@ SPARE_TOKENS = 64
 
 
 def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor] | None:
-    """Return the tensors of a state, each `[B, tokens, ...]`, without the last tokens; None if they do not reach back so far.
+    """Return a state's tensors `[B, tokens, ...]` without the last tokens; None if they are too few.
 
     Among the tensors `kept` is also `spare`, `[B]`, int64: how many tokens can be taken back.
     """
@@ -30,7 +30,7 @@ def without_last(kept: dict[str, torch.Tensor], count: int) -> dict[str, torch.T
 
 
 class MemoryState:
-    """Tensors of a batch of sequences in a transformers cache, after its layers of tokens, which repeats, selects and resets them.
+    """Tensors of a batch of sequences in a transformers cache, after its layers of tokens.
 
     Args:
         name: Name of the memory.
@@ -149,7 +149,7 @@ class MemoryState:
         """Stay on the device, since the state is small."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Fetch the cache's first layer: an offloading cache prefetches what follows its last layer, which is this state."""
+        """Fetch the cache's first layer, which an offloading cache needs after its last."""
         if self._first_layer is not None:
             self._first_layer.prefetch(*args, **kwargs)
 
@@ -163,7 +163,7 @@ def crop_error(name: str) -> RequestError:
 
 
 def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
-    """Refuse an engine that lays the tokens of several requests in one row, and passes no cache that can hold a state.
+    """Refuse an engine with several requests in one row and no cache that can hold a state.
 
     Args:
         stateful: Name and layer of each memory that keeps a state; if there is none, nothing is refused.

@@ -1,4 +1,4 @@
-"""All that memories read of vLLM: the slots of a pass in its cache of keys and values, and tables with a row for each slot.
+"""All that memories read of vLLM: the slots of a pass in its cache, and tables with a row per slot.
 
 vLLM lays the new tokens of several requests in one row. What a token needs from those before it is kept in a row
 per slot of vLLM's cache, written in the pass that writes the slot and read through the block table. So it is there for a prompt that
@@ -60,7 +60,7 @@ _LEAVE_OUT = "Leave the option out"
 
 
 def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = None) -> "VllmConfig":
-    """Return vLLM's config; refuse options with which tables per slot would be empty, or be read for other tokens.
+    """Return vLLM's config; refuse options with which tables per slot would be empty or mistaken.
 
     Args:
         memory: Name of the memory, for the message.
@@ -96,7 +96,7 @@ def check_engine(memory: str, refused: Mapping[str, tuple[str, str]] | None = No
 
 
 def first_attention(model: HostStack, memory: str) -> "VllmAttention":
-    """Return vLLM's attention of the first layer that reads all tokens before, whose slots vLLM keeps to the end of a request.
+    """Return vLLM's attention of the first layer whose slots are kept to the end of a request.
 
     Raises:
         RequestError: If no layer does, or metadata of the attention's backend are not read here.
@@ -120,7 +120,7 @@ def first_attention(model: HostStack, memory: str) -> "VllmAttention":
 
 
 class Slots:
-    """The tokens of one pass, and the slots of vLLM's cache that hold their keys and values and those of the tokens before.
+    """The tokens of one pass, and the slots of vLLM's cache for them and the tokens before.
 
     Args:
         attention: vLLM's attention of a layer, whose cache it is: B blocks of N tokens.
@@ -170,7 +170,7 @@ def blocks_of_pass(layer: str, requests: torch.Tensor, count: int) -> torch.Tens
 
 
 class CachedHeads:
-    """Where the numbers of keys and values lie in a block of the cache of vLLM's attention, which is up to its backend.
+    """Where the numbers of keys and values lie in a block of vLLM's cache, which is up to its backend.
 
     Numbers are written into a block by the backend's own function, and where they are found gives a stride per token, head and
     feature. (On CPUs a block has keys as `[K, d, N]` and values as `[K, N, d]`.)
@@ -254,7 +254,7 @@ _TABLES: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref
 
 
 def slot_table(attention: "VllmAttention", name: str, slots: Slots, like: torch.Tensor) -> torch.Tensor:
-    """Return a table with a row like those of a tensor `[T, ...]` for each slot, and a spare one; zeros at first."""
+    """Return a table with a row `[...]` for each slot and a spare one, zeros at first."""
     tables, shape = _TABLES.setdefault(attention, {}), (slots.num_slots + 1, *like.shape[1:])
     there = tables.get(name)
     if there is None or there.shape != shape or there.dtype != like.dtype:  # vLLM tries a small cache first
@@ -263,7 +263,7 @@ def slot_table(attention: "VllmAttention", name: str, slots: Slots, like: torch.
 
 
 def slots_of_pass(layer: str) -> tuple["VllmAttention", Slots | None]:
-    """Return vLLM's attention of a layer, by its name, and the slots of the pass that runs; None while vLLM has no cache yet."""
+    """Return vLLM's attention by layer name, and the slots of the pass; None without a cache yet."""
     attention, metadata = _read_context("no_compile_layers")[layer], _read_context("attn_metadata")
     if metadata is None or not part_of_vllm(attention, "kv_cache").numel():
         return attention, None
@@ -301,7 +301,7 @@ def _(new: torch.Tensor, layer: str, name: str, back: list[int]) -> torch.Tensor
 
 
 class SlotState:
-    """What a memory keeps of the tokens of all requests, in place of a `MemoryState`, by the slots of one layer's attention."""
+    """What a memory keeps of all requests' tokens by slots, in place of a `MemoryState`."""
 
     def __init__(self, layer: str, owner: str):
         self.layer, self.owner = layer, owner
@@ -315,7 +315,7 @@ class SlotState:
         """Do nothing, since `store_and_read_past` keeps."""
 
     def earlier(self, name: str, new: torch.Tensor, back: Sequence[int]) -> torch.Tensor:
-        """Keep rows `[T, ...]` of the tokens of the pass, and return those so many positions before each, `[T, P, ...]`."""
+        """Keep rows `[T, ...]` of the pass, and return those at P distances before each, `[T, P, ...]`."""
         return store_and_read_past(new.contiguous(), self.layer, f"{self.owner}.{name}", list(back))
 
 

@@ -30,7 +30,7 @@ COMPOSITE_FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 
 def register_family(causal_lm_class: Any) -> Any:
-    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends.
+    """Register a language model with the Auto classes, and by its family's `model_type`.
 
     `transformers serve` finds the language model too, in the module of transformers by its name. If several types share a class of
     transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
@@ -51,7 +51,7 @@ def register_family(causal_lm_class: Any) -> Any:
 
 
 def register_composite_family(composite_class: Any) -> Any:
-    """Register a composite model with the Auto classes, and under the `model_type` of the class that its config extends."""
+    """Register a composite model with the Auto classes, and by its family's `model_type`."""
     config_class: Any = composite_class.config_class
     COMPOSITE_FAMILIES[config_class.__bases__[-1].model_type] = composite_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)

@@ -47,7 +47,7 @@ COMPOSITE_MAPPINGS = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL
 
 
 def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> None:
-    """Make the module of the classes that host memory in a type, `midus_hf.models.families.MODEL_TYPE`, which registers them.
+    """Make the module of a type's hosting classes, `midus_hf.models.families.MODEL_TYPE`.
 
     Args:
         model_type: That of a causal language model of transformers, or of a composite model that holds one.
@@ -70,7 +70,7 @@ def host_type(model_type: str, row: ModelType | CompositeType | None = None) -> 
 
 
 def _check_version(row: ModelType | CompositeType) -> None:
-    """Refuse a type that was not proven with the installed version of transformers, unless its layers are the same."""
+    """Refuse a type that was not proven with the installed transformers, unless its tensors are equal."""
     if installed_version() in row.transformers or shapes_digest(row) in row.transformers.values():
         return
     raise UnknownType(
@@ -81,7 +81,7 @@ def _check_version(row: ModelType | CompositeType) -> None:
 
 
 def shapes_digest(row: ModelType | CompositeType) -> str:
-    """Return a digest of the names and shapes of the tensors of a type's tiny model, as the installed transformers builds it."""
+    """Return a digest of the names and shapes of a type's tiny model in the installed transformers."""
     try:
         config: Any = CONFIG_MAPPING[row.model_type](**copy.deepcopy(dict(row.config)))
         with torch.device("meta"):
@@ -175,7 +175,7 @@ def family_source(row: ModelType) -> str:
 
 
 def _heads(config: Any) -> dict[str, type]:
-    """Return the task heads of a family by their kind: those that are Transformers' general ones, whose forward is known."""
+    """Return the family's task heads by kind: those that are Transformers' general ones."""
     generic = {kind: getattr(modeling_layers, f"Generic{kind}") for kind in HEAD_KINDS}
     tables = {kind: getattr(transformers, f"AutoModel{kind}")._model_mapping for kind in HEAD_KINDS}
     own = {kind: tables[kind][config] for kind in HEAD_KINDS if config in tables[kind]}
@@ -187,13 +187,13 @@ def _mixin(kind: str) -> str:
 
 
 def _experts(native: Any) -> str:
-    """Return the line that gives a class the experts of its native class: Transformers looks for them in its module's text."""
+    """Return the line that gives a class the experts of its native class, if any."""
     line = f"    _can_set_experts_implementation = {native.__name__}._can_set_experts_implementation\n"
     return line if native._can_set_experts_implementation() else ""
 
 
 def _conversions(name: str, model_type: str, native: str) -> str:
-    """Return the line by which a class shares the conversions of its native class's checkpoints; empty if there are none."""
+    """Return the line by which a class shares its native class's checkpoint conversions, or ""."""
     converted = any(map(get_checkpoint_conversion_mapping, (model_type, native)))
     return f"\n\nshare_conversions({name})\n" if converted else ""
 
@@ -201,7 +201,7 @@ def _conversions(name: str, model_type: str, native: str) -> str:
 def _layer_source(
     family: str, kind: str, layer: str, parts: LayerParts, mixers: tuple[str, ...], hosts: dict[str, Any]
 ) -> str:
-    """Return the source of the classes that take over layers of one class; `hosts` has what all layers that host have."""
+    """Return the source of the classes that take over layers of one class; `hosts` is of host layers."""
     names = {name: getattr(parts, name) for name in _NORMS}
     names |= {"feed_forward_name": parts.feed_forward, "mixer_names": mixers}
     block: dict[str, Any] = {name: repr(value) for name, value in names.items() if value != getattr(LayerNames, name)}
