@@ -49,7 +49,8 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
     if not is_recipe and "output_dir" not in keys:
         usage = f"midus {command} TEXTS --model MODEL --output DIR"
         raise RequestError(f"--output is missing; run '{usage}', or give a recipe, a .yaml file.")
-    if _has_flag(flags, "adapters") and not _has_flag(flags, "trainable") and given.get("trainable", "auto") != "auto":
+    names = {word.partition("=")[0] for word in flags}
+    if "--adapters" in names and "--trainable" not in names and given.get("trainable", "auto") != "auto":
         print_note(f"--adapters replaces trainable: {keys.pop('trainable')} of {first}")
     chosen = {} if is_recipe else _short_run(arguments_class, keys)
     arguments = from_mapping(arguments_class, chosen | keys)
@@ -57,10 +58,6 @@ def read_arguments(arguments_class: Any, words: Sequence[str]) -> Any:
         steps = f"max_steps={arguments.max_steps} overrides num_train_epochs"
         print(f"{steps}; pass --max_steps -1 to use epochs", file=sys.stderr)
     return arguments
-
-
-def _has_flag(flags: Sequence[str], name: str) -> bool:
-    return any(word.partition("=")[0] == f"--{name}" for word in flags)
 
 
 def _with_flags(arguments_class: Any, given: Mapping[str, Any], flags: Sequence[str]) -> dict[str, Any]:

@@ -259,14 +259,9 @@ def with_own_reader(declared: Any, data_files: Any, text: Mapping[str, Any] | No
 
 
 def data_files_of(splits: Mapping[Any, Sequence[Path]]) -> DataFilesDict:
-    """Return the files of each split as `datasets` takes them. Its cache identifies them by their state, not only by their time."""
-
-    def state(file: Path) -> tuple[str]:
-        of_disk = file.stat()
-        return (f"{of_disk.st_size} {of_disk.st_ino} {of_disk.st_mtime_ns} {of_disk.st_ctime_ns}",)
-
-    lists = {
-        split: DataFilesList([str(file.resolve()) for file in files], [*map(state, files)])
-        for split, files in splits.items()
-    }
+    """Return the files of each split as `datasets` takes them, with their state on disk, by which its cache identifies them."""
+    lists = {}
+    for split, files in splits.items():
+        states = [(f"{at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}",) for at in map(Path.stat, files)]
+        lists[split] = DataFilesList([str(file.resolve()) for file in files], [*states])
     return DataFilesDict(lists)

@@ -117,13 +117,13 @@ class GracefulStop(TrainerCallback):
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._note) for number in handled}
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
+        """Give the signals back to the handlers before this one."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+    __exit__ = release
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         noted = self.largest(self._noted)

@@ -161,17 +161,15 @@ def load_unsharded() -> Iterator[None]:
 
 
 class RunTexts(NamedTuple):
-    """Training rows, sequences of held-out texts by name, a phrase on what is read, and the tree of the paths, if any."""
+    """Training rows, held-out texts, a phrase on what is read, and the tree of the paths, if any.
+
+    Held-out texts are as a Trainer takes them: sequences by name, or those of a single text, or None.
+    """
 
     train: Any
-    held_out: dict[str, Any]
+    held_out: Any
     reads: str
     tree: str | None = None
-
-    @property
-    def eval_dataset(self) -> Any:
-        """The held-out texts as a Trainer takes them: by name, or a single text without a name, or None."""
-        return self.held_out.get("", self.held_out) or None
 
 
 def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> RunTexts:
@@ -224,8 +222,8 @@ def read_texts(arguments: TrainArguments, config: PreTrainedConfig, tokenizer: P
 
 def read_held_out(
     arguments: MemoryArguments, text_column: str, length: int, pack: Callable[[str, Any], PackedTexts]
-) -> dict[str, Any]:
-    """Return the sequences of held-out texts by name, packed by a function, and print what is not measured."""
+) -> Any:
+    """Return the sequences of held-out texts as `RunTexts` has them, packed by a function; print what is not measured."""
     held_out = {}
     for name, path in arguments.eval_texts.items():
         key = f"eval_text {name}".rstrip()
@@ -233,7 +231,7 @@ def read_held_out(
         if packed.dropped:
             print_note(f"{key}: {packed.phrase(length)}")
         held_out[name] = packed.sequences
-    return held_out
+    return held_out.get("", held_out) or None
 
 
 def use_tree(model: Any, tree: str | None, corpus_tree: str | None) -> None:

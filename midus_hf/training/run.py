@@ -85,7 +85,7 @@ def make_memory_trainer(
         model,
         arguments,
         train_dataset=texts.train,
-        eval_dataset=texts.eval_dataset,
+        eval_dataset=texts.held_out,
         data_collator=partial(collate, sequence_length=arguments.sequence_length, fill=tokenizer.eos_token_id),
     )
 

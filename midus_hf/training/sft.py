@@ -113,7 +113,7 @@ def make_sft_trainer(
         model,
         options,
         train_dataset=chats,
-        eval_dataset=texts.eval_dataset,
+        eval_dataset=texts.held_out,
         processing_class=without_suffix_tokens(tokenizer),  # TRL appends the end token to completions
     )
     if options.assistant_only_loss:
