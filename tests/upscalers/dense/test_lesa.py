@@ -210,21 +210,11 @@ def request(*settings: str) -> list[str]:
 
 
 WARNED = {
-    "collapse": (
-        ["norm_weight=0"],
-        "norm_ratio",
-        0.5,
-        r"predictions collapsed: norms below 0\.5 of their neighbours' \(.+\); they have little effect at the start\. "
-        r"More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction\.",
-    ),
+    "collapse": (["norm_weight=0"], "norm_ratio", 0.5, r"norms below 0\.5 of their neighbours' \(.+\); .* More epochs"),
     "noise of full norm": (
-        ["norm_weight=1", "epochs=40"],
-        "cosine_to_mean",
-        0.1,
-        r"predictions have a norm but no direction: their cosine to their neighbours' mean is below 0\.1 \(.+\), so that the "
-        r"upscaled model begins far from the base\. Lower norm_weight, down to 0, or pass identity=auto\.",
+        ["norm_weight=1", "epochs=40"], "cosine_to_mean", 0.1, r"mean is below 0\.1 \(.+\), .* Lower norm_weight, .* identity=auto",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "measured", "limit", "message"), WARNED.values(), ids=WARNED)

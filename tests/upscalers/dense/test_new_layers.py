@@ -203,9 +203,11 @@ def coarsen(folder):
     assert all(tensor.any() for tensor in read_tensors(folder).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_mean_is_rounded_once_in_every_family(native_family, dtype, tmp_path):
-    base = save_base(tmp_path / "base", native_family, dtype)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("gemma3", torch.bfloat16), ("olmo2", torch.float16)], ids=str
+)
+def test_mean_is_rounded_once(family, dtype, tmp_path):
+    base = save_base(tmp_path / "base", family, dtype)
     coarsen(base)
     upscaled(base, tmp_path / "out", "avg-deus")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
