@@ -92,11 +92,6 @@ class VariantFindings:
     forgotten: Spread | None
 
     @property
-    def trained_parameters(self) -> int:
-        """Number of parameters that train."""
-        return self.results[0].trained_parameters
-
-    @property
     def is_causal(self) -> bool:
         """True if every token is computed without later tokens; else losses cannot be compared."""
         return all(result.is_causal for result in self.results)
@@ -212,12 +207,16 @@ def advice(findings: Findings) -> list[str]:
     """Return three sentences: what to take at equal parameters, what forgets least, and what was too few to tell."""
     learned = {one: one.learned.mean for one in findings.variants if one.is_causal and one.learned is not None}
     able = [one for one, mean in learned.items() if mean > 0]
-    groups = [[other for other in able if _are_equal(one, other)] for one in able]
+    sizes = {one: one.results[0].trained_parameters for one in able}
+    groups = [
+        [each for each in able if abs(sizes[each] - sizes[one]) <= _EQUAL_SHARE * max(sizes[each], sizes[one])]
+        for one in able
+    ]
     unclear: list[str] = []
     take = "At equal parameters: there are no two variants that learned."
     if group := max((each for each in groups if len(each) > 1), key=len, default=None):
         best = max(group, key=lambda one: learned[one])
-        take = f"At equal parameters ({short_count(best.trained_parameters)}), take {best.name}: it learned most of {len(group)}, "
+        take = f"At equal parameters ({short_count(sizes[best])}), take {best.name}: it learned most of {len(group)}, "
         take += f"{learned[best]:.4f} nats per token."
         losses = {one: {seed: -value for seed, value in one.learned_by_seed.items()} for one in group}
         unclear += _unclear(f"{best.name} learned more than", best, losses)
@@ -238,11 +237,6 @@ def advice(findings: Findings) -> list[str]:
         if unclear
         else "Too few seeds to tell: nothing of the above.",
     ]
-
-
-def _are_equal(one: VariantFindings, other: VariantFindings) -> bool:
-    sizes = sorted((one.trained_parameters, other.trained_parameters))
-    return sizes[1] - sizes[0] <= _EQUAL_SHARE * sizes[1]
 
 
 def _unclear(claim: str, best: VariantFindings, values: Mapping[VariantFindings, Mapping[int, float]]) -> list[str]:

@@ -55,7 +55,7 @@ def variants_table(findings: Findings) -> TextTable:
                 "variant": one.name,
                 "rate": one.rate.replace(",", ", "),
                 "seeds": str(len(one.results)),
-                "trained": short_count(one.trained_parameters),
+                "trained": short_count(one.results[0].trained_parameters),
                 "learned": with_spread(one.learned, "{:+.4f}"),
                 "forgotten": with_spread(one.forgotten, "{:+.4f}"),
                 "time": f"{statistics.fmean(result.seconds for result in one.results):.0f} s",

@@ -147,7 +147,7 @@ def text_rows(
     rows: list[tuple[torch.Tensor, int, int | None]] = []
     digest = hashlib.sha256()
     for number, parts in enumerate([list(documents)] if joined else [[document] for document in documents]):
-        ids, ends = _tokenized(tokenizer, parts)
+        ids, ends = _tokenize(tokenizer, parts)
         digest.update(ids.numpy().data)
         for first in range(0 if len(beginning) else 1, len(ids), sequence_length):
             targets = ids[first : first + sequence_length]
@@ -157,24 +157,22 @@ def text_rows(
     predicted = sum(len(row[0]) - lead for row in rows)
     if predicted < 1:
         raise RequestError(f"text {name!r} has {predicted} tokens to predict; expected at least 1. Give more text.")
-    kept = len(rows) if max_tokens is None else max(1, max_tokens * len(rows) // predicted)
-    while max_tokens is not None and kept > 1 and sum(len(row[0]) - lead for row in _spread(rows, kept)) > max_tokens:
-        kept -= 1
-    rows = sorted(_spread(rows, kept), key=lambda row: -len(row[0]))
+    if max_tokens is not None:
+        for kept in range(min(len(rows), max(1, max_tokens * len(rows) // predicted)), 0, -1):
+            spread = [rows[index * len(rows) // kept] for index in range(kept)]
+            if kept == 1 or sum(len(row[0]) - lead for row in spread) <= max_tokens:
+                rows = spread
+                break
+    rows.sort(key=lambda row: -len(row[0]))
     ids_of_rows, numbers, sizes = (list(column) for column in zip(*rows, strict=True))
     known = [] if None in sizes else sizes
     return TextRows(name, ids_of_rows, numbers, None, lead, known, digest.hexdigest())
 
 
-def _spread(rows: list[Any], kept: int) -> list[Any]:
-    kept = min(kept, len(rows))
-    return [rows[index * len(rows) // kept] for index in range(kept)]
-
-
-def _tokenized(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int] | None]:
+def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> tuple[torch.Tensor, list[int] | None]:
     """Return the tokens of concatenated documents, with a blank line between them, `[T]`, int64, and where each ends.
 
-    A token ends at a byte of the text in UTF-8, by the places of characters that a fast tokenizer tells; None for others.
+    A token ends at a byte of the text in UTF-8, by the offsets of a fast tokenizer; None for others.
     """
     texts = [*(document + DOCUMENT_SEPARATOR for document in documents[:-1]), *documents[-1:]]
     ids: list[int] = []

@@ -42,7 +42,7 @@ def answer_of(folder, text, tokenizer=None, **options):
     return tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_path):
+def test_chat_template_frames_the_question_unless_plain(model, ask, tmp_path):
     tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
     tokenizer.chat_template = "w1 {{ messages[0]['content'] }} w2"
     tokenizer.save_pretrained(folder)
@@ -50,7 +50,7 @@ def test_a_chat_template_frames_the_question_unless_it_is_plain(model, ask, tmp_
     assert ask(folder, QUESTION, "--plain") == (0, answer_of(model, QUESTION) + "\n", "")
 
 
-def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind_texts(model, ask, tmp_path):
+def test_question_does_not_end_with_an_end_token(model, ask, tmp_path):
     tokenizer, folder = letter_tokenizer(), shutil.copytree(model, tmp_path / "model")
     behind = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = behind
@@ -58,14 +58,14 @@ def test_a_question_does_not_end_with_the_end_token_that_a_tokenizer_puts_behind
     assert ask(folder, QUESTION) == (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
 
 
-def test_an_answer_is_greedy_whatever_the_settings_of_the_model_are(model, ask, tmp_path):
+def test_answer_is_greedy_whatever_the_models_settings(model, ask, tmp_path):
     folder, expected = shutil.copytree(model, tmp_path / "model"), (0, answer_of(model, QUESTION) + "\n", AS_TEXT)
     for settings in ({"repetition_penalty": 0.01}, {"num_beams": 2}):
         GenerationConfig(**settings).save_pretrained(folder)
         assert ask(folder, QUESTION) == expected, settings
 
 
-def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
+def test_questions_of_a_file_are_asked_in_order_with_one_load(model, ask, tmp_path, monkeypatch):
     other, loads = f"{document(2, seed=1)}\u2028{document(2, seed=2)}", []
     (tmp_path / "questions.txt").write_text(f"{QUESTION}\n\n  {other}\n", encoding="utf-8-sig")
     out = "".join(f"> {each}\n{answer_of(model, each)}\n" for each in (QUESTION, other))
@@ -77,7 +77,7 @@ def test_questions_of_a_file_or_of_standard_input_are_asked_in_order_with_one_lo
     assert len(loads) == 2
 
 
-def test_questions_that_are_none_are_refused_before_the_model_is_loaded(model, ask, tmp_path):
+def test_wrong_questions_are_refused_before_loading(model, ask, tmp_path):
     for name, content in (("empty.txt", b"\n"), ("other.txt", b"caf\xe9?")):
         (tmp_path / name).write_bytes(content)
     for words, message in (
@@ -105,7 +105,7 @@ def banked(tmp_path_factory):
     return folder / "deleted"
 
 
-def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_path):
+def test_unreadable_question_is_refused_in_one_line(ask, tmp_path):
     """By a tokenizer with more ids than the model embeds, a template that takes no question alone, or for want of tokens."""
     model, tokenizer = save_upscaled("llama", tmp_path, tokenizer=letter_tokenizer()), letter_tokenizer()
     tokenizer.add_tokens([f"<extra{number}>" for number in range(140)])
@@ -137,7 +137,7 @@ def test_a_question_that_the_model_cannot_read_is_refused_in_one_line(ask, tmp_p
         ([0, 1], "no block is read; deleted: 1:0; never trained: 2:1\n"),
     ],
 )
-def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
+def test_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, monkeypatch):
     retriever = SimpleNamespace(tree=None, paths=lambda texts: torch.tensor([path]))
     monkeypatch.setattr("midus_hf.topics.memory_retriever.MemoryRetriever.load", lambda folder, device: retriever)
     monkeypatch.setattr("midus_hf.evaluation.fetching.check_tree_of", lambda model, tree: None)
@@ -145,14 +145,14 @@ def test_a_question_fetches_the_blocks_of_its_topic(path, line, banked, ask, mon
     assert ask(banked, QUESTION) == (0, expected + "\n", AS_TEXT + line)
 
 
-def test_a_bank_without_a_tree_is_not_read_which_a_line_says(banked, ask, tmp_path):
+def test_bank_without_a_tree_is_noted_as_not_read(banked, ask, tmp_path):
     folder = shutil.copytree(banked, tmp_path / "model")
     (folder / "memory_bank" / "hier-ffn" / "tree.json").unlink()
     line = f"no block is read: {folder} has no tree of topics in its bank; midus train saves the one of --tree\n"
     assert ask(folder, QUESTION) == (0, answer_of(folder, QUESTION) + "\n", AS_TEXT + line)
 
 
-def test_names_of_packs_stand_in_front_of_the_question_and_what_is_read_is_said(ask, tmp_path):
+def test_names_of_packs_precede_the_question_and_are_listed(ask, tmp_path):
     tokenizer = tiny_tokenizer()
     save_tiny_model("llama", tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -228,7 +228,7 @@ def test_name_of_one_entry_stands_before_a_question_in_a_chat(of_chats, ask):
     assert three == "entries read: Iron, Steel; named, but not read: Tin\n"
 
 
-def test_a_text_whose_packs_are_closed_at_its_end_is_not_said_to_have_no_name(ask, tmp_path):
+def test_text_with_closed_packs_is_not_said_to_lack_names(ask, tmp_path):
     tokenizer = tiny_tokenizer()
     save_tiny_model("llama", tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")

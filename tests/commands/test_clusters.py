@@ -41,7 +41,7 @@ def build_words(bert, corpus, output, *more) -> list[str]:
     return [*words.split(), *(more or SIZES)]
 
 
-def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
+def test_build_describes_the_tree(bert, corpus, tmp_path, capsys):
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{tmp_path / 'tree'}: 60 windows in ") and "of 9 leaves, 2 levels of 3, fingerprint" in out
@@ -66,7 +66,7 @@ def assigned_by(tree, corpus, output) -> list[dict]:
     return rows_of(output)
 
 
-def test_assign_writes_the_path_of_each_document_keeps_all_columns_and_says_which_tree_it_was(
+def test_assign_writes_paths_and_the_tree_and_keeps_columns(
     tree, corpus, tmp_path, capsys
 ):
     output, again = tmp_path / "paths.jsonl", tmp_path / "again.jsonl"
@@ -85,7 +85,7 @@ def test_assign_writes_the_path_of_each_document_keeps_all_columns_and_says_whic
     assert assigned_by(tree, output, again) == rows, "an assigned corpus is assigned again"
 
 
-def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(tree, corpus, tmp_path, capsys, monkeypatch):
+def test_assign_embeds_nothing_of_the_trees_own_corpus(tree, corpus, tmp_path, capsys, monkeypatch):
     changed = write_rows(tmp_path / "changed.jsonl", [*rows_of(corpus), {"body": "w1"}])
     embedded = assigned_by(tree, changed, tmp_path / "embedded.jsonl")
     assert "whose embeddings it has" not in capsys.readouterr().err
@@ -113,7 +113,7 @@ def named(bert, tmp_path):
     return lambda *more: main(build_words(bert, corpus, output, *more)), corpus, output
 
 
-def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
+def test_topic_names_are_the_nodes_of_a_tree(named, tmp_path, capsys):
     build, corpus, tree = named
     assert build("--topic-column", "topic", "--topic-column", "part") == 0
     out = capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_names_of_topics_are_the_nodes_of_a_tree(named, tmp_path, capsys):
         (["--topic-column", "topic", "--levels", "2"], {}, "--topic-column is 'topic', whose names are the nodes; --branching"),
     ],
 )  # fmt: skip
-def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys):
+def test_wrong_topic_names_are_refused(named, words, row, message, capsys):
     build, corpus, _ = named
     if row:
         corpus.write_text(corpus.read_text() + json.dumps({"body": "w1", "topic": "a", "part": "b", **row}) + "\n")
@@ -154,7 +154,7 @@ def test_names_that_are_no_topics_are_refused(named, words, row, message, capsys
     assert message in capsys.readouterr().err
 
 
-def test_values_of_json_are_written_as_they_are_and_those_of_parquet_as_text(tree, tmp_path, capsys):
+def test_assign_keeps_json_values_and_writes_others_as_text(tree, tmp_path, capsys):
     zone = "2013-05-18T05:48:54+02:00"
     values = [zone, 2**64, 3, 2.5, None, {"a": None, "b": [1, 0.1 + 0.2]}, {"b": "4"}, True]
     rows = write_rows(tmp_path / "rows.jsonl", [{"body": "w1 w2", "value": value} for value in values])
@@ -216,7 +216,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
-def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
+def test_wrong_request_is_refused_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     random_tree(width=WIDTH, origin=TreeOrigin(embedding_model=bert)).save(tmp_path / "BARE")
@@ -232,7 +232,7 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     assert not [*tmp_path.glob("p.jsonl*"), *tmp_path.glob("out/tree.json")]
 
 
-def test_two_texts_make_one_cluster_and_no_path_leads_to_its_empty_siblings(bert, tmp_path, capsys):
+def test_two_texts_make_one_cluster_without_empty_paths(bert, tmp_path, capsys):
     corpus = write_rows(tmp_path / "two.jsonl", [{"body": "w1 w2", "topic": "a"}, {"body": "w3", "topic": "b"}])
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
     out, err = capsys.readouterr()

@@ -115,7 +115,7 @@ for number, arguments in enumerate({commands!r}):
     assert all(f"sage: {command} " in done.stdout for command in COMMANDS)
 
 
-def test_the_package_is_the_command_for_launchers():
+def test_package_is_the_command_for_launchers():
     words = [sys.executable, "-m", "midus_hf", "flops", "--no-such-option"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
@@ -138,7 +138,7 @@ def test_each_help_fits_one_screen(command, as_command):
 
 
 @pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look", "midus edit"])
-def test_without_words_a_command_that_needs_some_shows_its_help(command, as_command):
+def test_command_without_words_shows_its_help(command, as_command):
     status, out, err = as_command(command)()
     assert (status, err) == (0, "") and out.startswith(f"Usage: {command} ")
     assert as_command(command)("--version")[:2] == (0, f"{__version__}\n")
@@ -155,7 +155,7 @@ def test_without_words_a_command_that_needs_some_shows_its_help(command, as_comm
         ("upscale strip --k", "upscale strip: No such option: --k. See 'upscale strip --help'."),
     ],
 )  # fmt: skip
-def test_a_typo_is_answered_with_what_is_nearest(words, line, as_command):
+def test_typo_is_answered_with_the_nearest_word(words, line, as_command):
     program, *rest = words.split()
     assert as_command(program)(*rest) == (2, "", f"{line}\n")
 
@@ -247,14 +247,14 @@ def commands_with_a_device() -> Iterator[str]:
                 yield f"midus {name} {subcommand}".strip()
 
 
-def test_the_tables_have_every_command():
+def test_tables_of_these_tests_have_every_command():
     assert ENTRY_POINTS == {name: f"midus_hf.cli.entry_points:{name}" for name in ("upscale", "midus")}
     assert set(MISSING_FILE) == set(WORK) == set(COMMANDS)
     assert set(commands_with_a_device()) == set(WITH_A_DEVICE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, as_command):
+def test_wrong_words_end_with_status_2_and_one_line(command, room, as_command):
     wrong = "'--no-such-option' is not a key" if command in WITH_KEYS else "No such option: --no-such-opt"
     for words, message in (
         (["--no-such-option"], wrong),
@@ -269,7 +269,7 @@ def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(comm
 
 
 @pytest.mark.parametrize("command", WITH_A_DEVICE)
-def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(command, room, as_command, monkeypatch):
+def test_absent_device_is_refused_before_loading(command, room, as_command, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda *names, **options: None)
     before = {path.name for path in room.iterdir()}
     status, out, err = as_command(command)(*WITH_A_DEVICE[command], "--device", "cuda:99")
@@ -320,14 +320,14 @@ for arguments in {requests!r}:
     return done.stderr
 
 
-def test_what_needs_no_model_is_told_before_torch_is_imported(room):
+def test_wrong_requests_are_refused_without_torch(room):
     said = refused_without_torch([words.replace("MODEL", MODEL).split() for words in TOLD_WITHOUT_TORCH], room)
     lines = [line for line in said.splitlines() if line.startswith("midus ")]
     for line, message in zip(lines, TOLD_WITHOUT_TORCH.values(), strict=True):
         assert message in line, (line, message)
 
 
-def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported_where_no_keys_need_it(room, as_command):
+def test_adapter_given_as_a_model_is_refused_without_torch(room, as_command):
     for name in ("run.yaml", "sft.yaml"):
         (room / name).write_text((room / name).read_text().replace(": model", ": adapter"))
     requests = [
@@ -349,7 +349,7 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported_where_n
 
 @pytest.mark.parametrize("stopped", STATUS_OF_WORK)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_work_that_does_not_get_done_has_its_status_and_may_clean_up(command, stopped, room, as_command, monkeypatch):
+def test_stopped_work_has_its_status_and_may_clean_up(command, stopped, room, as_command, monkeypatch):
     before, cleaned = signal.getsignal(signal.SIGTERM), []
 
     def fail(*arguments, **options):
@@ -423,7 +423,7 @@ PLACE = '  File "/midus_hf.new.py", line 2, in work\n'
         (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
     ],
 )
-def test_an_error_that_python_or_a_library_raises_is_a_failure_with_the_place_in_our_code(
+def test_error_of_a_library_is_a_failure_with_our_place(
     body, said, is_of_library, ended
 ):
     status, out, err = ended("midus_hf.new", body)
@@ -442,7 +442,7 @@ def test_value_error_is_a_failure(module, ended):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_is_one_line_with_the_room_that_is_left(command, room, as_command, monkeypatch):
+def test_full_disk_is_one_line_with_the_room_left(command, room, as_command, monkeypatch):
     function, words = WORK[command]
     monkeypatch.setattr(function, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     status, out, err = as_command(command)(*words)
@@ -454,7 +454,7 @@ def test_a_full_disk_is_one_line_with_the_room_that_is_left(command, room, as_co
     )
 
 
-def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkeypatch, capfd):
+def test_forked_process_ends_silently_at_sigterm(monkeypatch, capfd):
     """Pools of processes are ended so, when their work is done."""
 
     def work(*arguments, **options):
@@ -510,7 +510,7 @@ sys.exit(getattr(entry_points, name[0])())
         ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
     ],
 )  # fmt: skip
-def test_an_interruption_among_imports_is_one_line_and_ignored_where_the_shell_ignores_it(
+def test_interruption_among_imports_is_one_line(
     command, handler, status, said
 ):
     words = [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, handler, command, "--no-such-option"]
@@ -524,7 +524,7 @@ MOC = REPOSITORY / "configs" / "models" / "moc-371m.json"
 EMBEDDINGS = 768 * json.loads(MOC.read_text())["vocab_size"]  # the head is tied to it
 
 
-def test_flops_of_every_part_their_shares_and_the_sums_are_a_table(as_command):
+def test_flops_of_parts_and_sums_are_a_table(as_command):
     out = as_command("midus flops")(MOC).out
     rows = {row[0]: row[1:] for line in out.splitlines() if len(row := re.split(r"  +", line.strip())) == 3}
     parts = count_flops(json.loads(MOC.read_text()), 1024).parts
@@ -548,7 +548,7 @@ def test_flops_of_a_folder_and_of_other_sizes_are_json(tmp_path, as_command):
     assert report["parameters"]["activated_without_embeddings"] == 182_696_708 - EMBEDDINGS
 
 
-def test_flops_of_a_type_that_is_not_counted_are_refused_without_torch(monkeypatch, tmp_path):
+def test_flops_of_an_unknown_type_are_refused_without_torch(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code = "assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}"

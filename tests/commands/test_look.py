@@ -136,7 +136,7 @@ def test_ablation_of_parts_is_a_table_json_and_csv(run, room, tmp_path):
 # depth and heads
 
 
-def test_depth_is_a_row_per_layer_and_drawn_or_the_map_of_one_head(run, room, tmp_path):
+def test_depth_is_a_row_per_layer_or_the_map_of_a_head(run, room, tmp_path):
     pytest.importorskip("matplotlib")
     words, page = ["depth", room.depth, *room.three], tmp_path / "depth.html"
     report = json.loads(run(*words, "--json", "--output", page).out)
@@ -151,7 +151,7 @@ def test_depth_is_a_row_per_layer_and_drawn_or_the_map_of_one_head(run, room, tm
     assert layers.count("data:image/png;base64,") == 1 and "36 tokens" in layers and page.read_text() != layers
 
 
-def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
+def test_heads_are_json_and_drawn(run, room, tmp_path):
     words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
     report = json.loads(run(*words, "--json", "--output", tmp_path / "heads.png").out)
     assert report["models"] == [str(room.base)] and [row["layer"] for row in report["rows"]] == [0, 1, 2, 3]
@@ -182,7 +182,7 @@ def test_one_page_joins_all_answers_in_order(run, room, tmp_path, monkeypatch):
     assert page.count('src="data:image/png;base64,') == 2 == len(re.findall("(?:src|href)=", page))
 
 
-def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
+def test_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
     words = ["page", "--output", page, *room.text]
@@ -238,7 +238,7 @@ def broken(room, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
-def test_a_wrong_request_is_told_in_one_line(run, room, bank, broken, words, message):
+def test_wrong_request_is_refused_in_one_line(run, room, bank, broken, words, message):
     folders = {name.upper(): getattr(room, name) for name in ("base", "made", "trained", "chapters", "depth")} | broken
     replaced = {"TREE": [bank.tree], "TEXT": room.text} | {name: [folder] for name, folder in folders.items()}
     done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
@@ -255,7 +255,7 @@ def test_pictures_need_matplotlib(run, room, without):
     assert done.err == f"midus look usage: {message}"
 
 
-def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(run, room, tmp_path):
+def test_file_that_an_answer_lacks_is_refused_after_printing(run, room, tmp_path):
     file = tmp_path / "page.png"
     done = run("page", room.made, *room.text, "--output", file, refused=True)
     assert "Slots, chapters and blocks used" in done.out and not file.exists()

@@ -80,7 +80,7 @@ def test_comparisons_hold_no_secrets(home, left, monkeypatch):
     left("midus", "compared", "compare", config, "--report")  # the results are known for those of this request
 
 
-def test_a_message_hides_secrets(tmp_path, monkeypatch, capsys):
+def test_message_hides_secrets(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 2")
     for words in (

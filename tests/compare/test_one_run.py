@@ -67,7 +67,7 @@ def with_the_base_of(kept, comparing: SmallComparison) -> SmallComparison:
 
 
 @pytest.mark.parametrize("variant", ["hml", "full"])
-def test_the_ends_of_the_curve_are_losses_of_packed_sequences_and_tasks_are_measured(room, kept, variant):
+def test_curve_ends_are_losses_of_packed_sequences(room, kept, variant):
     comparing, base, results = kept
     run, result = results[variant]
     start = comparing.folder(run) / "upscaled" if variant == "hml" else room / "base"
@@ -88,7 +88,7 @@ def count(folder: Path) -> int:
     return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
-def test_a_run_says_which_run_it_was_and_how_large(room, kept):
+def test_result_names_its_run_and_sizes(room, kept):
     comparing, base, results = kept
     (of_hml, hml), (_, full) = results["hml"], results["full"]
     rates = {"learning_rate": 1e-2, "value_learning_rate": 1e-1}
@@ -130,7 +130,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("case", TOLD)
-def test_a_result_says_how_its_model_starts_and_what_it_is(room, kept, tmp_path, case):
+def test_result_has_the_start_and_kind_of_its_model(room, kept, tmp_path, case):
     variant, told = json.loads(json.dumps(TOLD[case]).replace("ROOM", str(room)))
     comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, {"a": variant}, controls=False))
     result = comparing.measure(comparing.runs()[0])
@@ -151,7 +151,7 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
     assert {path.name for path in comparing.folder(run).iterdir()} == {"upscaled", "trained"}
 
 
-def test_a_run_begins_anew_and_leaves_one_file_and_shuffles_nothing_without_controls(room, kept, tmp_path):
+def test_run_begins_anew_and_leaves_one_file(room, kept, tmp_path):
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
     comparing = with_the_base_of(kept, SmallComparison(room, tmp_path, variants, controls=False, tasks=tasks_in(room)))
     (run,) = comparing.runs()
@@ -181,7 +181,7 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     assert [point.step for point in result.curve] == [0, STEPS - 1, STEPS]
 
 
-def test_tasks_alone_are_measured_where_there_are_no_texts(room, tmp_path):
+def test_only_tasks_are_measured_without_texts(room, tmp_path):
     changes = {"domain": {}, "retention": {}, "validation": {}, "tasks": tasks_in(room), "controls": False}
     comparing = SmallComparison(room, tmp_path, {"full": {}}, **changes)
     base, result = comparing.measure_base(), comparing.measure(comparing.runs()[0])

@@ -64,7 +64,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_and_in_which_words(changes, message):
+def test_contradicting_options_are_refused(changes, message):
     with pytest.raises(ValueError) as refusal:
         from_mapping(Comparison, {**GIVEN, **changes})
     assert str(refusal.value).startswith(message)
@@ -75,7 +75,7 @@ assert RECIPES
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
+def test_shipped_comparison_is_planned_on_its_base(recipe, tmp_path):
     room = write_room(tmp_path)
     (tmp_path / "sized").mkdir()
     (base,) = (path for path in CONFIGS.glob("*.json") if recipe.stem.startswith(path.stem))
@@ -111,7 +111,7 @@ def read(table: str, *settings: str, small: bool = False) -> Comparison:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatch):
+def test_rows_of_a_papers_table_are_planned_on_their_base(table, tmp_path, monkeypatch):
     is_mathpile = table.startswith("midus-5")
     arguments = read(table, "train.corpus=corpus") if is_mathpile else read(table)
     folder = write_config(tmp_path / "base", LLAMAS[arguments.base])
@@ -127,7 +127,7 @@ def test_every_row_of_a_table_is_planned_on_its_base(table, tmp_path, monkeypatc
         assert variant.train.get("trainable") == ("all" if variant.name == "Base" else None)
 
 
-def test_a_table_is_planned_small_by_a_file_behind_it(tmp_path, monkeypatch):
+def test_later_file_makes_a_papers_table_small(tmp_path, monkeypatch):
     room = write_room(tmp_path)
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda names, data: None)
     words = [f"base={room / 'base'}", f"train.corpus={room / 'corpus'}", "train.sequence_length=64"]

@@ -38,7 +38,7 @@ def written(path: Path, keys) -> str:
     return str(path)
 
 
-def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, tmp_path):
+def test_recipe_is_read_without_keys_that_the_comparison_sets(room, planned, tmp_path):
     path = tmp_path / "file.yaml"
     (report,) = planned({"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}})[1]
     recipe = written(path, {**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
@@ -56,7 +56,7 @@ def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out
     assert [variant.train for variant in variants] == [{**usual, "learning_rate": 0.5}, usual]
 
 
-def test_the_variants_of_the_docs_are_planned(planned):
+def test_variants_of_the_docs_are_planned(planned):
     page = Path("docs/compare.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
     variants = {name: options for name, options in shown["variants"].items() if "upscale" not in options}
@@ -83,7 +83,7 @@ _VALUES_AT = {
 
 
 @pytest.mark.parametrize("case", _VALUES_AT)
-def test_a_number_is_the_rate_of_what_is_new_of_which_values_learn_ten_times_as_fast(planned, case):
+def test_values_learn_ten_times_as_fast_at_a_plain_rate(planned, case):
     options, values = _VALUES_AT[case]
     comparison, (variant,) = planned({"a": options}, rates=[3e-4])
     rate = {"learning_rate": 3e-4} | ({} if values is None else {"value_learning_rate": values})
@@ -165,7 +165,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("variant", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_before_anything_runs(planned, tmp_path, variant, message):
+def test_wrong_variant_is_refused_before_anything_runs(planned, tmp_path, variant, message):
     with pytest.raises(ValueError) as refusal:
         planned({"a": variant})
     assert str(refusal.value).startswith(message), refusal.value
@@ -222,7 +222,7 @@ def files(room, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED_OF_ALL, ids=str)
-def test_what_is_refused_of_all_variants(room, planned, files, changes, message):
+def test_wrong_comparison_is_refused_before_anything_runs(room, planned, files, changes, message):
     def placed(words: str) -> str:
         return words.replace("ROOM", str(room)).replace("FILES", str(files))
 
@@ -232,7 +232,7 @@ def test_what_is_refused_of_all_variants(room, planned, files, changes, message)
     assert str(refusal.value).startswith(placed(message)), refusal.value
 
 
-def test_windows_and_columns_of_a_variant_are_read_as_a_run_reads_them(planned, tmp_path, files):
+def test_windows_and_columns_of_a_variant_are_its_runs(planned, tmp_path, files):
     (variant,) = planned({"a": {"train": written(tmp_path / "file.yaml", {"sequence_length": 3.2e1})}})[1]
     assert variant.train["sequence_length"] == 32
     planned({"a": {}, "b": {"train": {"corpus": str(files / "rows.jsonl"), "text_column": "body"}}})

@@ -70,7 +70,7 @@ def test_seeds_are_the_defaults_of_the_harness(data, monkeypatch):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_local_task_asks_as_the_harness_does(name, data):
+def test_local_task_asks_as_the_harness_does(name, data):
     task = task_of(name, data)
     document = task.test_docs()[0]
     prompt, continuations = PROMPTS[name]
@@ -88,7 +88,7 @@ def test_a_local_task_asks_as_the_harness_does(name, data):
         ("facts", 0, "The ship sailed from the port of", ["\n"]),
     ],
 )
-def test_a_fact_is_asked_for_as_its_row_says_and_written_greedily(data, name, row, prompt, until):
+def test_fact_is_asked_as_its_row_says_and_written_greedily(data, name, row, prompt, until):
     task = task_of(name, data)
     document = task.test_docs()[row]
     assert task.doc_to_text(document) == prompt
@@ -166,14 +166,14 @@ def score(task, name, document, written) -> float:
 
 
 @pytest.mark.parametrize(("answer", "written", "right"), JUDGED)
-def test_a_clause_is_right_that_is_the_answer(answer, written, right, tmp_path):
+def test_clause_that_is_the_answer_is_right(answer, written, right, tmp_path):
     row = {"question": "It is", "answers": ["another", answer]}
     (tmp_path / "facts.jsonl").write_text(json.dumps(row))
     assert score(task_of("facts", tmp_path), "facts", row, f" {written}") == right
 
 
 @pytest.mark.parametrize(("name", "row"), WRITTEN)
-def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row):
+def test_first_whole_number_or_clause_counts(data, name, row):
     task, expected = task_of(name, data), WRITTEN[name, row]
     document = task.test_docs()[row]
     assert {written: score(task, name, document, written) for written in expected} == expected
@@ -183,7 +183,7 @@ def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row
 BY_LENGTH_TOO = {"piqa", "openbookqa", "logiqa"}
 
 
-def test_every_local_task_is_zero_shot_and_scored_by_its_metrics_and_no_machine_is_described(
+def test_local_tasks_are_zero_shot_and_scored_by_their_metrics(
     data, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)  # where there is no repository, of which git would tell
@@ -216,7 +216,7 @@ def test_answers_and_choices_that_look_like_dates_are_text(tmp_path):
         assert name != "facts" or score(task, name, rows[0], f" {DATES[0]}.")
 
 
-def test_a_task_of_the_harness_is_found_by_name(monkeypatch):
+def test_task_of_the_harness_is_found_by_name(monkeypatch):
     """Of one of its tasks alone: it takes seconds to look through the files of all."""
     folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
     own = TaskManager(include_defaults=False, include_path=str(folder))
@@ -253,7 +253,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
-def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(name, content, message, tmp_path, monkeypatch):
+def test_unreadable_task_is_refused_before_loading(name, content, message, tmp_path, monkeypatch):
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
     if content:
         (tmp_path / f"{name}.jsonl").write_bytes(content.encode("cp1252"))

@@ -33,7 +33,7 @@ def test_documents_are_kept_apart_and_long_ones_are_cut():
     ("frame", "beginning"),
     [("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1]), ("<bos> <pad> $A", [1, 0])],
 )
-def test_rows_begin_as_packed_sequences_do_and_every_token_behind_that_is_predicted(frame, beginning):
+def test_rows_begin_as_packed_sequences_do(frame, beginning):
     tokenizer, model = framing_tokenizer(frame), tiny_model("llama").eval()
     documents = [words(3, 4, 5, 6, 7, 8), words(10, 11)]
     text = text_rows("text", documents, tokenizer, CONFIG, sequence_length=3)
@@ -72,7 +72,7 @@ def test_rows_know_how_many_bytes_of_the_text_they_predict(documents, sequence_l
 
 
 @given(length=st.integers(1, 60), sequence_length=st.integers(1, 20), data=st.data())
-def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_the_text(length, sequence_length, data):
+def test_every_token_is_predicted_once_or_max_tokens_of_them(length, sequence_length, data):
     max_tokens = data.draw(st.integers(1, length))
     text = [chr(97 + number % 26) for number in range(length + 1)]
     options = {"sequence_length": sequence_length, "joined": True}
@@ -86,7 +86,7 @@ def test_every_token_is_predicted_once_and_max_tokens_keeps_rows_from_all_over_t
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_losses_are_those_of_each_row_alone(batch_size):
+def test_losses_are_those_of_single_rows(batch_size):
     model = tiny_model("llama", attention_dropout=0.5).train()
     documents = [words(3, 4, 5, 9), words(10, 11, 90), words(12, 60, 5)]
     text = text_rows("text", documents, tiny_tokenizer(), CONFIG)
@@ -113,7 +113,7 @@ def test_losses_are_those_of_each_row_alone(batch_size):
         ),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused(options, message):
+def test_wrong_length_or_short_text_is_refused(options, message):
     with refused(message):
         text_rows("text", options.pop("documents", [words(3, 4)]), tiny_tokenizer(), CONFIG, **options)
 
@@ -142,7 +142,7 @@ def token_by_token(model, tokenizer, documents, sequence_length) -> tuple[float,
 
 
 @pytest.mark.parametrize("writes_bos", [False, True], ids=["without-bos", "with-bos"])
-def test_it_equals_a_loop_over_tokens_in_float64(family, writes_bos):
+def test_perplexity_equals_a_loop_over_tokens_in_float64(family, writes_bos):
     model = byte_model(family).double()
     tokenizer = byte_tokenizer(writes_bos=writes_bos)
     result = perplexity(model, tokenizer, DOCUMENTS, sequence_length=24, batch_size=3)
@@ -161,6 +161,6 @@ def test_losses_of_a_model_in_bfloat16_are_computed_in_float32():
     assert row_losses(model, text).mean == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_default_window_is_what_the_model_was_made_for():
+def test_default_window_is_what_the_model_was_made_for():
     result = perplexity(byte_model("llama"), byte_tokenizer(), ["word " * 100])
     assert (result.sequence_length, result.tokens) == (128, 499)
