@@ -66,9 +66,7 @@ def assigned_by(tree, corpus, output) -> list[dict]:
     return rows_of(output)
 
 
-def test_assign_writes_paths_and_the_tree_and_keeps_columns(
-    tree, corpus, tmp_path, capsys
-):
+def test_assign_writes_paths_and_the_tree_and_keeps_columns(tree, corpus, tmp_path, capsys):
     output, again = tmp_path / "paths.jsonl", tmp_path / "again.jsonl"
     assert main(assign_words(tree, corpus, output)) == 0
     assert capsys.readouterr().out == f"{output}: paths of 60 documents\n"

@@ -423,9 +423,7 @@ PLACE = '  File "/midus_hf.new.py", line 2, in work\n'
         (f'int("hf_{"a1" * 12}")', "ValueError: invalid literal for int() with base 10: '<hidden>'", False),
     ],
 )
-def test_error_of_a_library_is_a_failure_with_our_place(
-    body, said, is_of_library, ended
-):
+def test_error_of_a_library_is_a_failure_with_our_place(body, said, is_of_library, ended):
     status, out, err = ended("midus_hf.new", body)
     line, places = err.split("\n", 1)
     assert (status, out, line.split()) == (1, "", f"midus edit list: failed: {said}".split())
@@ -510,9 +508,7 @@ sys.exit(getattr(entry_points, name[0])())
         ("midus flops", "SIG_IGN", 2, "midus flops: No such option: --no-such-option. See 'midus flops --help'.\n"),
     ],
 )  # fmt: skip
-def test_interruption_among_imports_is_one_line(
-    command, handler, status, said
-):
+def test_interruption_among_imports_is_one_line(command, handler, status, said):
     words = [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, handler, command, "--no-such-option"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)

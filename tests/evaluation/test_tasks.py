@@ -183,9 +183,7 @@ def test_first_whole_number_or_clause_counts(data, name, row):
 BY_LENGTH_TOO = {"piqa", "openbookqa", "logiqa"}
 
 
-def test_local_tasks_are_zero_shot_and_scored_by_their_metrics(
-    data, tmp_path, monkeypatch, capfd
-):
+def test_local_tasks_are_zero_shot_and_scored_by_their_metrics(data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # where there is no repository, of which git would tell
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", None)
     model = byte_model("llama", max_position_embeddings=256)
