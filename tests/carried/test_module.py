@@ -226,6 +226,7 @@ STANDS_FOR = {
     "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",
     "save_bank": "midus_hf.memories.hierarchical.bank",
+    "Glossary": "midus_hf.memories.packs.glossary",
 }
 
 
