@@ -130,7 +130,7 @@ def memory_flops(
     if counted is None:
         raise RequestError(
             f"the FLOPs of memory type {options.type!r} are unknown; expected a function with the decorator "
-            f"flops_of({type(options).__name__}) in the module 'costs' beside its options. Leave the memory out of the config to "
+            f"flops_of({type(options).__name__}) in the module 'costs' next to its options. Leave the memory out of the config to "
             "count the rest."
         )
     return counted(options, sizes, batch, tokens, index, count)

@@ -129,7 +129,7 @@ def layer_class(options: MemoryOptions, attention: str | None = None) -> Any:
         import_beside(options_class, "layer")
     if vars(options_class).get("layer") is None:
         raise RequestError(
-            f"memory type {options.type!r} has no layer; expected one in the module 'layer' beside {options_class.__name__}, "
+            f"memory type {options.type!r} has no layer; expected one in the module 'layer' next to {options_class.__name__}, "
             f"with the decorator register_layer({options_class.__name__})."
         )
     return options_class.layer
@@ -369,7 +369,7 @@ def check_memories(memories: Memories) -> None:
         if twice:
             raise RequestError(
                 f"layer {min(twice)} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long "
-                "as both, of which layers read segments."
+                "as both, and let layers read segments of it."
             )
         entry.options.check_beside(name, before)
         before[name] = entry.options

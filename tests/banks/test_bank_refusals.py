@@ -30,7 +30,7 @@ WIDER = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=12, num_layers
         ('{"format": 4}', "its layout is None"),
         (
             None,
-            r"there is no memory bank in .* \(No such file or directory: bank\.json\); expected one beside the model",
+            r"there is no memory bank in .* \(No such file or directory: bank\.json\); expected one next to the model",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

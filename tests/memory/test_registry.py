@@ -51,7 +51,7 @@ def test_extended_options_need_a_separate_layer():
         type = "wider"
 
     with pytest.raises(
-        ValueError, match="memory type 'wider' has no layer; expected one in the module 'layer' beside Wider"
+        ValueError, match="memory type 'wider' has no layer; expected one in the module 'layer' next to Wider"
     ):
         build_memory(WiderOptions(), SIZES)
 

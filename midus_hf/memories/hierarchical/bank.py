@@ -66,18 +66,17 @@ class FetchedBatch:
             level: self.records[level].split([field.numel for field in fields], dim=1)
             for level, fields in layout.records.items()
         }
-        self._layers = {layer: FetchedLayer(tuple(self._levels_of(layer, parts))) for layer in layout.layers}
-
-    def _levels_of(self, layer: int, parts: Mapping[int, tuple[torch.Tensor, ...]]) -> list[FetchedLevel]:
-        levels = []
-        for level, fields in self.layout.records.items():
-            tensors = {
-                field.name: part.view(len(part), *field.tensor.shape)
-                for field, part in zip(fields, parts[level], strict=True)
-                if field.layer == layer
-            }
-            levels.append(FetchedLevel(tensors, self.blocks[level]))
-        return levels
+        tensors: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        for level, fields in layout.records.items():
+            for field, part in zip(fields, parts[level], strict=True):
+                of_layer = tensors.setdefault((field.layer, level), {})
+                of_layer[field.name] = part.view(len(part), *field.tensor.shape)
+        self._layers = {
+            layer: FetchedLayer(
+                tuple(FetchedLevel(tensors[layer, level], self.blocks[level]) for level in layout.records)
+            )
+            for layer in layout.layers
+        }
 
     @property
     def num_rows(self) -> int:
@@ -418,7 +417,7 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
         description = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(
-            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
+            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one next to the model."
         ) from None
     except ValueError:
         description = None

@@ -48,14 +48,6 @@ class Banks:
             )
         return self.opened[name]
 
-    def check_training(self) -> None:
-        """Refuse a pass that trains while `set_trainable` lets blocks train, and no `MemoryTrainer` makes them trainable."""
-        if self.trainable and not all(bank.trains for bank in self.opened.values()):
-            raise RequestError(
-                "blocks of a memory bank are set to train, but this trainer leaves them as they are; expected MemoryTrainer, or a "
-                "trainer class with MemoryTrainerMixin. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
-            )
-
     @torch.compiler.disable
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
@@ -94,8 +86,12 @@ class BlockService(BankService):
             return {}
         tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
         if memory_blocks is None:
-            if model.training and torch.is_grad_enabled():
-                self.banks.check_training()
+            trains = self.banks.trainable and model.training and torch.is_grad_enabled()
+            if trains and not all(bank.trains for bank in self.banks.opened.values()):
+                raise RequestError(
+                    "blocks of a memory bank are set to train, but this trainer leaves them as they are; expected MemoryTrainer, or "
+                    "a trainer class with MemoryTrainerMixin. Or freeze the blocks: set_trainable(model, [3, 7]) trains only layers."
+                )
             return self.banks.fetch(memory_ids, len(tokens), tokens.device, model.dtype)
         for batch in memory_blocks.values():
             if batch.num_rows != len(tokens):

@@ -203,10 +203,9 @@ class TrainedBank(BlockReader):
 class BlockTrainer:
     """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
 
-    If several processes train, each averages the gradients over all processes before a step, so that blocks that only
-    some processes fetched stay equal in all. A share of the sequences, `generic_share`, fetches the blocks of the generic memory
-    instead of those of its path (hierarchical memories, section 4), by the seed and the index of a sequence among all of the run:
-    the choice differs between epochs, and is the same when a run is resumed.
+    Processes average gradients before a step, so that blocks that only some of them fetched stay equal in all. A share of the
+    sequences, `generic_share`, fetches the blocks of the generic memory (section 4), by the seed and the index of a sequence in the
+    run: the choice differs between epochs, and is the same when a run is resumed.
     """
 
     def __init__(self, trainer: Any, generic_share: float = 0.0):
@@ -253,7 +252,7 @@ class BlockTrainer:
         """Update blocks at every step of the optimizer, with the rate and the decay of the optimizer's group of blocks."""
         if self.banks:
             optimizer.register_step_pre_hook(lambda *_: self.average_gradients())
-            optimizer.register_step_post_hook(lambda optimizer, *_: self._step(optimizer))
+            optimizer.register_step_post_hook(self._step)
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the tensors that hold the gradients of blocks, after averaging the gradients over processes."""
@@ -267,7 +266,7 @@ class BlockTrainer:
                 bank.average_gradients()
         self._are_averaged = True
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         group = next(group for group in optimizer.param_groups if group.get("name") == BLOCKS_GROUP)
         for bank in self.banks:
             bank.step(group["lr"], group["betas"], group["eps"], group["weight_decay"])

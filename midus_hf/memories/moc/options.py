@@ -71,7 +71,7 @@ class MocOptions(MemoryOptions):
     router_z_loss_coef: float = option(0.001, "coefficient of the mean squared log-sum-exp of router logits")
     balance: Balance = option(
         "routed",
-        "the logits and the scale of the router's losses. routed: over the logits of routed chapters alone, so that the load-balance "
+        "the logits and the scale of the router's losses. routed: over the logits of routed chapters only, so that the load-balance "
         "loss is k where chapters are chosen evenly; released: "
         "over all logits, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
     )

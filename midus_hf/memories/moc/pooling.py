@@ -172,7 +172,15 @@ def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> PooledStates:
     """
     batch, tokens, width = states.shape
     if places.starts is None:
-        means, counts = _row_means(states, places.real)
+        wide = states.to(wide_dtype(states))
+        if places.real is None:
+            means = wide[:, min(1, tokens - 1) :].mean(1)
+            counts = torch.full((batch,), float(tokens), device=states.device)
+        else:
+            others = places.real & (places.real.long().cumsum(1) > 1)
+            pooled = torch.where(others.any(1, keepdim=True), others, places.real)
+            means = (wide * pooled.unsqueeze(-1)).sum(1) / pooled.sum(1, keepdim=True).clamp(min=1)
+            counts = places.real.sum(1).float()
         return PooledStates(means, _equal_segments(batch, tokens, states.device), counts, {"seen": counts})
     real = _real(states, places)
     document = (_marks(places, states).flatten().cumsum(0) - 1).view(batch, tokens)
@@ -327,21 +335,6 @@ def _pool_step(
     new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_total, before)
     new = {"count": new_count, "total": new_total, "before": new_before}
     return PooledStates(means, _equal_segments(batch, 1, states.device), real.float(), new)
-
-
-def _row_means(states: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean over each row's tokens, `[B, D]`, and the length of each row, `[B]`, without padding.
-
-    The first token of a row counts only if it is the only one.
-    """
-    batch, tokens, _ = states.shape
-    wide = states.to(wide_dtype(states))
-    if real is None:
-        return wide[:, min(1, tokens - 1) :].mean(1), torch.full((batch,), float(tokens), device=states.device)
-    others = real & (real.long().cumsum(1) > 1)
-    pooled = torch.where(others.any(1, keepdim=True), others, real)
-    sums = (wide * pooled.unsqueeze(-1)).sum(1)
-    return sums / pooled.sum(1, keepdim=True).clamp(min=1), real.sum(1).float()
 
 
 def _kept_of(
