@@ -157,7 +157,7 @@ class RunParser(HfArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with one spelling of each key and one default; paragraphs behind `\\b` keep their lines, as in docstrings of commands."""
+    """Help with one spelling of each key and one default; paragraphs after `\\b` keep their lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")

@@ -310,7 +310,7 @@ def _features_of(*names: str) -> Any:
 def collate(rows: list[dict[str, Any]], sequence_length: int, fill: int) -> dict[str, torch.Tensor]:
     """Return the columns of rows as tensors `[B, T]`, int64; labels default to the tokens.
 
-    A shorter row is padded at its end with the token `fill`, which has no loss, and to which no other token
+    A shorter row is padded at its end with the token `fill`, which has no loss, and which no other token
     attends. Only batches with such a row have an attention mask, unless positions keep texts apart.
     """
     missing = [sequence_length - len(row["input_ids"]) for row in rows]

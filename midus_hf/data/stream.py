@@ -102,7 +102,7 @@ class StreamedSequences(IterableDataset):
         fill = None if read_paths is None else tokenizer.eos_token_id
         self._new_packer = partial(Packer, sequence_length, documents_apart, beginning, fill)
         self._generator = np.random.default_rng(seed)
-        self._rows: list[dict[str, np.ndarray]] = []  # the buffer, and those behind it
+        self._rows: list[dict[str, np.ndarray]] = []  # the buffer, and those after it
         self._begin_pass(0)
         while not self._rows:
             self._read_on()

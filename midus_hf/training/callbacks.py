@@ -99,10 +99,9 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
 class GracefulStop(TrainerCallback):
     """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
 
-    All processes end training in the same step, since `largest` returns the maximum over processes. A signal
-    during the last step, or after it, has no effect; a second one acts at once. Signals are handled only in the main
-    thread, as Python requires. The callback also logs in steps and at ends of epochs that are saved or measured, and in the last
-    step: a logged loss is the mean since the previous event, so a resumed run logs the same losses as an uninterrupted run.
+    All processes end in the same step, since `largest` returns the maximum over processes. A signal during the last step has no
+    effect; a second one acts at once. The callback also logs where a run saves or measures, and in the last step: a logged loss is
+    the mean since the previous event, so a resumed run logs the same losses as an uninterrupted one.
     """
 
     def __init__(self, largest: Callable[[int], int]):

@@ -47,7 +47,7 @@ class Rates:
         memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the
             schedule. Default: `learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
-        value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
+        value_learning_rate: Rate of memory values only. Default: `key_value_learning_rate`.
         value_schedule: Schedule of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
             schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls
             linearly from 4 to 1 in the first quarter of the steps (UltraMemV2, appendix E.6: 350 billion of 1.4 trillion
@@ -192,7 +192,7 @@ class TrainKeys(ModelKeys):
         streaming: Read, tokenise and pack the corpus while training, without a copy on disk. Needs `max_steps`. Each process reads
             its part of the files, or of the texts if the files cannot be shared equally, and begins again after the last text.
             Default: false.
-        shuffle_buffer: Number of sequences in memory of which a stream draws the next one; 0 keeps the order. Default: 10,000.
+        shuffle_buffer: Number of sequences in memory from which a stream draws the next; 0 keeps the order. Default: 10,000.
     """
 
     command: ClassVar[str] = "train"

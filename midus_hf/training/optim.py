@@ -106,12 +106,10 @@ def set_trainable(
 ) -> TrainableReport:
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
-    With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
-    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. An added
-    memory that fetches blocks trains the blocks of all banks, since a text reads one path in all of them. With
-    a list of indices, these layers train whole; with a list of roles, only the tensors of these roles in the added
-    memories do. A head that is no language model's, such as a classifier's, is new to the base, and always trains.
-    `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
+    With `"new"`, only added layers train, whole, and memories attached to layers of the base. An added memory that fetches
+    blocks trains the blocks of all banks, since a text reads one path in all of them. With a list of indices, these layers train
+    whole; with a list of roles, only the tensors of these roles in the added memories. The head of another task than language
+    modelling always trains. `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
 
     Args:
         model: A causal language model, or a model with another head, whose decoder has `layers`; or its view.
@@ -231,9 +229,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     """Split the trained parameters into groups for an optimizer.
 
     Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
-    keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
-    decay, but not norms or biases. The memory modules
-    themselves say which parameters are keys and values, so a wrapper that renames parameters changes no group.
+    keys count as weights. Everything else follows the schedule, and matrices decay, but not norms or biases. The memory modules
+    say which parameters are keys and values, so a wrapper that renames parameters changes no group.
 
     Args:
         model: A model with `requires_grad` set.

@@ -66,7 +66,7 @@ def _prepare_fsdp(plugin: Any, model: Any) -> None:
             "expected 2, as in configs/accelerate/fsdp2.yaml."
         )
     if plugin.transformer_cls_names_to_wrap is None:
-        # The model's class also names the family's layers, of which a model has none if all its layers host memories.
+        # The model's class also names the family's layers, which a model lacks if all its layers host memories.
         names = {type(module).__name__ for module in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
     policy, full = plugin.mixed_precision_policy, torch.float32
@@ -91,7 +91,7 @@ def shares_parameters(trainer: Any) -> bool:
 
 
 def dtype_of_deepspeed(trainer: Any) -> str | None:
-    """Return the dtype to which DeepSpeed casts the whole model, by the run's bf16 or DeepSpeed's file, or None."""
+    """Return the dtype that DeepSpeed casts the whole model to, by the run's bf16 or DeepSpeed's file, or None."""
     if trainer.args.bf16:
         return "bfloat16"
     dtypes = {"bf16": "bfloat16", "fp16": "float16"}

@@ -63,8 +63,8 @@ def read_chats(arguments: Any, tokenizer: "PreTrainedTokenizerBase") -> "Dataset
     columns = _format_of(source, rows.column_names)
     if not len(rows):
         raise RequestError(f"dataset_name is {source!r}, which has no rows. Add data.")
-    beside = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
-    kept = [column for column in rows.column_names if column in (*columns, *beside)]
+    others = _OF_INSTRUCTIONS if columns[0] == "instruction" else _OF_CHATS
+    kept = [column for column in rows.column_names if column in (*columns, *others)]
     unread = [column for column in rows.column_names if column not in kept]
     template, kind = None, getattr(rows.features[columns[0]], "dtype", None)
     if columns[0] != "prompt" or kind not in ("string", "large_string"):
@@ -191,7 +191,7 @@ def reads_key(template: str, key: str) -> bool:
 
 
 def as_texts(row: Row) -> dict[str, str]:
-    """Return a prompt and its completion, to which no template is applied."""
+    """Return a prompt and its completion, which get no template."""
     for column in _OF_CHATS:
         if row.get(column):
             raise RequestError(

@@ -79,10 +79,9 @@ def mean_over_tokens(measured: Any) -> dict[str, float]:
 class MemoryTrainerMixin(AnyTrainer):
     """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate schedule.
 
-    Put the mixin before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
-    `MemoryArguments` are read from `args` if it has them. Groups and scheduler are made where the Trainer makes its
-    own, so they see the model after it was wrapped or sharded. A checkpoint has trained parameters, the optimizer and the
-    blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
+    Put it before the class that it extends, as in `class MemorySFTTrainer(MemoryTrainerMixin, SFTTrainer)`. The keys of
+    `MemoryArguments` are read from `args` if it has them. A checkpoint has trained parameters, the optimizer and the blocks of
+    banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model.
 
     Args:
         args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
@@ -235,7 +234,7 @@ class MemoryTrainerMixin(AnyTrainer):
             self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
             if self.blocks is not None:
                 self.blocks.follow(self.optimizer)
-        # The Trainer clips, and asks for norms, through it alone.
+        # The Trainer clips, and asks for norms, only through it.
         self.accelerator.clip_grad_norm_ = self.clip_gradients
         return super().create_optimizer(model)
 
