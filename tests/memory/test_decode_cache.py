@@ -238,7 +238,7 @@ def test_absent_parameters_are_not_cached(left):
         assert not is_cached(memory)
 
 
-def test_replaced_parameter_dtype_or_cast_does_not_read_the_cache(keeper, memory, inputs):
+def test_other_parameter_or_dtype_does_not_read_the_cache(keeper, memory, inputs):
     source = keeper.sources[0]
     stand_in = {source: -2 * memory.get_parameter(source).detach()}
     with torch.no_grad(), decode_cache(memory):
