@@ -73,7 +73,7 @@ NEAREST = {
     "midus_hf/anatomy": "tests/models/test_every_type.py tests/upscalers/test_strip.py tests/upscalers/test_families.py",
     "midus_hf/models/listing.py": "tests/models/test_listing.py",
     "midus_hf/models/language_model.py": "tests/models/test_task_heads.py tests/training/test_task_heads.py",
-    "midus_hf/memories/engram/known.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
+    "midus_hf/memories/engram/known_ngrams.py": "tests/upscalers/test_engram.py tests/training/test_protection.py",
     "midus_hf/topics": "tests/topics",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_output_folder.py",

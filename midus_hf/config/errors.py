@@ -93,10 +93,10 @@ def save_as_utf8(error: UnicodeDecodeError) -> str:
 
 def no_column(label: str, column: str, columns: Sequence[str]) -> str:
     """Return the message about texts that lack the column of the text; `label` is their name in messages."""
-    return (
-        f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; set text_column (--column of eval, look and "
-        "cluster) to the column that holds the text."
-    )
+    remedy = "set text_column (--column of eval, look and cluster) to the column that holds the text"
+    if any(separator in name for name in columns for separator in ";\t"):
+        remedy = "its fields may be separated otherwise: save it with commas, or as JSON lines"
+    return f"{label} has no column {column!r}, only {', '.join(columns) or 'nothing'}; {remedy}."
 
 
 def print_note(line: str, event: str | None = None) -> None:

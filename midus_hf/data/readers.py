@@ -34,6 +34,7 @@ _CHARACTERS_AT_ONCE = 10 << 20
 _ROWS_AT_ONCE = 10_000
 _ROWS_OF_STREAM = 1000
 _LONGEST_FIELD = 2**31 - 1  # characters
+_LINES_OF_A_FIELD = 3  # more lines, each of which would be a row, are rows that a quote swallows
 
 
 @dataclass
@@ -180,21 +181,36 @@ class TableReader(Csv):
                     yield Key(shard, number), pa.Table.from_pandas(frame, schema, preserve_index=False)
 
     def _check_quotes(self, file: str) -> None:
-        """Refuse quotes that are not closed, or closed within a field: pandas would lose the rows after them."""
+        """Refuse quotes that are not closed, closed within a field, or around lines that would each be a row.
+
+        pandas would lose these rows. In a TSV file, where quotes are text, a quoted field of several lines would become rows.
+        """
         config = self.config
-        if (
-            len(config.sep) > 1 or config.skiprows or config.quoting == csv.QUOTE_NONE
-        ):  # longer separators are patterns
+        if len(config.sep) > 1 or config.skiprows:  # longer separators are patterns
             return
         encoding = "utf-8-sig" if config.encoding in (None, "utf-8") else config.encoding
         names = ("quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace")
-        dialect: dict[str, Any] = {name: getattr(config, name) for name in names}
+        dialect: dict[str, Any] = {"delimiter": config.sep, **{name: getattr(config, name) for name in names}}
+        literal, begin, columns, taken = {**dialect, "quoting": csv.QUOTE_NONE}, 1, 0, []
+        opened_in = None
         longest = csv.field_size_limit(_LONGEST_FIELD)
         with open(file, encoding=encoding, errors=config.encoding_errors, newline="") as opened:
-            rows, begin = csv.reader(opened, delimiter=config.sep, strict=True, **dialect), 1
+            lines = (taken.append(line) or line for line in opened)  # type: ignore[func-returns-value]
+            rows = csv.reader(lines, strict=True, **dialect)
             try:
-                for _ in rows:
+                for row in rows:
+                    columns = columns or len(row)
+                    if len(taken) > _LINES_OF_A_FIELD and columns > 1:
+                        if all(len(fields) == columns for fields in csv.reader(taken, **literal)):
+                            raise csv.Error("each of these lines would be a row")
+                    if config.quoting == csv.QUOTE_NONE and row:
+                        if opened_in is not None and len(row) < columns:
+                            begin = opened_in
+                            raise csv.Error("a field of a TSV file ends with its line")
+                        opens = any(field[:1] == '"' and (field == '"' or field[-1] != '"') for field in row)
+                        opened_in = begin if opens else None
                     begin = rows.line_num + 1
+                    taken.clear()
             except csv.Error as error:
                 raise RequestError(
                     f"a quote in lines {begin} to {rows.line_num} takes more than its field ({error}); expected a field with "

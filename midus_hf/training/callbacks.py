@@ -1,4 +1,4 @@
-"""Callbacks of a run: what it reads, how far it is, and interruptions."""
+"""Callbacks of a run: what it reads, how far it is, whether other programs slow it down, and interruptions."""
 
 import contextlib
 import math
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 
@@ -23,6 +24,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_OF_ONE_REQUEST = 1.0
 # With fewer steps there is a warning, which recommends `ENOUGH_STEPS`.
 _FEW_STEPS = 30
+# Steps of as many seconds are compared with their processor time; a quiet machine gives a run of several threads more than one core.
+_SECONDS_COMPARED, _SECONDS_PER_PROCESSOR_SECOND = 10.0, 1.5
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -94,6 +97,37 @@ def _times_read(steps: int, arguments: Any, num_sequences: int) -> float:
     of_epoch = min(batches * batch, num_sequences)
     epochs, others = divmod(steps, math.ceil(batches / arguments.gradient_accumulation_steps))
     return (epochs * of_epoch + min(others * arguments.sequences_per_step, of_epoch)) / num_sequences
+
+
+class BusyCoresNote(TrainerCallback):
+    """Notes once that other programs use the cores, so that threads wait for each other, with the remedy.
+
+    A process that waits for a GPU or for other processes, or has one thread, is not compared with its processor time.
+    """
+
+    def __init__(self) -> None:
+        self._is_noted = False
+        self._began = (0.0, 0.0)  # a step: the time, and the processor time of all threads
+        self._seconds = self._processor_seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = time.monotonic(), time.process_time()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        threads = torch.get_num_threads()
+        if self._is_noted or threads == 1 or args.world_size > 1 or args.device.type != "cpu":
+            return
+        self._seconds += time.monotonic() - self._began[0]
+        self._processor_seconds += time.process_time() - self._began[1]
+        if self._seconds < _SECONDS_COMPARED:
+            return
+        if self._seconds > _SECONDS_PER_PROCESSOR_SECOND * self._processor_seconds:
+            self._is_noted = True
+            print_note(
+                f"steps took {self._seconds:.0f} s, and {threads} threads got {self._processor_seconds:.0f} s of processor time: "
+                "other programs use the cores, and threads wait for each other. With OMP_NUM_THREADS=1 none waits"
+            )
+        self._seconds = self._processor_seconds = 0.0
 
 
 class GracefulStop(TrainerCallback):

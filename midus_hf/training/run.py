@@ -22,7 +22,7 @@ from midus_hf.models.view import ModelView
 from midus_hf.sources.names import answer_of_hub
 from midus_hf.sources.progress import limit_bars, without_library_bars
 from midus_hf.training.arguments import MemoryArguments, TrainArguments
-from midus_hf.training.callbacks import GracefulStop, RunInterrupted, RunReport
+from midus_hf.training.callbacks import BusyCoresNote, GracefulStop, RunInterrupted, RunReport
 from midus_hf.training.checkpoints import resume_hint
 from midus_hf.training.inputs import (
     RunTexts,
@@ -150,6 +150,7 @@ def run_training(
             arguments.num_train_epochs = trainer.args.num_train_epochs = epochs
         stop = GracefulStop(trainer.largest)
         trainer.add_callback(stop)
+        trainer.add_callback(BusyCoresNote())
         trainer.add_callback(RunReport(texts.reads or f"dataset_name: {num_sequences:,} sequences", num_sequences))
         with saving_to(output), stop, without_library_bars():
             _train(trainer, checkpoint, output)

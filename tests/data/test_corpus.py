@@ -351,8 +351,17 @@ REFUSALS = {
         for case, text, said in (
             ("text behind", 'id,text\n1,a\n2,"fast, it\n3,b\n4,"low" is\n', "3 to 5 takes more than its field ("),
             ("never closed", 'id,text\n1,a\n2,"fast\n3,b\n', "3 to 4 takes more than its field ("),
+            ("over rows", 'id,text\n1,"fast\n2,b\n3,c\n4,6"\n', "2 to 5 takes more than its field (each of these lines"),
         )
     },
+    "a quote over lines of a TSV": (
+        {"x.tsv": 'id\ttext\n1\t"a\n\nb"\n2\tc\n'},
+        "x.tsv', which cannot be read: a quote in lines 2 to 4 takes more than its field (a field of a TSV file ends",
+    ),
+    "other separators": (
+        {"x.csv": "sep=;\nid;text\n1;a\n"},
+        "has no column 'text', only sep=;; its fields may be separated otherwise: save it with commas, or as JSON lines.",
+    ),
     "no rows": ({"x.jsonl": ""}, "which is empty: it has no text with a visible character. Add text to it"),
     "zero bytes": ({"a.txt": "a", "x.txt": b"a\0b"}, "x.txt', which is not text: it has zero bytes. Remove it"),
     "no Parquet": ({"a.parquet": b"PAR1"}, "a.parquet', which cannot be read"),

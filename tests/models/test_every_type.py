@@ -25,7 +25,7 @@ from midus_hf.memories.hosting import heads, layer, sites
 from midus_hf.memories.hosting.layer import HostLayer
 from midus_hf.memories.hosting.parts import PROJECTIONS, MemoryInputs, MissingPartError
 from midus_hf.memories.hosting.sites import ChangesProjections
-from midus_hf.memories.moda import site as depth_site
+from midus_hf.memories.moda import layer as depth_layer
 from midus_hf.memories.moda.layer import ModaSite
 from midus_hf.models.families import FAMILIES, template
 from midus_hf.models.families.template import host_type
@@ -280,7 +280,7 @@ WRONG_INSIDE = [
     ("qwen3", "hier-lora-ffn", PROJECTIONS, "up", lambda _: ("gate_proj",)),
     ("phi3", "hier-lora-qk", layer, "stacked_rows", with_the_last_rows_first),
     ("phi3", "hier-lora-ffn", layer, "stacked_rows", with_the_last_rows_first),
-    ("gemma4_text", "moda", depth_site.ModaSite, "_projected", without_the_norm_of_values),
+    ("gemma4_text", "moda", depth_layer.ModaSite, "_projected", without_the_norm_of_values),
     ("qwen3", "hier-lora-qk", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-lora-ffn", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
     ("qwen3", "hier-kv", MemoryInputs, "arguments_for", with_blocks_of_the_next_layer),
@@ -295,8 +295,8 @@ WRONG_INSIDE = [
     ("smollm3", "hier-kv", heads, "rotates", lambda _: lambda *_: True),  # some of whose layers do not rotate
     ("qwen3", "moda", ModaSite, "_projected", lambda pair: lambda *inputs: pair(*inputs)[::-1]),
     ("qwen3", "moda", ModaSite, "__init__", without_the_oldest_slot),
-    ("qwen3", "moda", depth_site, "rotated", left_as_they_are),
-    ("qwen3", "moda", depth_site, "normalised_keys", left_as_they_are),
+    ("qwen3", "moda", depth_layer, "rotated", left_as_they_are),
+    ("qwen3", "moda", depth_layer, "normalised_keys", left_as_they_are),
 ]
 
 
